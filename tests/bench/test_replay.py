@@ -204,16 +204,15 @@ def test_drafts_that_never_hit_save_no_step() -> None:
     assert ahead.arrivals == pytest.approx(cloud.arrivals)
 
 
-def test_a_draft_that_comes_during_a_step_counts_from_the_next() -> None:
+def test_a_draft_that_comes_during_a_step_is_echoed_by_it_and_verified_by_the_next() -> None:
     # Opened comes at 40 ms, eight drafts leave at 48 and come at 68, in the step from 60 to 70.
     written = Written(trace_of([True] * 12), at(LINK), FREE, RUN_AHEAD)
     written.outcome()
     commits = {round(time, 6): frame for time, way, what, frame in written.log if (way, what) == ("down", "sent")}
     assert commits[0.070].verified == 0
-    assert commits[0.070].timing.echo == 0
+    assert commits[0.070].timing.echo == 1
+    assert commits[0.070].timing.hold_s == pytest.approx(0.002)
     assert commits[0.080].verified > 0
-    assert commits[0.080].timing.echo == 1
-    assert commits[0.080].timing.hold_s == pytest.approx(0.012)
 
 
 # --- always ---

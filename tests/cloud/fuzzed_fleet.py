@@ -335,7 +335,7 @@ class FuzzedVerifier:
         )
         if isinstance(source, LocalSource):
             engine = self.engine
-            source._post = lambda event: (engine._post(event), self._poke())
+            source._post = lambda event: (engine._inbox.post(event), self._poke())
         self.engine._masks._wake = self._wake
         sampler = self.engine.backend._sampler
         sample = sampler.sample

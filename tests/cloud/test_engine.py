@@ -106,7 +106,7 @@ def test_a_session_that_opens_again_takes_the_place_of_its_old_stream(engine) ->
 
 
 def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
-    engine._post(lambda: 1 // 0)
+    engine._inbox.post(lambda: 1 // 0)
     box = Collected()
     engine.post_open(1, opened(engine, "after", (5, 6)), box)
     assert isinstance(box.until_end()[-1], Commit)

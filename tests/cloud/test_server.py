@@ -661,7 +661,7 @@ def test_reopening_a_session_ends_its_forgotten_stream(folder, expected):
 
 def test_an_event_that_fails_does_not_end_the_engine(folder, expected):
     async def scenario(bench):
-        bench.server._engine._post(lambda: 1 // 0)
+        bench.server._engine._inbox.post(lambda: 1 // 0)
         assert await bench.text() == (expected, FinishReason.LENGTH)
 
     run(folder, scenario)

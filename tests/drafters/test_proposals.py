@@ -93,6 +93,32 @@ def test_with_all_tokens_as_candidates_the_rule_is_the_brute_force_one(sampling,
     assert choice.perturbed_probability == pytest.approx(np.exp(noisy.max()) / np.exp(noisy).sum(), rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["greedy", "warm", "biased", "penalised"])
+def test_runners_up_are_what_would_be_proposed_without_the_better_tokens(kind):
+    sampling = {
+        "greedy": Sampling(),
+        "warm": Sampling(temperature=1.0, seed=5),
+        "biased": Sampling(temperature=0.8, seed=5, logit_bias=((3, 2.0),)),
+        "penalised": Sampling(temperature=1.0, seed=5, frequency_penalty=0.5),
+    }[kind]
+    rng = np.random.default_rng(7)
+    for position in range(40):
+        logits = rng.normal(size=30) * 2
+        order = np.argsort(-logits)
+        rule = ProposalRule(sampling, runners_up=3)
+        log_normalizer = float(np.log(np.exp(logits).sum()))
+        counts = rule.counts()
+        draft = rule.choose(position, order, logits[order].astype(np.float32), log_normalizer, counts)
+        better = {draft.id}
+        assert len(draft.runners_up) == 3
+        for runner_up in draft.runners_up:
+            left = np.array([token for token in order if token not in better])
+            again = rule.choose(position, left, logits[left].astype(np.float32), log_normalizer, rule.counts())
+            assert again.id == runner_up
+            better.add(runner_up)
+    assert ProposalRule(sampling).choose(0, order, logits[order].astype(np.float32), 0.0, counts).runners_up == ()
+
+
 def test_at_temperature_zero_the_argmax_and_its_probability_hold_for_any_seed():
     logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
     plain = np.exp(logits) / np.exp(logits).sum()

@@ -93,6 +93,11 @@ class CheckedDrafters(ScriptedDrafters):
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.extend_with
         assert len(prefix) == job.start
         wanted = tuple(self._edge.transcript) + self._edge._chain.tokens
+        if job.branch >= 0:
+            assert prefix[: job.branch] == wanted[: job.branch]
+            assert len(self._edge.transcript) <= job.branch < len(wanted), "a branch is at a draft"
+            assert prefix[job.branch] != wanted[job.branch], "a branch leaves the chain"
+            return super().draft(job)
         assert prefix == wanted, "the drafter would continue another text"
         if job.teacher_forced:
             forced_until = job.truncate_to + job.skip + job.teacher_forced

@@ -113,6 +113,7 @@ EXAMPLES = {
             complete=True,
         )
     ),
+    "branches": _edge(t.Branches(3, (t.Branch(1000, (7, 200)), t.Branch(1001, (70000, 5, 6))))),
     "draft, least": _edge(t.Draft(0, 0, tuple(map(t.DraftToken, (1,))))),
     "report": _edge(t.Report(True, 0.0015, 0.02, 0.75, REQUEST)),
     "report, least": _edge(t.Report(False)),
@@ -137,6 +138,7 @@ EXAMPLES = {
             steered=True,
         )
     ),
+    "opened by a verifier that takes branches": _cloud(t.Opened(0, 64, 128, "v0", 4096, branches=True)),
     "opened by a verifier that drafts": _cloud(t.Opened(0, 64, 128, "v0", 4096, drafter_here="swift@7")),
     "opened, least": _cloud(t.Opened(0, 0, 0, "", 0, vocab_size=0, max_drafts=0, planned=False)),
     "commit": _cloud(

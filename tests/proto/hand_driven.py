@@ -61,7 +61,7 @@ class HandDrivenEdge(EdgeSession):
 
     @property
     def survival(self) -> float:
-        return self._drafting.survival
+        return self._meter.survival(self._chain, self.drafter)
 
     # --- events ---
 

@@ -101,7 +101,14 @@ vectors = st.builds(
     st.integers(0, 8).flatmap(lambda n: st.binary(min_size=2 * n, max_size=2 * n)),
     st.sampled_from(t.SteeringPrecision),
 )
-edge_frames = opens | drafts() | reports_of_edges | st.builds(t.Cancel, words)
+branches = st.builds(
+    t.Branches,
+    counts,
+    st.lists(st.builds(t.Branch, counts, st.lists(ids, min_size=2, max_size=9).map(tuple)), min_size=1, max_size=5).map(
+        tuple
+    ),
+)
+edge_frames = opens | drafts() | branches | reports_of_edges | st.builds(t.Cancel, words)
 
 
 @st.composite
@@ -342,6 +349,10 @@ def wire_draft(**fields):
     return pb.EdgeFrame(draft=pb.Draft(**({"start": 1, "tokens": [1, 2]} | fields))).SerializeToString()
 
 
+def wire_branches(**fields):
+    return pb.EdgeFrame(branches=pb.Branches(chain=1, **fields)).SerializeToString()
+
+
 def wire_open(**sampling):
     wire = pb.EdgeFrame(open=pb.Open(session="s", model="m", tokenizer_sha256="0" * 64, prompt=[1]))
     fields = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 1} | sampling
@@ -386,6 +397,11 @@ def wire_prior(**fields):
         (wire_draft(parents=[0, 0]), "draft.parents"),
         (wire_draft(parents=[-2, 0]), "draft.parents"),
         (wire_draft(parents=[-1]), "draft.parents"),
+        (wire_branches(), "branches.starts"),
+        (wire_branches(starts=[4], lengths=[1], tokens=[5]), "branches.lengths"),
+        (wire_branches(starts=[4], lengths=[2, 2], tokens=[5, 6, 7, 8]), "branches.lengths"),
+        (wire_branches(starts=[4, 5], lengths=[2, 3], tokens=[5, 6, 7, 8]), "branches.lengths"),
+        (wire_branches(starts=[4], lengths=[2], tokens=[5, 1 << 31]), "branches.tokens"),
         (pb.EdgeFrame(open=pb.Open(session="s")).SerializeToString(), "open.sampling"),
         (wire_open(bias_tokens=[1], bias_values=[]).SerializeToString(), "sampling.bias_values"),
         (wire_open(bias_tokens=[1], bias_values=[math.inf]).SerializeToString(), "sampling.bias_values"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from outrider.cloud.admission import Admission, verifier_failed
@@ -15,6 +14,7 @@ from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine_state import EngineState
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.inbox import Inbox
 from outrider.cloud.learning.lessons import NoLessons, StepLessons
 from outrider.cloud.local_source import NoSource
 from outrider.cloud.masks import Masks, masks_by_of
@@ -27,7 +27,7 @@ from outrider.cloud.step_timing import StepMeter
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
-from outrider.proto.types import Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
+from outrider.proto.types import Branches, Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
 
 IDLE_S = 0.5
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
@@ -73,11 +73,10 @@ class Engine(EngineState):
         probe = Probe(self.rules, backend, self._batching, self._runner)
         self._recovery = Recovery(self._slots, self._batching, probe, backend, self._step, self._masks)
         self._on_failure = on_failure
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._bell = threading.Condition()
+        self._inbox = Inbox()
         self._stopping = False
         self._delayed_until = 0.0
-        self._source.serve(self._slots, self._batching, self._post, self.metrics)
+        self._source.serve(self._slots, self._batching, self._inbox.post, self.metrics)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     # --- from any thread ---
@@ -88,7 +87,7 @@ class Engine(EngineState):
 
     def stop(self) -> None:
         """End the thread; sessions still here get Unavailable."""
-        self._post(self._stop)
+        self._inbox.post(self._stop)
         self._thread.join()
         self._source.stop()
         self._lessons.stop()
@@ -106,34 +105,29 @@ class Engine(EngineState):
 
         `teacher` names an API key that allows learning from its texts, which its edge must allow, too; None: no key.
         """
-        self._post(lambda: self._admit(key, frame, outbox, matcher, isolation, teacher))
+        self._inbox.post(lambda: self._admit(key, frame, outbox, matcher, isolation, teacher))
 
     def post_frame(
         self, key: int, frame: EdgeFrame, taken: Callable[[], None], matcher: GrammarMatcher | None = None
     ) -> None:
         """Take a later frame of session `key`, then call `taken`; `matcher` enforces a Continue's grammar, if any."""
         arrived = time.monotonic()  # before it is queued: a step may be running
-        self._post(lambda: self._take_frame(key, frame, arrived, taken, matcher))
+        self._inbox.post(lambda: self._take_frame(key, frame, arrived, taken, matcher), key, frame)
 
     def post_close(self, key: int) -> None:
         """Free what `key` held: its stream is gone."""
-        self._post(lambda: self._close(key))
+        self._inbox.post(lambda: self._close(key), key)
 
     def post_half_close(self, key: int) -> None:
         """Expect nothing more on the stream of `key`; a text that runs goes on to its end."""
-        self._post(lambda: self._half_close(key))
+        self._inbox.post(lambda: self._half_close(key), key)
 
     def post_drain(self) -> None:
         """Send all sessions elsewhere and admit no more."""
-        self._post(self._admission.drain)
-
-    def _post(self, event: Callable[[], None]) -> None:
-        with self._bell:
-            self._inbox.append(event)
-            self._bell.notify()
+        self._inbox.post(self._admission.drain)
 
     def _wake(self) -> None:
-        self._post(lambda: None)
+        self._inbox.post(lambda: None)
 
     # --- the engine's thread ---
 
@@ -168,13 +162,12 @@ class Engine(EngineState):
         self._on_failure()
 
     def _take_events(self, wake_at: float) -> None:
-        with self._bell:
-            began = time.monotonic()
-            if not self._inbox and wake_at > began:
-                self._bell.wait(wake_at - began)
-                self._meter.waited(time.monotonic() - began)
-            events = list(self._inbox)
-            self._inbox.clear()
+        events, waited_s = self._inbox.take(wake_at)
+        if waited_s:
+            self._meter.waited(waited_s)
+        self._handle(events)
+
+    def _handle(self, events: Iterable[Callable[[], None]]) -> None:
         for event in events:
             try:
                 event()
@@ -234,6 +227,7 @@ class Engine(EngineState):
         result = self._runner.run(batch.shares)
         self._meter.record(batch, result.times)
         self._batching.measure(batch, result.times.verify_s, self._slots.num_running)
+        self._handle(self._inbox.take_drafts())
         judged = [
             StepLessons(slot.key, slot.session, verified, self._commit_or_end(slot, verified))
             for slot, verified in result.verified
@@ -305,6 +299,8 @@ class Engine(EngineState):
                     self._admission.resume(slot, frame, matcher, arrived)
                 case Draft():
                     slot.session.on_draft(frame, arrived)
+                case Branches():
+                    slot.session.on_branches(frame)
                 case Report():
                     slot.session.on_report(frame)
                 case Cancel():

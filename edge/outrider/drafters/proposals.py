@@ -30,15 +30,17 @@ _EXPONENTIALS = {  # E of (seed, position, tokens), with the noise G = -log E
 class ProposalRule:
     """Rule by which one session turns candidates into a proposal; stateless, so one rule serves any drafter."""
 
-    def __init__(self, sampling: Sampling, *, prompt_length: int = 0) -> None:
+    def __init__(self, sampling: Sampling, *, prompt_length: int = 0, runners_up: int = 0) -> None:
         """Make the rule.
 
         Args:
             sampling: the session's parameters, seed and law of the shared noise among them; Outrider's where none is
                 named.
             prompt_length: tokens of prompt, which presence and frequency penalties leave out.
+            runners_up: most tokens to name beside each proposal that would have been proposed next.
         """
         self.sampling = sampling
+        self.runners_up = runners_up
         self.noise = sampling.noise or Noise.OUTRIDER
         self._exponentials = _EXPONENTIALS[self.noise]
         self.prompt_length = prompt_length
@@ -85,7 +87,8 @@ class ProposalRule:
         temperature = self.sampling.temperature
         if temperature == 0:
             q = min(1.0, math.exp(float(logits[0]) - log_normalizer))
-            return DraftToken(int(tokens[0]), q, _entropy_of_few(logits, log_normalizer), q)
+            runners_up = tuple(tokens[1 : 1 + self.runners_up].tolist()) if self.runners_up else ()
+            return DraftToken(int(tokens[0]), q, _entropy_of_few(logits, log_normalizer), q, runners_up)
         log_q = logits.astype(np.float64)
         log_q -= log_normalizer
         if temperature != 1:
@@ -103,7 +106,19 @@ class ProposalRule:
         race = q / self._exponentials(self.sampling.seed, position, tokens)
         index = int(race.argmax())
         perturbed = float(race[index]) / _sum(race)
-        return DraftToken(int(tokens[index]), min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1]), perturbed)
+        confidence, entropy = min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1])
+        return DraftToken(int(tokens[index]), confidence, entropy, perturbed, self._runners_up(tokens, race, index))
+
+    def _runners_up(self, tokens: np.ndarray, race: np.ndarray, index: int) -> tuple[int, ...]:
+        """Return the tokens [K] that come after that of `index` in the order of `race` [K], which is written over."""
+        followers = []
+        for _ in range(min(self.runners_up, len(race) - 1)):
+            race[index] = -math.inf
+            index = int(race.argmax())
+            if race[index] == -math.inf:
+                break
+            followers.append(int(tokens[index]))
+        return tuple(followers)
 
     def _choose_processed(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, counts: TokenCounts | None
@@ -127,6 +142,7 @@ class ProposalRule:
         processed -= log_total
         q = np.exp(processed)
         entropy = _entropy(q, processed, log_q[-1] * self._inverse_temperature - log_total)
+        noisy = processed
         if self.sampling.temperature == 0:
             index = int(processed.argmax())
             perturbed = min(1.0, float(q[index]))
@@ -134,7 +150,8 @@ class ProposalRule:
             noisy = processed - np.log(self._exponentials(self.sampling.seed, position, tokens))
             index = int(noisy.argmax())
             perturbed = 1.0 / float(np.exp(noisy - noisy[index]).sum())
-        return DraftToken(int(tokens[index]), min(1.0, float(q[index])), entropy, perturbed)
+        confidence = min(1.0, float(q[index]))
+        return DraftToken(int(tokens[index]), confidence, entropy, perturbed, self._runners_up(tokens, noisy, index))
 
     def _edit(self, tokens: np.ndarray, logits: np.ndarray, counts: TokenCounts | None) -> np.ndarray:
         """Apply allowed tokens, bias and penalties to logits [K] float64; what may not be drawn becomes -inf."""

@@ -32,6 +32,7 @@ from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import LeaseRequest, Open, Sampling
 
@@ -302,7 +303,7 @@ class Client:
             channels=self._channels,
             observer=observer if self._tracing is None else self._tracing.observer(observer),
             drafters=drafters,
-            rule=ProposalRule(frame.sampling, prompt_length=len(frame.prompt)),
+            rule=ProposalRule(frame.sampling, prompt_length=len(frame.prompt), runners_up=RUNNERS_UP),
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
             measured=measured,

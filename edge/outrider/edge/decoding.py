@@ -19,6 +19,7 @@ from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -366,7 +367,9 @@ class Decoding:
     def _follow_noise(self, noise: Noise) -> None:
         if noise is not self._rule.noise:
             sampling = replace(self.machine.sampling, noise=noise)
-            self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
+            self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP)
 
     def _follow_sampling(self) -> None:
-        self._rule = ProposalRule(self.machine.sampling, prompt_length=self.machine.prompt_length)
+        self._rule = ProposalRule(
+            self.machine.sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP
+        )

@@ -11,6 +11,7 @@ from outrider.bench.vectors import SentVectors
 from outrider.cloud.text_writer import TextRequest
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import PROMPT_TOKENS
 from outrider.proto.types import DraftToken
 
@@ -50,7 +51,7 @@ class HitRecorder:
         Raises:
             ConfigError: the text is empty.
         """
-        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt))
+        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
         if request.prompt not in self._states:
             self._states[request.prompt] = {n: _read(d.open(rule), request.prompt) for n, d in self._drafters.items()}
         traces = []
@@ -76,6 +77,7 @@ class HitRecorder:
                     entropy=_rounded(draft.entropy for draft in forced),
                     perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
                     agreement=_rounded(_agreement(forced, chances)) if chances else (),
+                    runner_up=_ranks(forced, tokens),
                     seed=request.sampling.seed,
                     prompt_log_q=prompt_log_q,
                 )
@@ -119,6 +121,14 @@ def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float
     likely = chances([max(0, draft.id) for draft in forced])
     q = [draft.confidence for draft in forced]
     return (min(1.0, p / own) if own > 0 else math.nan for p, own in zip(likely, q, strict=True))
+
+
+def _ranks(forced: Sequence[DraftToken], tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return [n] the rank of each token among the runners-up in its place, from 1 on; 0: it is none."""
+    return tuple(
+        draft.runners_up.index(token) + 1 if token in draft.runners_up else 0
+        for draft, token in zip(forced, tokens, strict=True)
+    )
 
 
 def _rounded(values: Iterable[float]) -> tuple[float, ...]:

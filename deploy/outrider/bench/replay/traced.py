@@ -18,6 +18,7 @@ from outrider.bench.simulator.wire import ShapeAt, WireLink
 from outrider.cloud.batching import Batching
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements, WindowPolicy
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
     CatchUpJob,
@@ -150,15 +151,24 @@ class TracedText:
                 continue
             if trace.silent and trace.silent[i]:
                 break
-            hit = right == position and trace.hits[i]
+            before, hit = right, right == position and trace.hits[i]
             right += hit
             entropy, perturbed, self._agreement[position] = (
                 measure[i] if measure else math.nan
                 for measure in (trace.entropy, trace.perturbed_probability, trace.agreement)
             )
-            drafts.append(DraftToken(self.tokens[position] + (not hit), trace.confidence[i], entropy, perturbed))
+            token = self.tokens[position]
+            runners_up = self._runners_up(trace, i, on_text=before == position)
+            drafts.append(DraftToken(token + (not hit), trace.confidence[i], entropy, perturbed, runners_up))
         self._right[job.drafter] = right
         return tuple(drafts)
+
+    def _runners_up(self, trace: HitTrace, i: int, *, on_text: bool) -> tuple[int, ...]:
+        """Return the runners-up of a proposal; `on_text`: it follows the text, so one of them may be the target's."""
+        if not trace.runner_up:
+            return ()
+        token, rank = trace.tokens[i], trace.runner_up[i] if on_text else 0
+        return tuple(token if rank == place else token + 1 + place for place in range(1, RUNNERS_UP + 1))
 
     def _teacher_force(self, drafter: int, start: int, count: int) -> TeacherForced:
         trace = self._arms[drafter].trace
@@ -256,7 +266,7 @@ def _rules(trace: HitTrace, text: TracedText, policy: Policy) -> VerifierRules:
         name="verifier",
         model="reference",
         tokenizer_sha256=_HASH,
-        vocab_size=max(text.tokens) + 2,  # a miss is the right token plus one
+        vocab_size=max(text.tokens) + 2 + RUNNERS_UP,  # a miss is the right token plus one, a runner-up more
         context_length=len(text.tokens) + _BEYOND * (1 + trace.ended),
         eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
         max_drafts=policy.max_drafts,

@@ -17,7 +17,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.types import MAX_TOKEN_ID
 
 # One entry for each token.
-LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "perturbed_probability", "agreement")
+LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "perturbed_probability", "agreement", "runner_up")
 OPTIONAL_LISTS = LISTS[2:]  # these may be empty
 MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # these may hold NaN
 
@@ -61,6 +61,8 @@ class HitTrace:
         perturbed_probability: [n] softmax of (log q + G) at its proposal, G the shared noise; NaN and empty as above.
         agreement: [n] min(1, p / q) of its proposal, p the target's processed probability of it; NaN and empty as
             above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
+        runner_up: [n] at a miss, the rank of tokens[i] among the drafter's runners-up, from 1 on; 0: it is none of
+            them, or a hit; empty: not recorded, and a replay has no branches.
         seed: seed of the text.
         prompt_log_q: log q of the prompt's end, in nats a token; NaN: not recorded.
 
@@ -84,6 +86,7 @@ class HitTrace:
     entropy: Nats = ()
     perturbed_probability: Chances = ()
     agreement: Chances = ()
+    runner_up: tuple[Annotated[int, Field(ge=0)], ...] = ()
     seed: int = 0
     prompt_log_q: Annotated[float, Field(le=0)] = math.nan
 

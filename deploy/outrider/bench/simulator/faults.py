@@ -13,7 +13,7 @@ from outrider.bench.simulator.verifier import SimulatedStream, SimulatedVerifier
 from outrider.proto import codec
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeSession
-from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, Goaway, Opened
+from outrider.proto.types import Branches, CloudFrame, Commit, Draft, EdgeFrame, Goaway, Opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Faults:
     Attributes:
         delay_s: delay of every frame.
         jitter_s: largest delay beside that.
-        duplicated: chance that `Commit`, `Opened` or `Draft` comes twice.
-        reordered: chance that drafts come after frames that were sent later.
+        duplicated: chance that `Commit`, `Opened`, `Draft` or `Branches` comes twice.
+        reordered: chance that drafts or branches come after frames that were sent later.
         breaks_every_s: mean time between breaks; 0: none.
         goaway_every_s: mean time between verifiers that drain; 0: none does.
     """
@@ -48,10 +48,10 @@ class FaultyLink:
     def up(self, frame: EdgeFrame, now: float) -> Iterator[tuple[float, EdgeFrame]]:
         data = codec.encode_edge_frame(frame)
         arrival = self._up_until = max(self._up_until, now + self._delay_s())
-        if isinstance(frame, Draft) and self._rng.random() < self._faults.reordered:
+        if isinstance(frame, Draft | Branches) and self._rng.random() < self._faults.reordered:
             arrival += self._rng.uniform(0, 3 * self._faults.delay_s)
         yield arrival, codec.decode_edge_frame(data)
-        if isinstance(frame, Draft) and self._rng.random() < self._faults.duplicated:
+        if isinstance(frame, Draft | Branches) and self._rng.random() < self._faults.duplicated:
             yield arrival + self._delay_s(), codec.decode_edge_frame(data)
 
     def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:

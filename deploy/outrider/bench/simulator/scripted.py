@@ -50,6 +50,7 @@ def drafter_of(
     dies_after: int = 1 << 30,
     confidence: str = "none",
     vocab: int = 8,
+    runners_up: int = 0,
 ) -> Proposer:
     """Return a drafter that proposes the oracle's tokens, or others.
 
@@ -61,6 +62,7 @@ def drafter_of(
         dies_after: number of calls before it raises `Internal`.
         confidence: `none`, `telling` (high where it is right) or `false` (low there).
         vocab: size of the vocabulary.
+        runners_up: tokens named beside each proposal; the first is the oracle's in place of most that are wrong.
     """
     rng, calls = random.Random(seed), itertools.count()
 
@@ -79,7 +81,9 @@ def drafter_of(
             wanted = oracle(prefix)
             token = wanted if rng.random() < right else rng.randrange(vocab)
             prefix += (token,)
-            drafts += (DraftToken(token, confidence_of(token == wanted)),)
+            others = [wanted, *(rng.randrange(vocab) for _ in range(runners_up))] if runners_up else []
+            named = tuple([other for other in others[rng.random() < 0.2 :] if other != token][:runners_up])
+            drafts += (DraftToken(token, confidence_of(token == wanted), runners_up=named),)
         return drafts
 
     return propose

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +11,10 @@ from typing import Protocol, TypeVar
 from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.local import LocalThreads
 from outrider.cloud.batching import Batch, Batching, Share, credit_of
+from outrider.cloud.inbox import WaitingEvents
 from outrider.proto.session import Drafted, DrafterFailed, Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
+    Branches,
     Cancel,
     CloudFrame,
     Commit,
@@ -136,16 +137,18 @@ class SimulatedVerifier:
         self._costs = costs
         self._local = local
         self._slots: dict[SimulatedStream, SimulatedSlot] = {}
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting = WaitingEvents()
         self._busy = False
         self._alarm = math.inf
 
     def receive(self, stream: SimulatedStream, frame: EdgeFrame) -> None:
         """Take a frame that has arrived, after the step that is running."""
-        self._post(partial(self.take, stream, frame, self._clock.now))
+        self._post(partial(self.take, stream, frame, self._clock.now), stream, frame)
 
-    def _post(self, event: Callable[[], None]) -> None:
-        self._waiting.append(event)
+    def _post(
+        self, event: Callable[[], None], stream: SimulatedStream | None = None, frame: EdgeFrame | None = None
+    ) -> None:
+        self._waiting.add(event, stream, frame)
         if not self._busy:
             self._run()
 
@@ -172,6 +175,8 @@ class SimulatedVerifier:
         match frame:
             case Draft():
                 slot.session.on_draft(frame, arrived)
+            case Branches():
+                slot.session.on_branches(frame)
             case Report():
                 slot.session.on_report(frame)
             case Cancel():
@@ -198,7 +203,8 @@ class SimulatedVerifier:
         """Take the frames that wait, then begin a step if one is due."""
         self._busy = False
         while self._waiting:
-            self._waiting.popleft()()
+            for event in self._waiting.take():
+                event()
         running = self._running()
         for slot in running:
             self._draft_here(slot)
@@ -252,6 +258,8 @@ class SimulatedVerifier:
     def _end(self, batch: Batch[SimulatedSlot], sessions: Sequence[VerifierSession], began: float) -> None:
         now = self._clock.now
         self.batching.measure(batch, now - began, len(self._running()))
+        for event in self._waiting.take_drafts():
+            event()
         for share, session in zip(batch.shares, sessions, strict=True):
             if share.slot.session is session and session.finish is None:  # else it was cancelled meanwhile
                 self._finish(share, began)

@@ -113,6 +113,28 @@ def _draft_from_wire(wire: pb.Draft) -> t.Draft:
     )
 
 
+def _branches_to_wire(frame: t.Branches) -> pb.Branches:
+    return pb.Branches(
+        chain=frame.chain,
+        starts=[branch.start for branch in frame.branches],
+        lengths=[len(branch.tokens) for branch in frame.branches],
+        tokens=[token for branch in frame.branches for token in branch.tokens],
+    )
+
+
+def _branches_from_wire(wire: pb.Branches) -> t.Branches:
+    if len(wire.lengths) != len(wire.starts) or sum(wire.lengths) != len(wire.tokens):
+        raise InvalidArgument("must hold one for each start, and their sum of tokens", field="branches.lengths")
+    tokens = iter(wire.tokens)
+    return t.Branches(
+        wire.chain,
+        tuple(
+            t.Branch(start, tuple(itertools.islice(tokens, length)))
+            for start, length in zip(wire.starts, wire.lengths, strict=True)
+        ),
+    )
+
+
 def _drafted_from_wire(wire: pb.Draft) -> tuple[t.DraftToken, ...]:
     if not wire.q:
         return tuple(map(t.DraftToken, wire.tokens))
@@ -210,6 +232,7 @@ _EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]
     t.Continue: ("continuation", CONTINUE.to_wire, CONTINUE.from_wire),
     t.Draft: ("draft", _draft_to_wire, _draft_from_wire),
     t.Report: ("report", REPORT.to_wire, REPORT.from_wire),
+    t.Branches: ("branches", _branches_to_wire, _branches_from_wire),
     t.Cancel: ("cancel", CANCEL.to_wire, CANCEL.from_wire),
 }
 _CLOUD_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -275,6 +298,7 @@ _LISTS = {
     "continuation": ("prompt",),
     "sampling": ("bias_tokens", "bias_values", "allowed_tokens", "stop_tokens"),
     "draft": ("tokens", "parents", "q"),
+    "branches": ("starts", "lengths", "tokens"),
 }
 
 

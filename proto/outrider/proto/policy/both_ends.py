@@ -6,15 +6,18 @@ that others may need. A second of its drafting has a price in seconds of waiting
 
     seconds a token + price * seconds of drafting here a token.
 
-Unless it is set, the price is the highest of `_PRICES` at which a token takes at most `LEAD` of its time with a drafter
-beside the target alone, which waits for its drafts before every step and rests during it; 0 where none is so high.
+Unless it is set, the price is the highest of `_PRICES` at which a token takes no more of its time than with a drafter
+beside the target alone, which waits for its drafts before every step and rests during it; where the edge takes no part,
+at most `ALONE` of that time, since there is nothing to win for it. It is 0 where none is so high.
 With goal efficiency waiting is free, and cloud work a token is minimised: seconds of target steps and of drafting here.
 
 Between two misses only the end of the run is random: a step with d drafts is survived with probability a^(d+1). So the
-course of a run is known but for its end, and `_with_costs` follows it: tokens committed, the edge's arrivals, the
-drafts that are left. `division_of` does so for each number of drafts that a step could wait for, with and without
-drafting here while the target steps, with and without the edge, and takes the cheapest. A chain is given up where it
-has become hopeless (`SurvivalWindow` has the same rule for the edge); the costs leave that out.
+course of a run is known but for its end, and `_run` follows it: tokens committed, the edge's arrivals, the drafts that
+are left. Where a branch of the edge follows the miss (`policy.branches`), the next run begins with its drafts; so runs
+are of two kinds, and the costs are theirs in the stationary shares. `division_of` computes them for each number of
+drafts that a step could wait for, with and without drafting here while the target steps, with and without the edge,
+and takes the cheapest. A chain is given up where it has become hopeless (`SurvivalWindow` has the same rule for the
+edge); the costs leave that out.
 """
 
 from __future__ import annotations
@@ -24,19 +27,20 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from outrider.proto.policy.patience import WORTH_THE_LINK
 from outrider.proto.types import Goal
 
-LEAD = 0.97  # runs were 3 to 13 % slower than these costs say where it was 1
-_PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
+ALONE = 0.97  # replayed: 3 % faster on links beyond a step, for a tenth more drafting here
+_PRICES = (0.0, 0.2, 0.5, 1.0, 1.5, 2.5, 4.0, 7.0, math.inf)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _DEAREST = 1e3  # stands for an infinite price
 _EDGE_WINDOW = 64  # drafts that an edge has in flight at most
 _MAX_STEPS = 32  # of a run that is followed
+_BRANCHES = 2  # drafted before the one that is taken
 _SURELY_OVER = 1e-3
-_LIKE, _LIKE_ACCEPTANCE = 0.15, 0.04  # differences that change no division
+_LIKE, _LIKE_ACCEPTANCE, _LIKE_BRANCHED = 0.15, 0.04, 0.08  # differences that change no division
 _LIKE_S = 2e-5
 _QUICKEST_S = 1e-6  # of a drafted token; an edge may report anything above 0
 _PER_OCTAVE = 6  # resolution of times: they waver, and the division must not
@@ -55,6 +59,8 @@ class EndsView:
         round_trip_s: time from a commit to its answer, without drafting.
         here_s: time of a drafted token beside the target.
         here_wait_s: time that such drafting waits for a free thread.
+        branched: share of misses whose branch the edge has sent in time, where its chain had come in time.
+        branch_drafts: drafts of such a branch.
         price: seconds of waiting that a second of drafting here is worth; None: as the module says.
     """
 
@@ -66,6 +72,8 @@ class EndsView:
     round_trip_s: float
     here_s: float
     here_wait_s: float = 0.0
+    branched: float = 0.0
+    branch_drafts: int = 0
     price: float | None = None
     goal: Goal = Goal.LATENCY
 
@@ -76,7 +84,9 @@ class EndsView:
             for view in (self, other)
         )
         close = all(map(_is_close, mine, theirs)) and abs(self.acceptance - other.acceptance) < _LIKE_ACCEPTANCE
-        return close and (self.max_drafts, self.price, self.goal) == (other.max_drafts, other.price, other.goal)
+        close = close and abs(self.branched - other.branched) < _LIKE_BRANCHED
+        same = (self.max_drafts, self.branch_drafts, self.price, self.goal)
+        return close and same == (other.max_drafts, other.branch_drafts, other.price, other.goal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ def division_of(view: EndsView) -> Division:
             round_trip_s=_coarse(view.round_trip_s),
             here_s=max(_QUICKEST_S, _coarse(view.here_s)),
             here_wait_s=_coarse(view.here_wait_s),
+            branched=round(view.branched * 10) / 10,
         )
     )
 
@@ -153,6 +164,7 @@ def _division_of(view: EndsView) -> Division:
         divisions = [*alone, *_with_edge(view, math.inf)]
         return min(divisions, key=lambda division: division.costs.step_s + division.costs.here_s)
 
+    @cache
     def cheapest(price: float) -> Division:
         return _cheapest([replace(division, price=price) for division in alone], _with_edge(view, price))
 
@@ -160,10 +172,13 @@ def _division_of(view: EndsView) -> Division:
         return cheapest(view.price)
     beside_s = min(division.costs.token_s for division in alone if not division.ahead)
 
-    def too_slow(price: float) -> bool:
-        return cheapest(price).costs.token_s > LEAD * beside_s
+    def highest(most: float) -> Division:
+        """Return the division at the highest price at which a token takes at most that share of `beside_s`."""
+        slower = bisect.bisect_left(_PRICES, True, key=lambda price: cheapest(price).costs.token_s > most * beside_s)
+        return cheapest(_PRICES[max(0, slower - 1)])
 
-    return cheapest(_PRICES[max(0, bisect.bisect_left(_PRICES, True, key=too_slow) - 1)])
+    together = highest(1.0)
+    return together if together.edge_pays else highest(ALONE)
 
 
 def _cheapest(alone: Sequence[Division], together: Sequence[Division]) -> Division:
@@ -184,18 +199,58 @@ def _kinds(view: EndsView) -> Iterator[tuple[int, bool]]:
     return itertools.product([drafts for drafts in _LENGTHS if drafts <= view.max_drafts], (False, True))
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run from a miss to the next: expected tokens, seconds in all, of steps and of drafting here.
+
+    Attributes:
+        branched: chance that a branch follows the miss at its end.
+    """
+
+    tokens: float
+    seconds: float
+    steps_s: float
+    here_s: float
+    branched: float
+
+
 def _with_costs(view: EndsView, division: Division) -> Division:
-    """Return the division with its costs, by following a run from miss to miss."""
+    """Return the division with its costs, by following runs that begin with a branch and runs that do not."""
+    run = _run(view, division, 0)
+    if not (run.branched and view.branch_drafts):
+        costs = ExpectedCosts(run.seconds / run.tokens, run.steps_s / run.tokens, run.here_s / run.tokens)
+        return replace(division, costs=costs)
+    warm = _run(view, division, view.branch_drafts)
+    share = run.branched / (1 - warm.branched + run.branched)  # of the runs that begin with a branch
+
+    def mean(cold: float, warm: float) -> float:
+        return cold + share * (warm - cold)
+
+    tokens = mean(run.tokens, warm.tokens)
+    return replace(
+        division,
+        costs=ExpectedCosts(
+            mean(run.seconds, warm.seconds) / tokens,
+            mean(run.steps_s, warm.steps_s) / tokens,
+            mean(run.here_s, warm.here_s) / tokens,
+        ),
+    )
+
+
+def _run(view: EndsView, division: Division, head: int) -> _Run:
+    """Follow a run that begins with the `head` drafts of a branch."""
     drafts, edge = division.drafts, division.edge_pays
-    committed, now, left, survival = 0, 0.0, 0, 1.0
-    seconds = steps_s = here_s = 0.0
+    branch_s = _BRANCHES * view.branch_drafts * view.edge_s if edge else 0.0
+    committed, now, left, survival = 0, 0.0, head, 1.0
+    seconds = steps_s = here_s = branched = 0.0
     for _ in range(_MAX_STEPS):
-        here = max(_arrived(view, now, committed) if edge else 0, left)
+        beyond = committed - head  # of the branch, which the edge need not draft any more
+        here = max(_arrived(view, now, beyond) if edge else 0, left)
         wait_s = made_s = 0.0
         if here < drafts:
             lacking = drafts - here
-            if division.waits_for_edge(lacking, committed, now, view):
-                wait_s = _edge_wait_s(view, drafts, committed, now)
+            if division.waits_for_edge(lacking, beyond, now, view):
+                wait_s = _edge_wait_s(view, drafts, beyond, now)
             else:
                 made_s = lacking * view.here_s
                 wait_s = view.here_wait_s + made_s
@@ -204,24 +259,29 @@ def _with_costs(view: EndsView, division: Division) -> Division:
         step_s = view.step_s + (block + 1) * view.row_s
         now += wait_s + step_s
         left = max(0, here - block - 1)
+        missed = survival * (1 - view.acceptance ** (block + 1))
+        if edge and block and view.branched:
+            branched += missed * view.branched * min(1.0, _arrived(view, now - branch_s, beyond) / block)
         committed += block + 1
-        if division.ahead and not (edge and _arrived(view, now, committed) >= drafts):
+        if division.ahead and not (edge and _arrived(view, now, committed - head) >= drafts):
             made = max(0, min(drafts + 1, int(step_s / view.here_s)) - left)
             made_s += made * view.here_s
             left += max(0, made - 1)
         seconds += survival * (wait_s + step_s)
         steps_s += survival * step_s
         here_s += survival * made_s
-        survival *= view.acceptance ** (block + 1)
+        survival -= missed
         if survival < _SURELY_OVER:
             break
     tokens = (1 - survival) / (1 - view.acceptance)  # of the run, as far as it was followed
-    costs = ExpectedCosts(seconds / tokens, steps_s / tokens, here_s / tokens)
-    return replace(division, costs=costs)
+    return _Run(tokens, seconds, steps_s, here_s, branched)
 
 
 def _arrived(view: EndsView, now: float, committed: int) -> int:
-    """Return how many drafts beyond `committed` have come from an edge whose chain lives since the last miss."""
+    """Return how many drafts beyond `committed` have come from an edge whose chain lives since the last miss.
+
+    `committed` is below 0 where the edge had drafts of a branch at the miss, which `committed` counts from.
+    """
     if now <= view.round_trip_s:
         return 0
     return max(0, min(_EDGE_WINDOW, int((now - view.round_trip_s) / view.edge_s) - committed))

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from outrider.proto.errors import (
     InvalidArgument,
     PromptTooLong,
+    ResourceExhausted,
     TokenizerMismatch,
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Guarantee, Noise, Open, Patience
+from outrider.proto.policy.branches import MAX_BRANCHES
+from outrider.proto.types import PROTOCOL_VERSION, Branches, Continue, Draft, Goal, Guarantee, Noise, Open, Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,23 @@ def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
     if draft.tokens:
         largest = max(draft.tokens).id  # tokens are ordered by their ids first
         _check_vocabulary((largest,), rules.vocab_size, "draft.tokens")
+
+
+def check_branches(frame: Branches, prompt_length: int, rules: VerifierRules) -> None:
+    """Refuse branches that no text of this prompt can hold.
+
+    Raises:
+        InvalidArgument: a field is wrong; it is named.
+        ResourceExhausted: there are more than any chain may have.
+    """
+    if len(frame.branches) > MAX_BRANCHES:
+        raise ResourceExhausted(f"are {len(frame.branches)}; send {MAX_BRANCHES} at most", field="branches.starts")
+    for branch in frame.branches:
+        if not prompt_length <= branch.start < rules.context_length + rules.max_credit:
+            raise InvalidArgument(f"{branch.start} lies outside the text", field="branches.starts")
+        if len(branch.tokens) > rules.max_credit:
+            raise ResourceExhausted(f"exceed {rules.max_credit}; respect the credit", field="branches.lengths")
+        _check_vocabulary(branch.tokens, rules.vocab_size, "branches.tokens")
 
 
 def check_open(frame: Open, rules: VerifierRules) -> None:

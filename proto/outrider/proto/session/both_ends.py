@@ -197,6 +197,8 @@ class BothEnds:
             round_trip_s=view.round_trip_s,
             here_s=max(1e-6, self.here.drafting_s.value * acceptance / own),
             here_wait_s=self.here.waiting_s.value,
+            branched=self._received.branched.rate,
+            branch_drafts=round(self._received.branch_drafts.value),
             price=self.here.price,
             goal=view.goal,
         )

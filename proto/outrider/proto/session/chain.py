@@ -16,6 +16,7 @@ class Chain:
         sent: number of drafts at the front that have been sent.
         epoch: number of chains abandoned so far; what a job of an older epoch proposes is dropped.
         said_complete: whether the verifier knows, since the last commit, that no more drafts come.
+        branched: whether branches of it have been sent, one of which the verifier may have made the next chain.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class Chain:
         self.epoch = 0
         self.number = 0  # in messages
         self.said_complete = False
+        self.branched = False
         self._number_used = False
         self._named = NO_DRAFTER  # drafter that the stream's verifier knows of
 
@@ -51,8 +53,17 @@ class Chain:
         self.sent = 0
         self.said_complete = False
         if self._number_used:
-            self.number += 1
-            self._number_used = False
+            self.number += 2 if self.branched else 1
+            self._number_used = self.branched = False
+
+    def follow_branch(self, drafts: tuple[DraftToken, ...], number: int) -> None:
+        """Go on with the drafts of a branch of the chain just abandoned.
+
+        `number` is that under which the verifier has them already; 0: it has not.
+        """
+        self.drafts = list(drafts)
+        if number:
+            self.number, self.sent, self._number_used = number, len(drafts), True
 
     def begin_stream(self) -> None:
         """Send the drafts again to a verifier that has seen nothing."""

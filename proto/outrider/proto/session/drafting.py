@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from outrider.proto.drafter_format import published_name
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import WindowPolicy
 from outrider.proto.session.allowance import Allowance
+from outrider.proto.session.branching import Branching
 from outrider.proto.session.chain import Chain, DrafterName
-from outrider.proto.session.events import CatchUpJob, CaughtUp, Drafted, DraftJob, TeacherForced
+from outrider.proto.session.events import CatchUpJob, CaughtUp, Drafted, DraftJob
+from outrider.proto.session.hits import HitCounter
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
@@ -36,6 +38,7 @@ class Drafting:
         enabled: whether there is a drafter that works.
         running: job that no event has answered yet.
         last_job_s: duration of the newest job, in seconds.
+        branching: branches of the chain.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Drafting:
         self._selection = selection
         self._length = Allowance(text, chain, stream, meter, window, battery)
         self._verifier = VerifierArm()
+        self._hits = HitCounter(text, meter, selection)
+        self.branching = Branching(text, chain, stream, meter, battery)
         self._vectors = vectors
         self._job_tokens = job_tokens
         self._choice_due = True
@@ -89,11 +94,6 @@ class Drafting:
     def job_runs(self) -> bool:
         """Whether a drafting job runs."""
         return isinstance(self.running, DraftJob)
-
-    @property
-    def survival(self) -> float:
-        """Chance that all drafts in flight agree with the target."""
-        return self._meter.survival(self._chain, self.active)
 
     def review(self) -> None:
         """Ask the length rule once more, now that an event may have changed what it looks at."""
@@ -156,6 +156,17 @@ class Drafting:
         self.running, self._issued_in = job, self._text.turns
         return job
 
+    def branch(self, now: float) -> DraftJob | None:
+        """Issue a job for a branch of the chain; None: there is none worth drafting."""
+        selection, committed = self._selection, len(self._text.tokens)
+        if self._text.done or not self.enabled or selection.agreed < committed:
+            return None
+        job = self.branching.job(self.active, selection.agreed, self._job_tokens, now)
+        if job is not None:
+            selection.agreed = job.branch
+            self.running, self._issued_in = job, self._text.turns
+        return job
+
     def catch_up(self) -> CatchUpJob | None:
         """Issue a job to an idle drafter; None: there is nothing worth reading, or the first Open has not left yet."""
         if self._text.done or not self._stream.has_opened:
@@ -192,9 +203,12 @@ class Drafting:
         if text.done:
             return
         if self._issued_in == text.turns:
-            self._compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
+            self._hits.compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
         if any(not 0 <= draft.id < self._stream.terms.vocab_size for draft in drafts):
             raise UnknownToken("the drafter proposes tokens that the target does not have")
+        if job.branch >= 0:
+            self.branching.add(done)
+            return
         if job.epoch != self._chain.epoch:
             selection.agreed = min(selection.agreed, job.start)
             return
@@ -217,7 +231,7 @@ class Drafting:
         if not drafts:
             return True
         committed = self._text.tokens[start : start + len(drafts)]
-        hits = self._compare(start, drafts, committed)
+        hits = self._hits.compare(self.active, start, drafts, committed)
         agree = hits == len(drafts)
         self._length.observe(hits, missed=not agree)
         self._selection.agreed = start + hits
@@ -234,7 +248,7 @@ class Drafting:
         self._meter.drafter(job.drafter).reading_s.add(done.seconds / len(job.tokens))
         text.statistics.read += len(job.tokens)
         self._selection.note_prompt(job.drafter, done.teacher_forced.log_q)
-        self._compare_forced(job.drafter, job.start, done.teacher_forced)
+        self._hits.compare_forced(job.drafter, job.start, done.teacher_forced)
         return True
 
     def fail(self, error: OutriderError, drafter: int) -> None:
@@ -258,6 +272,7 @@ class Drafting:
         """Forget all drafts in flight."""
         self._selection.agreed = min(self._selection.agreed, len(self._text.tokens))
         self._choice_due = True
+        self.branching.forget()
         self._chain.abandon()
 
     def commit(self, commit: Commit, known: int, seconds: float) -> None:
@@ -265,16 +280,19 @@ class Drafting:
         text, chain, position = self._text, self._chain, len(self._text.tokens)
         tokens = token_ids(commit.tokens[known:])
         text.tokens += tokens
-        # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
-        drafts = chain.drafts[: len(tokens)]
-        hits = self._compare(position, drafts, tokens)
-        missed = hits < len(drafts)
-        if missed:
-            self.abandon()
-            self._selection.agreed = min(self._selection.agreed, position + hits)
-        else:
-            chain.advance(hits)
-        self._length.observe(hits, missed=missed)
+        met = 0
+        while True:
+            # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
+            drafts = chain.drafts[: len(tokens) - met]
+            hits = self._hits.compare(self.active, position + met, drafts, tokens[met:])
+            missed = hits < len(drafts)
+            self._length.observe(hits, missed=missed)
+            if not missed:
+                break
+            met += hits + 1
+            self._miss(position + met - 1, drafts[hits], tokens[met - 1], commit.chain)
+        chain.advance(hits)
+        self.branching.advance()
         self._verifier.take(commit)
         self._yields = self._verifier.is_better_than(self._meter.drafter(self.active).calibration.acceptance)
         self._choice_due = self._choice_due or self.rests  # a chain would be another drafter's, perhaps
@@ -288,39 +306,15 @@ class Drafting:
             seconds=seconds,
         )
 
+    def _miss(self, position: int, draft: DraftToken, token: int, chain: int) -> None:
+        """Go on with the branch of `token`, if there is one; `chain` is the newest that the verifier knows."""
+        branch, taken = self.branching.take(position, draft, token), chain > self._chain.number
+        self.abandon()
+        self._selection.agreed = min(self._selection.agreed, position)
+        if branch:
+            self._chain.follow_branch(branch, chain if taken else 0)
+            self._text.statistics.branches_taken += taken
+
     def resume(self) -> None:
         """Ask a drafter that had nothing to say again."""
         self._stalled = False
-
-    # --- comparing ---
-
-    def _compare(self, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int]) -> int:
-        """Count the active drafter's drafts from `start` on, up to the first that misses; return the hits before it."""
-        hits = next((i for i, draft in enumerate(drafts) if draft.id != tokens[i]), len(drafts))
-        compared = drafts[: hits + 1]
-        if not compared:
-            return 0
-        self._learn_hits(
-            self.active, start, [i < hits for i in range(len(compared))], [draft.confidence for draft in compared]
-        )
-        self._text.statistics.compared += len(compared)
-        self._text.statistics.hits += hits
-        return hits
-
-    def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
-        """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
-        known = max(0, self._selection.first_undecided(drafter) - start)
-        drafts, start = forced.drafts[known:], start + known
-        if not drafts:
-            return
-        committed = self._text.tokens[start : start + len(drafts)]
-        hits = [draft.id == token for draft, token in zip(drafts, committed, strict=True)]
-        self._learn_hits(drafter, start, hits, [draft.confidence for draft in drafts])
-
-    def _learn_hits(self, drafter: int, start: int, hits: list[bool], confidence: list[float]) -> None:
-        """Count which of a drafter's proposals from `start` on, of these confidences, are the tokens there."""
-        self._meter.compare(drafter, confidence, hits)
-        self._selection.note(drafter, start, hits, confidence)
-        counts = self._text.statistics.of(self._selection.names[drafter])
-        counts.compared += len(hits)
-        counts.hits += sum(hits)

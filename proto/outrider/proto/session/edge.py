@@ -223,8 +223,9 @@ class EdgeSession:
         if draft is not None:
             return [draft]
         held = [] if self.done else self._sender.flush(now)
-        catch_up = self._drafting.catch_up()
-        return held if catch_up is None else [*held, catch_up]
+        job = self._drafting.catch_up() or self._drafting.branch(now)
+        held += self._sender.send_branches(now, finished=job is None)
+        return held if job is None else [*held, job]
 
     # --- streams ---
 
@@ -235,6 +236,7 @@ class EdgeSession:
         frame = self._stream.open(ready.lease, now, drafting=drafting, steering=steering, expected=ready.expected)
         self._meter.open_stream(now)
         self._chain.begin_stream()
+        self._drafting.branching.forget()  # this verifier has none
         return [Send(frame), *self._sender.flush(now)]
 
     def _opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:

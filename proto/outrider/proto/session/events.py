@@ -57,6 +57,7 @@ class DraftJob:
         steer: vector to set before it extends; None: unchanged.
         skip: tokens of `extend_with` before those that are teacher-forced.
         teacher_forced: committed tokens after these, in place of which it returns its own proposals.
+        branch: draft of the chain, by its position, in whose place the job follows another token; -1: it follows all.
     """
 
     truncate_to: int
@@ -67,6 +68,7 @@ class DraftJob:
     drafter: int = 0
     skip: int = 0
     teacher_forced: int = 0
+    branch: int = -1
 
     @property
     def start(self) -> int:

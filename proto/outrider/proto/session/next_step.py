@@ -31,6 +31,7 @@ class NextStep:
         drafting: whether the edge drafts.
         ready_since: time from which the step could begin, in seconds.
         pays: whether the edge's drafts are worth their while.
+        of_edge: drafts of the newest block that the edge made, which come first.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class NextStep:
         self.drafting = frame.drafting
         self.ready_since = now
         self.pays = True
+        self.of_edge = 0
         self.max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
         self._rules = rules
         self._patience = frame.patience or rules.patience
@@ -98,6 +100,7 @@ class NextStep:
         # Drafts made here were weighed one by one when they were made.
         limit = room if len(chain) > of_edge else min(worthwhile or int(probe), room)
         block = chain[: max(0, limit)]
+        self.of_edge = of_edge
         # The edge's drafter is rewarded for its own drafts alone.
         return (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
-from outrider.proto.policy.measures import Acceptance
-from outrider.proto.session.chain import NO_DRAFTER, DrafterName
-from outrider.proto.types import Draft, DraftToken
+from outrider.proto.policy.branches import MAX_BRANCHES
+from outrider.proto.policy.measures import Acceptance, Smoothed
+from outrider.proto.session.chain import NO_DRAFTER
+from outrider.proto.types import Branches, Draft, DraftToken
 
 MAX_COMMITS = 64  # commits whose times are kept
+FIRST_BRANCHED, FIRST_TRIALS, FIRST_DRAFTS = 0.4, 4.0, 5.0  # of branches, before any miss
 
 
 class ReceivedDrafts:
@@ -23,6 +25,8 @@ class ReceivedDrafts:
         acceptance: chance that a draft agrees.
         since_miss: number of tokens committed since a draft last missed.
         missed_at: time from which the edge could know of that miss, in seconds.
+        branched: share of misses whose branch was there.
+        branch_drafts: drafts of those branches.
     """
 
     def __init__(
@@ -33,19 +37,28 @@ class ReceivedDrafts:
         *,
         chain: int,
         acceptance: Acceptance,
-        drafter: DrafterName = NO_DRAFTER,
     ) -> None:
         self.chain = chain
         self.tokens: list[DraftToken] = []
         self.complete = False
-        self.drafter = drafter
+        self.drafter = NO_DRAFTER
         self.acceptance = acceptance
         self.since_miss = 0
         self.missed_at = now
         self._transcript = transcript
         self._max_credit = max_credit
+        self.branched = Acceptance(FIRST_BRANCHED * FIRST_TRIALS, FIRST_TRIALS)
+        self.branch_drafts = Smoothed(FIRST_DRAFTS)
+        self._branches: dict[tuple[int, int], list[int]] = {}  # drafts by position and token of the miss
         self._alive = True  # no draft of the chain has missed
         self._commits: deque[tuple[int, float]] = deque(maxlen=MAX_COMMITS)  # length of the transcript, and time
+
+    def continued(self, transcript: list[int], chain: int, now: float) -> ReceivedDrafts:
+        """Return what follows in the next turn, whose chains are numbered from `chain` on."""
+        following = ReceivedDrafts(transcript, self._max_credit, now, chain=chain - 1, acceptance=self.acceptance)
+        following.drafter = self.drafter
+        following.branched, following.branch_drafts = self.branched, self.branch_drafts
+        return following
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,6 +79,7 @@ class ReceivedDrafts:
             self._alive = True
             self.complete = False
             self.tokens.clear()
+            self._branches.clear()
         path = draft.first_path()
         if draft.start > len(self._transcript) + len(self.tokens):
             self.complete = True  # drafts are missing, and they will not come in order: do not wait for them
@@ -77,6 +91,20 @@ class ReceivedDrafts:
         if draft.complete and not overtaken:  # otherwise the edge has yet to answer a newer commit
             self.complete = True
         return False
+
+    def receive_branches(self, frame: Branches) -> None:
+        """Keep the branches of the chain that lives, at drafts that no commit has met.
+
+        Raises:
+            ResourceExhausted: there are more than a chain may have.
+        """
+        if frame.chain != self.chain or not self._alive:
+            return
+        end = len(self._transcript)
+        self._branches = {key: drafts for key, drafts in self._branches.items() if key[0] >= end}
+        self._branches |= {(start, first): drafts for start, (first, *drafts) in frame.branches if start >= end}
+        if len(self._branches) > MAX_BRANCHES:
+            raise ResourceExhausted(f"are more than {MAX_BRANCHES} of one chain", field="branches.starts")
 
     def _take(self, position: int, token: DraftToken) -> bool:
         """Take one draft in; return whether the chain still lives."""
@@ -102,12 +130,29 @@ class ReceivedDrafts:
         for position, token in enumerate(tokens, end - len(tokens)):
             if not self.tokens:
                 break  # drafts for these positions may still come, and will be compared then
-            if not self._compare(position, self.tokens[0].id == token):
+            if self._compare(position, self.tokens[0].id == token):
+                del self.tokens[0]
+            elif not self._follow_branch(position, token, now):
                 break
-            del self.tokens[0]
         if self.complete and self._alive:  # the edge goes on drafting when this commit reaches it
             self.since_miss, self.missed_at = -len(self.tokens), now
         self.complete = False
+
+    def _follow_branch(self, position: int, token: int, now: float) -> bool:
+        """Begin the next chain with the branch of `token` at the draft that just missed; return whether it is here."""
+        drafts = self._branches.get((position, token))
+        self._branches.clear()
+        self.branched.add(drafts is not None)
+        if drafts is None:
+            return False
+        self.branch_drafts.add(len(drafts))
+        self.chain += 1
+        self._alive = True
+        self.complete = False
+        self.tokens.extend(map(DraftToken, drafts))
+        self.since_miss -= len(drafts)  # which the edge has already
+        self.missed_at = now
+        return True
 
     def note_miss(self, now: float) -> None:
         """Note that the edge's drafter must have missed in the commit of `now`, as another of its kind did."""

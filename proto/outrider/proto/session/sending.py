@@ -45,6 +45,11 @@ class Sender:
             return []
         return [self._send(unsent, now, complete=not allowance and not drafting.job_runs)]
 
+    def send_branches(self, now: float, *, finished: bool) -> list[EdgeInstruction]:
+        """Send the branches made when no more are worth making, or when more would come too late."""
+        message = self._drafting.branching.message(now, finished=finished)
+        return [] if message is None else [Send(message)]
+
     def report(self) -> list[EdgeInstruction]:
         """Report where measurements for the verifier's patience have changed by a quarter."""
         if not self._stream.connected:

@@ -33,6 +33,8 @@ class EdgeStatistics:
         accepted: drafts among them, the verifier's own included.
         accepted_here: those of these that the verifier's own drafter made.
         drafted: tokens that drafters proposed.
+        branched: tokens that drafters proposed after likely misses.
+        branches_taken: misses after which the verifier went on with a branch.
         verified: drafts that the verifier's steps verified, its own included.
         verified_here: those of these that the verifier's own drafter made.
         drafting_here_s: time that the verifier's own drafter has worked, in seconds.
@@ -58,6 +60,8 @@ class EdgeStatistics:
     accepted: int = 0
     accepted_here: int = 0
     drafted: int = 0
+    branched: int = 0
+    branches_taken: int = 0
     verified: int = 0
     verified_here: int = 0
     drafting_here_s: float = 0.0

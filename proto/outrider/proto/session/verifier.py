@@ -9,13 +9,14 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.patience import Prospect
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.session.admission import VerifierRules, check_continue, check_draft, check_open
+from outrider.proto.session.admission import VerifierRules, check_branches, check_continue, check_draft, check_open
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.chain import DrafterName
 from outrider.proto.session.local import DraftingHere, LocalJob
 from outrider.proto.session.next_step import PROBE, PROBE_EVERY, NextStep
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import (
+    Branches,
     Commit,
     CommittedToken,
     Continue,
@@ -120,6 +121,7 @@ class VerifierSession:
             steered=self.steered,
             noise=self.noise,
             drafter_here=self.own_drafter,
+            branches=True,
             precision=rules.precision,
         )
 
@@ -154,14 +156,7 @@ class VerifierSession:
         session.turn = self.turn + 1
         session.credit = session._granted = self._granted
         session._first_chain = frame.chain
-        session._next.received = ReceivedDrafts(
-            session.transcript,
-            self._rules.max_credit,
-            now,
-            chain=frame.chain - 1,
-            acceptance=self._next.received.acceptance,
-            drafter=self.drafter,
-        )
+        session._next.received = self._next.received.continued(session.transcript, frame.chain, now)
         session._next.report = self._next.report
         session._next.ends = self.ends
         if self.ends is not None:
@@ -280,6 +275,16 @@ class VerifierSession:
         if self._next.received.receive(draft):
             self._next.change_plans()  # what it waits for will not come
 
+    def on_branches(self, frame: Branches) -> None:
+        """Keep what follows likely misses of the newest chain; stale branches are ignored.
+
+        Raises:
+            InvalidArgument, ResourceExhausted: no honest edge sends such branches; the field is named.
+        """
+        if frame.chain >= self._first_chain:
+            check_branches(frame, self.prompt_length, self._rules)
+            self._next.received.receive_branches(frame)
+
     def on_report(self, report: Report) -> None:
         """Replace the last report, and the request for vectors where this one has another."""
         self._next.report = report
@@ -310,7 +315,7 @@ class VerifierSession:
             eos_tokens=self._rules.eos_tokens,
         )
         start, ids = len(self.transcript), token_ids(tokens)
-        ends, verified_here = self.ends, max(0, len(verified.block) - self._next.chain()[1])
+        ends, verified_here = self.ends, max(0, len(verified.block) - self._next.of_edge)
         self.transcript.extend(ids)
         if not self._next.pays:
             probe = min(PROBE, self._rules.max_credit)

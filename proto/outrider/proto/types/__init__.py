@@ -28,6 +28,8 @@ from outrider.proto.types.control import (
 from outrider.proto.types.decoding import (
     MAX_TOP_LOGPROBS,
     PROTOCOL_VERSION,
+    Branch,
+    Branches,
     Cancel,
     CloudFrame,
     Commit,
@@ -63,6 +65,8 @@ __all__ = [
     "MAX_TOP_LOGPROBS",
     "PROMPT_CLASSES",
     "PROTOCOL_VERSION",
+    "Branch",
+    "Branches",
     "Cancel",
     "ClassAcceptance",
     "CloudFrame",

@@ -201,12 +201,14 @@ class DraftToken(NamedTuple):
         entropy: entropy of the drafter's distribution, in nats.
         perturbed_probability: softmax of log probability plus shared noise at the token, over the candidates: how far
             it leads under the very noise that the target will use; the confidence at temperature 0.
+        runners_up: [r] the tokens that would have been proposed next, best first; they never travel.
     """
 
     id: int
     confidence: float = math.nan
     entropy: float = math.nan
     perturbed_probability: float = math.nan
+    runners_up: tuple[int, ...] = ()
 
 
 TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
@@ -269,6 +271,29 @@ class Draft:
         return self.tokens[:length]
 
 
+class Branch(NamedTuple):
+    """A likely miss of a chain at position `start`: the token in place of the draft, and drafts that follow it."""
+
+    start: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Branches of chain number `chain`; one whose token is the target's becomes the next chain at once."""
+
+    chain: int
+    branches: tuple[Branch, ...]
+
+    def __post_init__(self) -> None:
+        require(self.chain >= 0, "branches.chain", "must be 0 or more")
+        require(bool(self.branches), "branches.starts", "is empty")
+        for branch in self.branches:
+            require(branch.start >= 0, "branches.starts", "must be 0 or more")
+            require(len(branch.tokens) > 1, "branches.lengths", "must be 2 or more, a token and drafts after it")
+            require_tokens(branch.tokens, "branches.tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """Measurements of the edge that the verifier's patience rests on.
@@ -312,6 +337,7 @@ class Opened:
         steered: whether it has the requested projection and sends its vectors.
         noise: noise by which it draws the text.
         drafter_here: drafter of the verifier's own in this text, as name@version; empty: none.
+        branches: whether it takes Branches.
         precision: what decides its rounding, such as `bfloat16`; empty: unknown.
     """
 
@@ -330,6 +356,7 @@ class Opened:
     steered: bool = False
     noise: Noise = Noise.OUTRIDER
     drafter_here: str = ""
+    branches: bool = False
     precision: str = ""
 
 
@@ -429,5 +456,5 @@ class Goaway:
     retry_after_s: float = 0.0
 
 
-EdgeFrame = Open | Continue | Draft | Report | Cancel
+EdgeFrame = Open | Continue | Draft | Branches | Report | Cancel
 CloudFrame = Opened | Commit | Goaway

@@ -25,7 +25,7 @@ _SURE = 1e-4  # a probability no nearer to 0 or 1 counts
 
 def signals_of(drafts: Sequence[DraftToken]) -> tuple[tuple[float, ...], ...]:
     """Return ids, confidence, entropy and perturbed probability of drafts, [n] each."""
-    return tuple(zip(*drafts, strict=True)) or ((),) * 4
+    return tuple(zip(*drafts, strict=True))[:4] or ((),) * 4
 
 
 def draft_inputs(

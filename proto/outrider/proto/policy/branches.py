@@ -1,0 +1,95 @@
+"""Branches of a chain: which misses are likely enough to draft for before they are known.
+
+A miss costs a round trip before the edge's next drafts are there, unless the edge has drafted for the very token that
+takes the draft's place ("Speculative Speculative Decoding", Kumar, Dao and May 2026, calls this a speculation cache).
+With shared noise the drafter's second and third best under the same noise are that token in half of the misses. A
+branch at draft i with runner-up r is taken with probability
+
+    c_1 ... c_(i-1) (1 - c_i) h_r,
+
+where c are the calibrated chances of the drafts and h_r is the share of misses whose token was runner-up r.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+RUNNERS_UP = 2
+MAX_BRANCHES = 64  # of a chain
+MIN_CHANCE = 0.01  # that a draft of a branch becomes text, below which it is not worth its time, on mains
+_FIRST_SHARES = (0.4, 0.14)  # of the embedded family: 0.435 and 0.151 at T = 0, 0.321 and 0.125 at T = 1
+_FIRST_WEIGHT = 10.0
+_FADE = 0.98
+_SHORTEST, _LONGEST = 2, 10
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyBranch:
+    """A branch that is worth drafting.
+
+    Attributes:
+        chance: chance that it is taken.
+        index: index in the chain of the draft whose place `token` takes.
+        token: target's token there, if it is taken.
+        drafts: drafts that are worth their time after it.
+    """
+
+    chance: float
+    index: int
+    token: int
+    drafts: int
+
+
+@dataclass(slots=True)
+class MissShares:
+    """The share of misses whose token was each runner-up; it fades, so that a change of subject is noticed.
+
+    Attributes:
+        hits: [RUNNERS_UP] misses at which each was the token.
+        misses: number of misses.
+    """
+
+    hits: list[float] = field(default_factory=lambda: [share * _FIRST_WEIGHT for share in _FIRST_SHARES])
+    misses: float = _FIRST_WEIGHT
+
+    def add(self, runners_up: Sequence[int], token: int) -> None:
+        """Count a miss of a draft with these runners-up, in whose place `token` came."""
+        self.misses = self.misses * _FADE + 1
+        self.hits = [
+            hits * _FADE + (rank < len(runners_up) and runners_up[rank] == token) for rank, hits in enumerate(self.hits)
+        ]
+
+    def of(self, rank: int) -> float:
+        """Return the share of the runner-up of this rank, from 0 on."""
+        return self.hits[rank] / self.misses
+
+
+def likely_branches(
+    chances: Sequence[float],
+    runners_up: Sequence[Sequence[int]],
+    shares: MissShares,
+    acceptance: float,
+    min_chance: float = MIN_CHANCE,
+) -> Iterator[LikelyBranch]:
+    """Yield the branches worth drafting, from the chain's beginning on.
+
+    Args:
+        chances: [n] calibrated chance that each draft of the chain agrees, given that all before it do.
+        runners_up: [n] tokens that the drafter would have proposed next at each, best first.
+        shares: shares of misses.
+        acceptance: chance that a draft of a branch agrees, given that all before it do.
+        min_chance: chance to become text below which a draft is not worth its time.
+    """
+    survival = 1.0
+    for index, (chance, tokens) in enumerate(zip(chances, runners_up, strict=True)):
+        missed = survival * (1 - chance)
+        for rank, token in enumerate(tokens[:RUNNERS_UP]):
+            taken = missed * shares.of(rank)
+            drafts = int(math.log(min_chance / taken) / math.log(acceptance)) if taken > min_chance else 0
+            if drafts >= _SHORTEST:
+                yield LikelyBranch(taken, index, token, min(_LONGEST, drafts))
+        survival *= chance
+        if survival < min_chance:
+            return

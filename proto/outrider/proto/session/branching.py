@@ -1,0 +1,145 @@
+"""The edge's branches: continuations of likely misses of its chain, made while the target runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.proto.policy.branches import MAX_BRANCHES, MIN_CHANCE, LikelyBranch, MissShares, likely_branches
+from outrider.proto.policy.window import due_to_flush
+from outrider.proto.session.chain import Chain
+from outrider.proto.session.events import Drafted, DraftJob
+from outrider.proto.session.measuring import Meter
+from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.text import EdgeText
+from outrider.proto.types import Branch, Branches, DraftToken, Goal, token_ids
+
+_Key = tuple[int, int]  # position of the miss, and the token in place of the draft
+
+
+@dataclass(slots=True, eq=False)
+class Branching:
+    """Branches of the present chain.
+
+    Attributes:
+        shares: shares of misses by runner-up, in this text.
+    """
+
+    _text: EdgeText
+    _chain: Chain
+    _stream: EdgeStream
+    _meter: Meter
+    _battery: float
+    shares: MissShares = field(default_factory=MissShares)
+    _made: dict[_Key, tuple[DraftToken, ...]] = field(default_factory=dict)
+    _sent: set[_Key] = field(default_factory=set)
+    _job_s: float = 0.0  # duration of the newest job
+
+    def job(self, drafter: int, agreed: int, job_tokens: Callable[[float], int], now: float) -> DraftJob | None:
+        """Return the next job for a branch; None: none is worth drafting, or would come in time.
+
+        Args:
+            drafter: index of the chain's drafter.
+            agreed: tokens of its prefix that agree with transcript and chain, the transcript's at least.
+            job_tokens: function from the seconds of a drafted token to the most tokens of a job.
+            now: present time, in seconds.
+        """
+        branch = self._wanted(drafter, now)
+        if branch is None:
+            return None
+        made, committed = self._made.get(self._key(branch), ()), len(self._text.tokens)
+        position = committed + branch.index
+        kept = min(agreed, position)
+        return DraftJob(
+            truncate_to=kept,
+            extend_with=(*self._chain.tokens[kept - committed : branch.index], branch.token, *token_ids(made)),
+            count=min(branch.drafts - len(made), job_tokens(self._meter.drafter(drafter).drafting_s.value)),
+            epoch=self._chain.epoch,
+            drafter=drafter,
+            branch=position,
+        )
+
+    def _wanted(self, drafter: int, now: float) -> LikelyBranch | None:
+        stream, chain = self._stream, self._chain
+        if not (stream.connected and stream.terms.branches and stream.credit and chain.sent):
+            return None
+        if not self._meter.measurements.step.mean or len(self._made) >= MAX_BRANCHES:
+            return None
+        likely = likely_branches(
+            self._meter.chances(chain, drafter),
+            [draft.runners_up for draft in chain.drafts],
+            self.shares,
+            self._meter.drafter(drafter).calibration.acceptance.rate,
+            MIN_CHANCE / max(0.1, self._battery),
+        )
+        lacking = [branch for branch in likely if self._lacks(branch) and self._is_in_time(branch, drafter, now)]
+        if not lacking:
+            return None
+        return max(lacking, key=lambda branch: (self._key(branch) in self._made, branch.chance))
+
+    def _key(self, branch: LikelyBranch) -> _Key:
+        return len(self._text.tokens) + branch.index, branch.token
+
+    def _lacks(self, branch: LikelyBranch) -> bool:
+        key = self._key(branch)
+        return key not in self._sent and len(self._made.get(key, ())) < branch.drafts
+
+    def _is_in_time(self, branch: LikelyBranch, drafter: int, now: float) -> bool:
+        """Return whether the branch can be at the verifier before the step that judges its draft is over."""
+        measured, trip_s = self._meter.measurements, self._meter.round_trip_s
+        judged_s = max(measured.step.mean, (branch.index + 1) * measured.pace.token_s)
+        ready_at = now + branch.drafts * self._meter.drafter(drafter).drafting_s.value
+        return ready_at + trip_s < self._meter.commit_at + judged_s
+
+    def add(self, done: Drafted) -> None:
+        """Take the result of a job in, unless its chain is gone."""
+        job = done.job
+        self._text.statistics.branched += len(done.drafts)
+        self._job_s = done.seconds
+        if not done.drafts or job.epoch != self._chain.epoch or job.branch < len(self._text.tokens):
+            return
+        token = job.extend_with[job.branch - job.truncate_to]
+        self._made[job.branch, token] = self._made.get((job.branch, token), ()) + done.drafts
+
+    def message(self, now: float, *, finished: bool) -> Branches | None:
+        """Return the branches to send now; None: there are none, or more can go with them in time.
+
+        `finished`: whether no more will be made for now.
+        """
+        stream, meter = self._stream, self._meter
+        end = len(self._text.tokens) + self._chain.sent
+        unsent = [key for key in self._made if key not in self._sent and key[0] < end]
+        if not unsent or not stream.connected:
+            return None
+        step_s = meter.measurements.step.mean
+        due = due_to_flush(
+            now, commit_at=meter.commit_at, round_trip_s=meter.round_trip_s, step_s=step_s, next_s=self._job_s
+        )
+        if not (finished or due or stream.terms.goal is Goal.EFFICIENCY):
+            return None
+        self._sent.update(unsent)
+        self._chain.branched = True
+        return Branches(
+            self._chain.number,
+            tuple(Branch(position, (token, *token_ids(self._made[position, token]))) for position, token in unsent),
+        )
+
+    def take(self, position: int, draft: DraftToken, token: int) -> tuple[DraftToken, ...]:
+        """Return the drafts that follow `token`, which the target put in place of `draft`; forget all branches."""
+        if draft.runners_up:
+            self.shares.add(draft.runners_up, token)
+        drafts = self._made.get((position, token), ())
+        self.forget()
+        return drafts
+
+    def forget(self) -> None:
+        """Forget all branches."""
+        self._made.clear()
+        self._sent.clear()
+
+    def advance(self) -> None:
+        """Forget the branches of drafts that have become text."""
+        end = len(self._text.tokens)
+        for key in [key for key in self._made if key[0] < end]:
+            del self._made[key]
+            self._sent.discard(key)

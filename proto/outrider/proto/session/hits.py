@@ -1,0 +1,50 @@
+"""Hits of an edge's drafters in one text: their proposals compared with the committed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.proto.session.events import TeacherForced
+from outrider.proto.session.measuring import Meter
+from outrider.proto.session.selection import Selection
+from outrider.proto.session.text import EdgeText
+from outrider.proto.types import DraftToken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HitCounter:
+    """Counts hits for the statistics, the calibration and the selection."""
+
+    _text: EdgeText
+    _meter: Meter
+    _selection: Selection
+
+    def compare(self, drafter: int, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int]) -> int:
+        """Count the drafter's drafts from `start` on, up to the first that misses; return the hits before it."""
+        hits = next((i for i, draft in enumerate(drafts) if draft.id != tokens[i]), len(drafts))
+        compared = drafts[: hits + 1]
+        if not compared:
+            return 0
+        self._learn(drafter, start, [i < hits for i in range(len(compared))], [draft.confidence for draft in compared])
+        self._text.statistics.compared += len(compared)
+        self._text.statistics.hits += hits
+        return hits
+
+    def compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
+        """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
+        known = max(0, self._selection.first_undecided(drafter) - start)
+        drafts, start = forced.drafts[known:], start + known
+        if not drafts:
+            return
+        committed = self._text.tokens[start : start + len(drafts)]
+        hits = [draft.id == token for draft, token in zip(drafts, committed, strict=True)]
+        self._learn(drafter, start, hits, [draft.confidence for draft in drafts])
+
+    def _learn(self, drafter: int, start: int, hits: list[bool], confidence: list[float]) -> None:
+        """Count which of a drafter's proposals from `start` on, of these confidences, are the tokens there."""
+        self._meter.compare(drafter, confidence, hits)
+        self._selection.note(drafter, start, hits, confidence)
+        counts = self._text.statistics.of(self._selection.names[drafter])
+        counts.compared += len(hits)
+        counts.hits += sum(hits)
