@@ -55,6 +55,9 @@ COMMANDS = {
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
     "train": Entry("train drafters, or rules for the length of drafts"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),
+    "train adapter": Entry(
+        "distil a low-rank update of a drafter, for texts of one subject", f"{TRAINING}:TRAIN_ADAPTER", "train"
+    ),
     "train steer": Entry(
         "teach a drafter to take vectors of the target's hidden states (SD2)", f"{TRAINING}:TRAIN_STEER", "steer"
     ),

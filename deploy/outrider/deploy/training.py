@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.cloud.family_index import resolve_target
-from outrider.cloud.training.settings import DrafterShape, DrafterTraining, SteerTraining, Training
+from outrider.cloud.training.settings import AdapterTraining, DrafterShape, DrafterTraining, SteerTraining, Training
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ExportSettings, RateSettings
 from outrider.deploy.termination import StopAtStep
@@ -30,6 +30,21 @@ def train_drafter(given: Given) -> int:
         result = train_drafter(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
     print(f"next: outrider export {result.folder} PACKAGE --name NAME --target {given.values['target']}")
+    return 0
+
+
+def train_adapter(given: Given) -> int:
+    """Run `outrider train adapter`."""
+    from outrider.cloud.training.adapter import PACKAGE, train_adapter
+
+    rate = given(RateSettings).rate
+    training = given(AdapterTraining, other_lr=rate * AdapterTraining.other_lr, **_common(given, AdapterTraining))
+    with StopAtStep().listening() as stop:
+        result = train_adapter(training, on_step=stop.stepped, stopping=stop.stopping)
+    package = training.output / PACKAGE
+    size = sum(path.stat().st_size for path in package.glob("adapter.*"))
+    print(f"{size / 1e3:.0f} kB of {training.parent} after {result.tokens_seen:,} tokens, in {package}")
+    print(f"next: outrider generate --drafter {package} PROMPT, or put it into a folder of a coordinator's --drafters")
     return 0
 
 

@@ -86,11 +86,20 @@ class AdaptedDrafter(nn.Module):
             tokens: int64 [rows, length]; what is to the right of a prefix changes nothing.
             picked: int64 [n], `row * length + place` of the last token of each prefix.
         """
-        embedded = functional.embedding(tokens, self._embedding)
-        embedded = embedded + functional.embedding(tokens, self._head.B) @ self._head.A
-        hidden = self._body(inputs_embeds=embedded, use_cache=False).last_hidden_state.flatten(0, 1)[picked]
+        hidden = self.hidden(tokens).flatten(0, 1)[picked]
         low = functional.linear(functional.linear(hidden, self._head.A), self._head.B)
         return (functional.linear(hidden, self._embedding) + low).log_softmax(-1)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the states after the last norm, float32 [rows, length, hidden], of tokens int64 [rows, length]."""
+        embedded = functional.embedding(tokens, self._embedding)
+        embedded = embedded + functional.embedding(tokens, self._head.B) @ self._head.A
+        hidden: torch.Tensor = self._body(inputs_embeds=embedded, use_cache=False).last_hidden_state
+        return hidden
+
+    def head(self) -> torch.Tensor:
+        """Return the head with its change, float32 [vocab, hidden]; logits are `hidden @ head.T`."""
+        return self._embedding + self._head.B @ self._head.A
 
     def learned(self) -> list[nn.Parameter]:
         """Return what learns: A and B of each matrix, in the graph's order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.training.settings import DrafterShape, DrafterTraining, SteerTraining
+from outrider.cloud.training.settings import AdapterTraining, DrafterShape, DrafterTraining, SteerTraining
 from outrider.deploy.arguments import Command, part
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, option
 
@@ -30,7 +30,7 @@ DEFAULTS = {"target": "reference", "self_text_tokens": 1_000_000, "threads": 0}
 class RateSettings(Settings):
     """Learning rates of a drafter."""
 
-    rate: float = option(1.0, "factor of both learning rates", check=above(0))
+    rate: float = option(1.0, "factor of all learning rates", check=above(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,10 @@ TRAIN_DRAFTER = Command(
         part(RateSettings),
         part(DrafterShape, "hidden", "layers", "mlp", "window"),
     ),
+)
+TRAIN_ADAPTER = Command(
+    "outrider.deploy.training:train_adapter",
+    (part(AdapterTraining, *TRAINING, "parent", "name", "rank", defaults=DEFAULTS), part(RateSettings)),
 )
 TRAIN_STEER = Command(
     "outrider.deploy.training:train_steer",
