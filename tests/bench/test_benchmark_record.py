@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from outrider.bench import environment as environments
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
+from outrider.bench.capacity.record import Capacities
 from outrider.bench.comparison.record import Comparison
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord
@@ -175,6 +176,8 @@ def test_a_wrong_metric_is_refused_before_it_is_written(benchmark) -> None:
     ("name", "kind"),
     [
         ("benchmark", Benchmark),
+        ("capacity", Capacities),
+        ("ends", Benchmark),
         ("compare", Comparison),
         ("compare_unwindowed", Comparison),
         ("selection", PoolReplayed),
