@@ -173,6 +173,7 @@ def test_the_steps_of_generate_exclude_the_prompt_and_the_work_between_turns(fam
 def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, capsys) -> None:
     path = tmp_path / "engine.json"
     words = ["--steps", "1x1,2x3", "--prefill", "24", "--context", "20", "--repetitions", "2", "--json", str(path)]
+    words.append("--learning")
     assert main(["engine-bench", "--target", str(family.target), *words]) == 0
     record = from_json(EngineRecord, path.read_text(), "json")
     assert [(result.name, result.sessions, result.rows) for result in record.results] == [
@@ -185,6 +186,13 @@ def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, caps
         {OURS, PLAIN},
         {OURS, PLAIN, GENERATE},
     ]
+    costs = [result.learning for result in record.results]
+    assert costs[2] is None, "no text follows"
+    for cost in costs[:2]:
+        assert cost is not None
+        assert min(cost.step_ratio, cost.cpu_ratio) > 0
+        assert cost.positions > 0
+        assert cost.turns == 2
     for result in record.results:
         parts = result.parts
         of_pass = (parts.products_ms, parts.attention_ms, parts.operators_ms, parts.python_ms)

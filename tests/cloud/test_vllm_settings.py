@@ -41,6 +41,8 @@ def test_what_only_vllm_can_do_is_refused_for_our_own_engine(field, value) -> No
 def test_what_only_our_own_engine_promises_is_refused_for_vllm() -> None:
     with pytest.raises(ConfigError, match="--engine transformers") as refused:
         VerifierConfig(engine="vllm", exact="tiles")
+    with pytest.raises(ConfigError, match="needs the target's logits"):
+        VerifierConfig(engine="vllm", learn=True)
     assert refused.value.field == "exact"
 
 

@@ -103,14 +103,17 @@ def test_a_host_may_be_longer_than_a_common_name(tmp_path):
 
 def test_a_key_that_is_appended_works_at_once_and_its_secret_is_in_no_file(tmp_path, capsys):
     path = tmp_path / "keys.toml"
-    for name, more in (("alice", ["--max-sessions", "4"]), ("bob", ["--tokens-per-minute", "600", "--admin"])):
+    for name, more in (
+        ("alice", ["--max-sessions", "4"]),
+        ("bob", ["--tokens-per-minute", "600", "--admin", "--learning"]),
+    ):
         assert main(["key", name, *more, "--append", str(path)]) == 0
         secret = re.findall(r"otr_\S+", capsys.readouterr().out)[0]
         key = Keys.from_file(path).check(secret)
         assert key.name == name
         assert secret not in path.read_text()
         assert secret_sha256(secret) in path.read_text()
-    assert (key.max_sessions, key.tokens_per_minute, key.admin) == (None, 600, True)
+    assert (key.max_sessions, key.tokens_per_minute, key.admin, key.learning) == (None, 600, True, True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "\n\n[keys.bob]" in path.read_text()
 

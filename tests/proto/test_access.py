@@ -86,6 +86,7 @@ def test_neither_key_nor_keys_show_a_secret():
         ({"max_sessions": True}, "keys.alice.max_sessions"),
         ({"tokens_per_minute": 1.5}, "keys.alice.tokens_per_minute"),
         ({"admin": "yes"}, "keys.alice.admin"),
+        ({"learning": 1}, "keys.alice.learning"),
     ],
 )
 def test_a_wrong_field_of_a_key_is_refused_by_name(wrong, field):
@@ -105,6 +106,7 @@ def test_a_wrong_field_of_a_key_is_refused_by_name(wrong, field):
         st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
         st.none() | st.integers(1, 10**9),
         st.none() | st.integers(1, 10**9),
+        st.booleans(),
         st.booleans(),
     )
 )

@@ -130,6 +130,7 @@ def test_a_short_secret_is_refused_on_both_sides(secret):
     [
         *({"verifier": 7}, {"model": None}, {"session": ["session-x"]}, {"key": 1}),
         *({"tokens_per_minute": wrong} for wrong in ("9", -1, 1.5, True)),
+        *({"learning": wrong} for wrong in ("yes", 1, None)),
     ],
 )
 def test_a_signed_claim_with_a_field_of_the_wrong_kind_is_refused(wrong):
@@ -139,7 +140,7 @@ def test_a_signed_claim_with_a_field_of_the_wrong_kind_is_refused(wrong):
 
 
 def test_the_key_and_its_rate_travel_in_the_lease_and_cannot_be_taken_out():
-    limited = replace(CLAIM, key="alice", tokens_per_minute=600)
+    limited = replace(CLAIM, key="alice", tokens_per_minute=600, learning=True)
     assert check(sign_lease(limited, SECRET)) == limited
     _, _, signature = sign_lease(limited, SECRET).partition(b".")
     body, _, _ = sign_lease(CLAIM, SECRET).partition(b".")

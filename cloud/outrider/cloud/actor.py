@@ -30,6 +30,7 @@ CONCURRENT_CALLS = 8
 # A coordinator that knows of a drain does not replace the verifier. It looks every second, but waits for other
 # verifiers too, and its first answer may be from before the drain. Without a coordinator nobody acknowledges.
 ACKNOWLEDGED_WITHIN_S = 30.0
+FORGOTTEN_WITHIN_S = 60.0
 FAILED_WITHIN_S = 5.0  # for the streams of a failed verifier to end
 
 Result = TypeVar("Result")
@@ -95,6 +96,10 @@ class VerifierActor:
     def chat_template_json(self) -> str:
         """Return how the target's chats become prompts, as `chat_template_json` writes it; empty: it has none."""
         return chat_template_json(self._config.target)
+
+    def forget_lessons(self, api_key: str) -> int:
+        """Drop all lessons of an API key, here and at the trainer, and return how many positions that had."""
+        return self._server.forget_lessons(api_key).result(FORGOTTEN_WITHIN_S)
 
     def drain(self, grace_s: float) -> int:
         """Take no more sessions, ask those that run to move within `grace_s` seconds, and return their number."""
@@ -179,7 +184,12 @@ def _node_is_draining() -> bool:
 async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
     from outrider.cloud.server import VerifierServer  # imports torch, which starting an actor does not need
 
-    server = VerifierServer(config, lease_secret, on_failure)
+    sink = None
+    if config.learn:
+        from outrider.cloud.learning.actor import TrainerLink
+
+        sink = TrainerLink(config.model_id)
+    server = VerifierServer(config, lease_secret, on_failure, sink)
     await server.start()
     return server
 

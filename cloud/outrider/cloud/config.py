@@ -20,6 +20,7 @@ ENGINES = ("transformers", "vllm")
 ENGINE = "engine"
 HERE = "drafting beside the target"
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
+LEARNING = "learning"
 TARGET = "target"
 
 
@@ -153,6 +154,19 @@ class VerifierConfig(GrpcServerSettings):
         check=_check_price,
         parse=float,
     )
+    learn: bool = option(
+        False,
+        "keep texts in memory for a day, for `outrider trainer`: those whose edge and API key allow it, none else",
+        group=LEARNING,
+    )
+    learn_positions_s: float = option(
+        500.0,
+        "limit of the positions that are kept a second; misses come first",
+        metavar="N",
+        flag="learn-positions-s",
+        group=LEARNING,
+        check=above(0),
+    )
     min_step_s: float = option(
         0.0, "minimum time of a step, to imitate a larger target in benchmarks", check=at_least(0)
     )
@@ -187,6 +201,8 @@ class VerifierConfig(GrpcServerSettings):
         if self.engine == "vllm":
             if self.exact == "tiles":
                 raise ConfigError("is a promise of --engine transformers alone", field="exact")
+            if self.learn:
+                raise ConfigError("needs the target's logits, which --engine vllm keeps to itself", field="learn")
             return
         for name, declaration in declared(VerifierConfig).items():
             if declaration.option.group == ENGINE and name != "engine" and getattr(self, name) != declaration.default:

@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.cloud.backend import Backend
+from outrider.cloud.learning.lessons import Lost
+from outrider.cloud.learning.record import LessonKind
 from outrider.proto.errors import OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
@@ -89,6 +91,12 @@ class VerifierMetrics:
         self._drafted_here = self._own(Counter, "verifier_own_drafts_made", "Tokens that its own drafter has proposed.")
         self._verified_here = self._own(Counter, "verifier_own_drafts", "Drafts of its own drafter that were verified.")
         self._accepted_here = self._own(Counter, "verifier_own_drafts_accepted", "Those that became text.")
+        self._lessons = self._own(
+            Counter, "verifier_lessons", "Verified positions kept for the trainer, by kind.", labels=("kind",)
+        )
+        self._lost_lessons = self._own(
+            Counter, "verifier_lost_lessons", "Those that did not reach it, by why.", labels=("reason",)
+        )
         self._rows = self._own(
             Histogram, "verifier_step_rows", "Rows of a target step; its count is the steps.", buckets=TOKENS
         )
@@ -186,6 +194,11 @@ class VerifierMetrics:
         self.own_drafts.drafting_here_s += seconds
         self._drafted_here.inc(tokens)
         self._drafting_here.inc(seconds)
+
+    def lessons(self, what: LessonKind | Lost, positions: int) -> None:
+        """Count positions that were kept for the trainer, or did not reach it."""
+        counter = self._lost_lessons if isinstance(what, Lost) else self._lessons
+        counter.labels(*self._whose, what.name.lower()).inc(positions)
 
     def refuse(self, error: OutriderError) -> None:
         """Count a stream that was refused before a session was admitted."""

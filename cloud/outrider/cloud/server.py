@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +21,9 @@ from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
+from outrider.cloud.learning.record import LessonKind
+from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.own_drafter import local_source
 from outrider.cloud.slots import Outbox
 from outrider.cloud.steering_vectors import load_projections
@@ -89,7 +93,11 @@ class VerifierServer:
     """A target, its engine and their server, in this process."""
 
     def __init__(
-        self, config: VerifierConfig, lease_secret: bytes = b"", on_failure: Callable[[], None] = lambda: None
+        self,
+        config: VerifierConfig,
+        lease_secret: bytes = b"",
+        on_failure: Callable[[], None] = lambda: None,
+        sink: LessonSink | None = None,
     ) -> None:
         """Load the target and check it.
 
@@ -97,13 +105,15 @@ class VerifierServer:
             config: settings of the verifier.
             lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
             on_failure: called once, in the event loop, when steps fail whatever they are for: the process should end.
+            sink: whoever learns, if `config.learn` is set.
 
         Raises:
             NotFound, ModelRefused: the target or a projection cannot be loaded.
-            ConfigError: it listens beyond loopback without a lease secret.
+            ConfigError: it listens beyond loopback without a lease secret, or is to learn without a sink.
         """
         if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
+        self._lessons = _lessons(config, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted))
         if config.threads:
             torch.set_num_threads(config.threads)
         self._config = config
@@ -115,7 +125,9 @@ class VerifierServer:
         self.rules = _rules(config, target)
         self._max_tokens = max(target.context_length, target.vocab_size)
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
-        self._engine = Engine(self._backend, self.rules, config, projections, self._engine_failed, source)
+        self._engine = Engine(
+            self._backend, self.rules, config, projections, self._engine_failed, source, self._lessons
+        )
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
@@ -194,6 +206,10 @@ class VerifierServer:
         """Return the times of the steps since the last call, oldest first; the newest few thousand are kept."""
         timings = self._engine.timings
         return [timings.popleft() for _ in range(len(timings))]
+
+    def forget_lessons(self, api_key: str) -> Future[int]:
+        """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
+        return self._lessons.forget(api_key)
 
     def status(self) -> VerifierStatus:
         """Return the verifier's state for the coordinator."""
@@ -279,7 +295,8 @@ class VerifierServer:
             matcher = await self._grammar_matcher(grammar, opening.committed)
             if outbox.closed:
                 return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
-            self._engine.post_open(key, opening, outbox, matcher, self._isolation(key, claim))
+            isolation = _isolation(self._config, key, claim)
+            self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim))
             if claim is not None:
                 lasts_s = max(0.0, claim.expires_at_s - time.time())
                 outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
@@ -317,7 +334,7 @@ class VerifierServer:
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             outbox.session = frame.session
             claim = self._check_lease(frame)
-            outbox.meter = self._meter(claim)
+            outbox.meter = _meter(self._meters, claim)
             outbox.goes_on = frame.keep_s > 0 and self.rules.keep_s > 0
             return frame, claim
         raise InvalidArgument("the stream ended before it", field="frame.open")
@@ -336,24 +353,6 @@ class VerifierServer:
             session=frame.session,
             now_s=time.time(),
         )
-
-    def _isolation(self, key: int, claim: LeaseClaim | None) -> str:
-        """Return the name under which sessions share KV pages: that of their API key, or else of the stream alone."""
-        if self._config.no_prefix_cache:
-            return str(key)
-        return claim.key if claim is not None else ""
-
-    def _meter(self, claim: LeaseClaim | None) -> Bucket | None:
-        """Return the meter of the lease's API key; raise `ResourceExhausted` where its tokens are spent."""
-        if claim is None or not claim.tokens_per_minute:
-            return None
-        now_s = time.monotonic()
-        meter = self._meters.of(claim.key, claim.tokens_per_minute, now_s)
-        wait_s = meter.wait_s(1, now_s)
-        if wait_s > 0:
-            spent = f"key {claim.key!r} has spent its {claim.tokens_per_minute} tokens a minute; wait {wait_s:.1f} s"
-            raise ResourceExhausted(spent, field="api_key", retry_after_s=wait_s)
-        return meter
 
     async def _watch_stall(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
         """End a stream whose client has left its frames unread for `stall_s` seconds.
@@ -385,6 +384,45 @@ class VerifierServer:
         self._endings.discard(ending)
         if not ending.cancelled():
             ending.exception()  # abort always raises
+
+
+def _lessons(
+    config: VerifierConfig, secret: bytes, sink: LessonSink | None, count: Callable[[LessonKind | Lost, int], None]
+) -> NoLessons:
+    """Return what keeps lessons for `sink`; raise `ConfigError` where they are wanted and nobody takes them."""
+    if not config.learn:
+        return NoLessons()
+    if sink is None:
+        message = "needs a trainer, which runs in a Ray cluster; start the verifier there, with --ray-address"
+        raise ConfigError(message, field="learn")
+    return LessonCollector(config.model_id, sink, config.learn_positions_s, secret=secret, count=count)
+
+
+def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None) -> str:
+    """Return the name under which sessions share KV pages: that of their API key, or else of the stream alone."""
+    if config.no_prefix_cache:
+        return str(key)
+    return claim.key if claim is not None else ""
+
+
+def _meter(meters: Meters, claim: LeaseClaim | None) -> Bucket | None:
+    """Return the meter of the lease's API key; raise `ResourceExhausted` where its tokens are spent."""
+    if claim is None or not claim.tokens_per_minute:
+        return None
+    now_s = time.monotonic()
+    meter = meters.of(claim.key, claim.tokens_per_minute, now_s)
+    wait_s = meter.wait_s(1, now_s)
+    if wait_s > 0:
+        spent = f"key {claim.key!r} has spent its {claim.tokens_per_minute} tokens a minute; wait {wait_s:.1f} s"
+        raise ResourceExhausted(spent, field="api_key", retry_after_s=wait_s)
+    return meter
+
+
+def _teacher(claim: LeaseClaim | None) -> str | None:
+    """Return the name of the API key that allows learning; empty: no key is asked for. None: it does not allow it."""
+    if claim is None:
+        return ""
+    return claim.key if claim.learning else None
 
 
 def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:

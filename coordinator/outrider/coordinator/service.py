@@ -186,6 +186,7 @@ class ControlService:
             expires_at_s=self._clock() + self._config.lease_seconds,
             key=caller.tenant,
             tokens_per_minute=(key.tokens_per_minute or 0) if key is not None else 0,
+            learning=key is None or key.learning,  # without keys, operator and edge decide alone
         )
         return sign_lease(claim, self._config.lease_secret)
 

@@ -100,6 +100,7 @@ class EngineSettings(Settings):
     context: int = option(200, "tokens before the rows of a session", check=at_least(1))
     repetitions: int = option(20, "turns of each engine, of a few steps", check=at_least(1))
     temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
+    learning: bool = option(False, "compare steps with lessons kept to those without, too")
     json: Path | None = option(None, "file to write the record to")
     peers: tuple[str, ...] = listed(
         PEERS, "other engines to take turns with, each in a process of its own", choices=PEERS, group=OTHER_ENGINES

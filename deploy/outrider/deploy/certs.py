@@ -69,6 +69,7 @@ def key(given: Given) -> int:
         max_sessions=options.max_sessions,
         tokens_per_minute=options.tokens_per_minute,
         admin=options.admin,
+        learning=options.learning,
     )
     if options.append is not None:
         _append(options.append.expanduser(), made)

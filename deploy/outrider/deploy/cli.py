@@ -69,6 +69,8 @@ COMMANDS = {
     "models": Entry("list the embedded targets and drafters", f"{TRAINING}:MODELS"),
     "drain": Entry("move a verifier's sessions to other verifiers", f"{OPERATING}:DRAIN"),
     "scale": Entry("start or drain verifiers of a Ray cluster until it has N", f"{OPERATING}:SCALE"),
+    "learn": Entry("manage what drafters learn from"),
+    "learn forget": Entry("drop the texts of an API key that drafters would learn from", f"{OPERATING}:FORGET"),
     "status": Entry("show verifiers, drafters, leases and links", f"{OPERATING}:STATUS"),
     "certs": Entry("make certificates for tests and closed networks", f"{OPERATING}:CERTS"),
     "key": Entry("make an API key", f"{OPERATING}:KEY"),

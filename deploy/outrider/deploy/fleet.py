@@ -15,7 +15,7 @@ from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
 from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import wait_until_loaded
-from outrider.deploy.commands.operating import ScaleSettings
+from outrider.deploy.commands.operating import ForgetSettings, ScaleSettings
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
 ANSWER_TIMEOUT_S = 60.0
@@ -73,6 +73,25 @@ def scale(given: Given) -> int:
     _start(change.start, recipe_of)
     _remove(change.remove, options.drain_grace_s)
     print(f"{options.count} verifiers")
+    return 0
+
+
+def forget(given: Given) -> int:
+    """Run `outrider learn forget`: verifiers pass it on to their trainers, whose own texts go last."""
+    options = given(ForgetSettings)
+    connect_ray(options.ray_address)
+    names = verifier_names()
+    if not names:
+        raise NotFound(
+            "no verifier runs in this Ray cluster, so that nothing is kept for training", field="ray_address"
+        )
+    positions = 0
+    for name in names:
+        try:
+            positions += ray.get(_actor(name).forget_lessons.remote(options.key), timeout=ANSWER_TIMEOUT_S)
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise Unavailable(f"{name} did not forget; try again: {error}", field="key") from error
+    print(f"{positions} positions of {options.key or 'texts without a key'} are forgotten; trained drafters stay")
     return 0
 
 

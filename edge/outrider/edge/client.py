@@ -34,7 +34,7 @@ from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
-from outrider.proto.types import LeaseRequest, Open, Sampling
+from outrider.proto.types import Learning, LeaseRequest, Open, Sampling
 
 
 class Client:
@@ -281,10 +281,11 @@ class Client:
         drafters, steered = ready.drafters_of_text(prediction)
         if self.config.drafter == "auto" and any(not decoding.machine.done for decoding in self._decodings):
             drafters, steered = ready.few_of(drafters), 0 if steered == 0 else None
-        frame = replace(frame, drafting=bool(drafters))
         observer = observer or Observer()
         measured = self.measured(frame.sampling)
         features = self._history.features(ready, frame.prompt, measured.newest.round_trip.base)
+        shared = Learning(features.prompt_class) if self.config.share_texts else None
+        frame = replace(frame, drafting=bool(drafters), learning=shared)
         machine = EdgeSession(
             frame,
             self.config.window_policy,

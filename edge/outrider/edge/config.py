@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE = Path("~/.cache/outrider")
 ADDRESS = "HOST:PORT"
-DRAFTING, CONNECTION = "drafting", "connection"
+DRAFTING, CONNECTION, SHARING = "drafting", "connection", "sharing"
 
 
 # Modules with numpy are imported where a value is checked, so that declaring an option costs nothing.
@@ -144,6 +144,12 @@ class EdgeConfig(Settings):
         check=at_least(0),
     )
     max_drafts: int = option(0, "limit of drafts verified in one step; 0: the verifier's", check=at_least(0))
+    share_texts: bool = option(
+        False,
+        "let verifiers keep prompts and texts in memory for a day, to train drafters for everybody; where they and "
+        "the API key say so too",
+        group=SHARING,
+    )
     logprobs: bool = option(True, "ask for the log probability of every token, 4 bytes each on the downlink")
     send_q: bool = option(False, "send the drafter's probability of each token, 2 bytes, to earn rewards in commits")
     open_timeout_s: float = option(30.0, "time limit of a lease and of a verifier's answer", check=above(0))

@@ -45,7 +45,8 @@ class TextHistory:
     def features(self, ready: Ready, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
         """Return the features of a text, for a coordinator and for the choice among drafters."""
         pool = ready.drafters
-        if not self._config.coordinator and (pool is None or len(pool) == 1):
+        unread = not (self._config.coordinator or self._config.share_texts)
+        if unread and (pool is None or len(pool) == 1):
             return TextFeatures()  # nobody reads them
         return TextFeatures.of(ready.decode(prompt[-TOKENS_LOOKED_AT:]), round_trip_s)
 

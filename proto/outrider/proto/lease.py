@@ -35,6 +35,7 @@ class LeaseClaim:
         expires_at_s: expiry, in Unix seconds.
         key: name of the API key that it was given to; empty: none was needed.
         tokens_per_minute: limit on what the verifier generates for that key, in all its sessions; 0: none.
+        learning: whether the key allows learning from its texts, where its edge does too.
     """
 
     verifier: str
@@ -43,12 +44,13 @@ class LeaseClaim:
     expires_at_s: float
     key: str = ""
     tokens_per_minute: int = 0
+    learning: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            kind = {"float": int | float, "int": int}.get(str(field.type), str)
-            if not isinstance(value, kind) or isinstance(value, bool):
+            kind = {"float": int | float, "int": int, "bool": bool}.get(str(field.type), str)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TypeError(f"{field.name} is {value!r}")
         if not (math.isfinite(self.expires_at_s) and self.tokens_per_minute >= 0):
             raise ValueError("a number is out of range")

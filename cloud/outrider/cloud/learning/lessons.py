@@ -40,15 +40,15 @@ log = logging.getLogger(__name__)
 
 
 class Lost(Enum):
-    """Why a row that was chosen became no lesson."""
+    """Why a row that was chosen did not reach the trainer."""
 
-    QUEUE = "queue"  # the collector's thread was too slow
-    NUMBERS = "numbers"  # its logits were no numbers
-    DEFECT = "defect"
-    TRAINER = "trainer"  # it was too slow
-    PUSH = "push"  # failed, or was not answered
-    AGE = "age"
-    FORGOTTEN = "forgotten"
+    QUEUE = "the collector's thread was too slow"
+    NUMBERS = "its logits were no numbers"
+    DEFECT = "no record could be made of it"
+    TRAINER = "the trainer was too slow"
+    PUSH = "a push failed, or was not answered"
+    AGE = "it was too old"
+    FORGOTTEN = "its key was to be forgotten"
 
 
 def may_teach(sampling: Sampling) -> bool:

@@ -37,6 +37,9 @@ def aims(record: EngineRecord) -> Iterator[Aim]:
         yield from _beside(one, GENERATE, 0.7)
         if (five := cases.get("1x5")) and record.environment.dtype == "bfloat16":
             yield Aim("1x5 / 1x1", five.engines[OURS].step_ms / one.engines[OURS].step_ms, 1.2)
+    for result in record.results:
+        if result.learning is not None:
+            yield Aim(f"{result.name}, lessons kept / not", result.learning.step_ratio, 1.02)
     if sixteen := cases.get("16x1"):
         for engine in (VLLM, VLLM_COMPILED):
             if theirs := sixteen.engines.get(engine):

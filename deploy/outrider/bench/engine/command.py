@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from outrider.bench.commands import EngineSettings
-from outrider.bench.engine.engine_steps import planning_s
+from outrider.bench.engine.engine_steps import learning_cost, planning_s
 from outrider.bench.engine.parts import pass_shares
 from outrider.bench.engine.peer import PeerAbsent, PeerProcess, PeerSpec, peer_specs
 from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
@@ -154,6 +154,11 @@ class _EngineBench:
                     same[peer.spec.label] = sum(theirs == ours for theirs, ours in pairs)
             of_ours = self._take_turns(case, turns, plain, packed, peers)
             parts = self._parts(packed, of_ours, case)
+            learning = None
+            if self._options.learning and case.context:
+                learning = learning_cost(
+                    self._packed, case, self._engine_steps(case), self._sampling, self._options.repetitions
+                )
         return CaseResult(
             case.name,
             case.sessions,
@@ -161,7 +166,12 @@ class _EngineBench:
             parts,
             {engine: turns.times(engine, same.get(engine)) for engine in turns.by_engine},
             turns.absent,
+            learning,
         )
+
+    def _engine_steps(self, case: Case) -> int:
+        """Return the steps of each session in the engine itself, as far as the target has positions for them."""
+        return min(_ENGINE_STEPS, (self._packed.context_length - case.context) // case.rows - 1)
 
     def _take_turns(
         self, case: Case, turns: _Turns, plain: Steps, packed: Steps, peers: Sequence[PeerProcess]
@@ -195,8 +205,7 @@ class _EngineBench:
         forward_ms = 1e3 * median(forward_s for forward_s, _ in measured)
         between_s = None
         if case.context:
-            room = (self._packed.context_length - case.context) // case.rows
-            between_s = planning_s(self._packed, case, min(_ENGINE_STEPS, room - 1), self._sampling)
+            between_s = planning_s(self._packed, case, self._engine_steps(case), self._sampling)
         return StepParts(
             forward_ms,
             forward_ms * shares.products,

@@ -44,6 +44,23 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
+class LearningCost:
+    """Cost of keeping lessons: two engines take turns, of which one does.
+
+    Attributes:
+        step_ratio: median over turns of the mean step's time, by the wall clock, with lessons over that without.
+        cpu_ratio: the same of the process's CPU time for the whole texts, the collector's thread included.
+        positions: positions that were kept.
+        turns: turns of each engine.
+    """
+
+    step_ratio: Metric
+    cpu_ratio: Metric
+    positions: Count
+    turns: Count
+
+
+@dataclass(frozen=True, slots=True, config=RECORD)
 class EngineTimes:
     """Steps of one engine.
 
@@ -67,6 +84,7 @@ class CaseResult:
         parts: parts of our step.
         engines: times by engine, ours (pass and sampling) first.
         absent: engines without such a step, and why.
+        learning: cost of keeping lessons; None: not measured.
     """
 
     name: str
@@ -75,6 +93,7 @@ class CaseResult:
     parts: StepParts
     engines: Mapping[str, EngineTimes]
     absent: Mapping[str, str]
+    learning: LearningCost | None = None
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group
 
 from outrider.bench.engine.aims import aims
-from outrider.bench.engine.record import CaseResult, EngineRecord
+from outrider.bench.engine.record import CaseResult, EngineRecord, LearningCost
 from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
 
 PARTS = ("sessions x rows", "products", "attention", "operators", "Python", "sampling", "planning", "= step", "calls")
@@ -40,9 +40,17 @@ def _grids(record: EngineRecord) -> Iterator[Grid]:
         [_engine(engine, record.results) for engine in engines],
         "\n".join(_notes(record)),
     )
+    if learning := [_learning(result.name, cost) for result in record.results if (cost := result.learning)]:
+        yield Grid(
+            "Lessons kept / not kept", ("sessions x rows", "step", "CPU time", "positions", "turns"), 1, [learning]
+        )
     if rows := [(aim.text, number(aim.ratio, 2), f"{aim.at_most:g}", "yes" if aim.reached else "no")
                 for aim in aims(record)]:  # fmt: skip
         yield Grid("Aims", ("ours / theirs", "measured", "at most", "reached"), 1, [rows])
+
+
+def _learning(name: str, cost: LearningCost) -> Sequence[str]:
+    return name, number(cost.step_ratio, 3), number(cost.cpu_ratio, 3), str(cost.positions), str(cost.turns)
 
 
 def _clock(clock: str) -> str:

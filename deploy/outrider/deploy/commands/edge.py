@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.deploy.arguments import Command, Part, part, read_text
-from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, EdgeConfig
+from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, SHARING, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
@@ -98,7 +98,7 @@ TEXTS = (part(PromptSettings), part(Sampling), part(StopSettings), part(GrammarS
 GENERATE = Command(
     "outrider.deploy.decode:generate",
     (
-        edge_part("coordinator", "model", "cache", DRAFTING, CONNECTION, required=("coordinator",)),
+        edge_part("coordinator", "model", "cache", DRAFTING, SHARING, CONNECTION, required=("coordinator",)),
         part(KeySettings),
         *TEXTS,
     ),
@@ -108,7 +108,7 @@ EDGE = Command(
     (
         edge_part(*WHERE, "chat_template"),
         part(DaemonConfig),
-        edge_part(DRAFTING, "battery"),
+        edge_part(DRAFTING, "battery", SHARING),
         part(ServerTls, defaults={"cert": None, "key": None}),
         part(
             EdgeConfig,

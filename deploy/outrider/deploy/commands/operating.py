@@ -63,7 +63,16 @@ class NewKeySettings(Settings):
     max_sessions: int | None = option(None, "limit of sessions at once; not set: none", check=at_least(1))
     tokens_per_minute: int | None = option(None, "limit of tokens per minute; not set: none", check=at_least(1))
     admin: bool = option(False, "allow `outrider status` and `outrider drain`")
+    learning: bool = option(False, "allow learning from its texts, where its edges share them too (--share-texts)")
     append: Path | None = option(None, "keys file to append the key to; not set: its table is printed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetSettings(Settings):
+    """An API key whose texts nothing more is to be learned from."""
+
+    key: str = option(REQUIRED, "name of the API key; empty: texts without one", metavar="NAME")
+    ray_address: str = option("auto", "address of the Ray cluster", metavar="ADDRESS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +139,7 @@ CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator"
 STATUS = Command("outrider.deploy.control:status", (*CONNECTED, part(StatusSettings)))
 DRAIN = Command("outrider.deploy.control:drain", (part(DrainSettings), *CONNECTED))
 SCALE = Command("outrider.deploy.fleet:scale", (part(ScaleSettings),))
+FORGET = Command("outrider.deploy.fleet:forget", (part(ForgetSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))

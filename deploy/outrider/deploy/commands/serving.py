@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.config import ENGINE, HERE, TARGET, VerifierConfig
+from outrider.cloud.config import ENGINE, HERE, LEARNING, TARGET, VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, part
@@ -80,7 +80,7 @@ UP = Command(
         ),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
-        part(VerifierConfig, TARGET, ENGINE, HERE),
+        part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
     ),
 )
 TRAINER = Command("outrider.deploy.servers:trainer", (part(TrainerSettings), part(TrainerActorSettings)))
@@ -102,7 +102,8 @@ COORDINATOR = Command(
 VERIFIER = Command(
     "outrider.deploy.servers:verifier",
     (
-        part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint", TARGET, ENGINE, HERE),
+        part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint"),
+        part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(ActorSettings),
         part(SecretSettings),

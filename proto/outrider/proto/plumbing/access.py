@@ -7,6 +7,7 @@ Keys live in a TOML file, one table a key (`outrider key NAME` makes one):
     max_sessions = 4           # at once; absent: no limit
     tokens_per_minute = 6000   # on average, a minute's worth at once; absent: no limit
     admin = true               # may see the status and drain verifiers; absent: no
+    learning = true            # drafters may learn from its texts, where its edges share them; absent: no
 
 Secrets are 256 random bits, so a plain SHA-256 reveals nothing of one; salt and stretching protect passwords.
 """
@@ -48,6 +49,7 @@ class Key:
         max_sessions: sessions at once; None: no limit.
         tokens_per_minute: mean rate of generated tokens, a minute's worth of which can come at once; None: no limit.
         admin: whether it may see the coordinator's status and drain verifiers.
+        learning: whether verifiers may keep its texts for a day, to train drafters, where its edges allow that too.
 
     Raises:
         ConfigError: a value is wrong; the field is named.
@@ -58,6 +60,7 @@ class Key:
     max_sessions: int | None = None
     tokens_per_minute: int | None = None
     admin: bool = False
+    learning: bool = False
 
     def __post_init__(self) -> None:
         where = f"keys.{self.name}"
@@ -73,15 +76,17 @@ class Key:
                 raise ConfigError(
                     "must be a whole number, 1 or more; leave it out for no limit", field=f"{where}.{name}"
                 )
-        if not isinstance(self.admin, bool):
-            raise ConfigError("must be true or false", field=f"{where}.admin")
+        for name in ("admin", "learning"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError("must be true or false", field=f"{where}.{name}")
 
     def toml(self) -> str:
         """Return the key's table in a keys file."""
         name = self.name if "." not in self.name else f'"{self.name}"'
         lines = [f"[keys.{name}]", f'sha256 = "{self.sha256}"']
         lines += [f"{f} = {getattr(self, f)}" for f in ("max_sessions", "tokens_per_minute") if getattr(self, f)]
-        return "\n".join([*lines, *(["admin = true"] if self.admin else [])]) + "\n"
+        lines += [f"{f} = true" for f in ("admin", "learning") if getattr(self, f)]
+        return "\n".join(lines) + "\n"
 
 
 def new_secret() -> str:

@@ -1,0 +1,180 @@
+"""Three switches, of verifier, edge and API key: texts are kept where all are on, and the same in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from outrider.cloud.actor import VerifierActor
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.learning import actor as trainers
+from outrider.cloud.learning.lessons import TICK_S
+from outrider.cloud.learning.record import LessonRecord, salted
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.testing.kept_lessons import KeptLessons
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.deploy import fleet
+from outrider.deploy.cli import main
+from outrider.edge import Client, EdgeConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.access import Key, secret_sha256
+
+SECRET = b"a secret of the fleet"
+PROMPT, TOKENS = (5, 6, 7, 8), 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
+
+
+def keys_file(path: Path, *learning: str) -> Path:
+    """Keys of alice and bob; those named allow learning."""
+    keys = [Key(name, secret_sha256(f"{name}s"), learning=name in learning) for name in ("alice", "bob")]
+    path.write_text("\n".join(key.toml() for key in keys))
+    path.chmod(0o600)
+    return path
+
+
+async def decode(coordinator: str, cache: Path, key: str, *, share: bool, turns: int = 1, **more) -> list[int]:
+    config = EdgeConfig(coordinator=coordinator, cache=cache, drafter="none", api_key=key, share_texts=share)
+    settings = {"max_tokens": TOKENS, "temperature": 1.0, "seed": 3, "ignore_eos": True, **more}
+    async with Client(config) as client:
+        if turns == 1:
+            return list((await client.complete(PROMPT, **settings)).ids)
+        said: list[int] = []
+        async with client.conversation(keep_s=30.0, **settings) as chat:
+            for _ in range(turns):
+                said += (await chat.complete(PROMPT)).ids
+        return said
+
+
+def serve(folder: Path, scenario, *, learn: bool, keys: Path | None = None) -> list[LessonRecord]:
+    """The records that a verifier has made when `scenario(coordinator's address)` is over."""
+    kept = KeptLessons()
+
+    async def main() -> None:
+        config = VerifierConfig(target=str(folder), model="tiny", name="a", threads=1, learn=learn)
+        verifier = VerifierServer(config, SECRET, sink=kept if learn else None)
+        tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        fixed = StaticVerifier("a", await verifier.start(), "tiny", tokenizer)
+        coordinator = CoordinatorServer(
+            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), api_keys=keys)
+        )
+        try:
+            await scenario(await coordinator.start())
+            await asyncio.sleep(4 * TICK_S)
+        finally:
+            await coordinator.stop(0)
+            await verifier.stop(0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    return kept.records
+
+
+@pytest.mark.parametrize(("learn", "share", "allowed"), list(itertools.product((False, True), repeat=3)))
+def test_a_text_is_kept_where_verifier_edge_and_key_all_allow_it(folder, tmp_path, learn, share, allowed) -> None:
+    texts = []
+
+    async def scenario(address: str) -> None:
+        texts.append(await decode(address, tmp_path, "alices" if allowed else "bobs", share=share))
+
+    records = serve(folder, scenario, learn=learn, keys=keys_file(tmp_path / "keys.toml", "alice"))
+    assert len(texts[0]) == TOKENS
+    assert len(records) == (learn and share and allowed)
+    for record in records:
+        assert record.tokens.tolist() == [*PROMPT, *texts[0]]
+        assert record.key_salt == salted(SECRET, "key alice")
+
+
+def test_texts_are_the_same_whatever_is_kept_of_them(folder, tmp_path) -> None:
+    texts = []
+
+    async def scenario(address: str) -> None:
+        texts.append(await decode(address, tmp_path, "", share=False))
+        texts.append(await decode(address, tmp_path, "", share=True))
+
+    assert len(serve(folder, scenario, learn=True)) == 1
+    assert serve(folder, scenario, learn=False) == []
+    assert all(text == texts[0] for text in texts)
+
+
+def test_without_api_keys_verifier_and_edge_decide(folder, tmp_path) -> None:
+    async def scenario(address: str) -> None:
+        await decode(address, tmp_path, "", share=True)
+
+    (record,) = serve(folder, scenario, learn=True)
+    assert record.key_salt == salted(SECRET, "key ")
+
+
+def test_every_turn_of_a_conversation_that_is_shared_is_kept(folder, tmp_path) -> None:
+    async def scenario(address: str) -> None:
+        for share in (True, False):
+            await decode(address, tmp_path, "", share=share, turns=3)
+
+    assert len(serve(folder, scenario, learn=True)) == 3
+
+
+def test_constrained_texts_are_not_kept(folder, tmp_path) -> None:
+    async def scenario(address: str) -> None:
+        await decode(address, tmp_path, "", share=True, logit_bias=((5, 1.0),))
+        await decode(address, tmp_path, "", share=True, allowed_tokens=tuple(range(5, 30)))
+
+    assert serve(folder, scenario, learn=True) == []
+
+
+def test_a_verifier_that_shall_learn_needs_somebody_who_does(folder) -> None:
+    with pytest.raises(ConfigError, match="needs a trainer") as refused:
+        VerifierServer(VerifierConfig(target=str(folder), model="tiny", learn=True), SECRET)
+    assert refused.value.field == "learn"
+
+
+class Handle:
+    """An actor in this process, in place of Ray's handle."""
+
+    def __init__(self, actor: VerifierActor) -> None:
+        self.forget_lessons = SimpleNamespace(remote=actor.forget_lessons)
+
+
+def test_an_operator_lets_every_verifier_and_its_trainer_forget_a_key(folder, tmp_path, monkeypatch, capsys) -> None:
+    kept = KeptLessons()
+    monkeypatch.setattr(trainers, "TrainerLink", lambda _: kept)
+    monkeypatch.setattr(fleet, "connect_ray", lambda _: None)
+    monkeypatch.setattr(ray, "get", lambda answer, **_: answer)
+    names = ("a", "b")
+    settings = {"target": str(folder), "model": "tiny", "threads": 1, "learn": True}
+    actors = {name: VerifierActor(VerifierConfig(name=name, **settings), SECRET) for name in names}
+    monkeypatch.setattr(fleet, "verifier_names", lambda: names)
+    monkeypatch.setattr(fleet, "_actor", lambda name: Handle(actors[name]))
+    tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    fixed = tuple(StaticVerifier(name, actor.info()["address"], "tiny", tokenizer) for name, actor in actors.items())
+    keys = keys_file(tmp_path / "keys.toml", "alice", "bob")
+
+    async def decode_all() -> None:
+        coordinator = CoordinatorServer(
+            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=fixed, api_keys=keys)
+        )
+        address = await coordinator.start()
+        for key in ("alices", "bobs", "alices"):
+            await decode(address, tmp_path, key, share=True)
+        await coordinator.stop(0)
+
+    try:
+        asyncio.run(asyncio.wait_for(decode_all(), 60))
+        assert len(kept.wait_for(3)) == 3
+        assert main(["learn", "forget", "--key", "alice"]) == 0
+        assert f"{2 * TOKENS} positions of alice are forgotten" in capsys.readouterr().out
+        assert [record.key_salt for record in kept.records] == [salted(SECRET, "key bob")]
+        monkeypatch.setattr(fleet, "verifier_names", lambda: ())
+        assert main(["learn", "forget", "--key", "alice"]) == 1
+        assert "no verifier runs" in capsys.readouterr().err
+    finally:
+        for actor in actors.values():
+            actor.stop()
