@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,12 @@ import pytest
 from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig
-from outrider.proto.types import Grammar, GrammarKind, Noise, Sampling
+from outrider.edge.decoding import Observer
+from outrider.proto.types import CloudFrame, Commit, Grammar, GrammarKind, Noise, Patience, Sampling
 
 TOKENS = 48
 PROMPTS = [prompt.text for prompt in held_out(2)]
@@ -57,21 +62,33 @@ def config_of(**fields: Any) -> VerifierConfig:
     )
 
 
-async def found_at(address: str, drafter: str, settings: dict[str, Sampling]) -> Found:
-    """Everything that a user may see."""
-    async with edge(address, drafter) as client:
+async def found_at(address: str, drafter: str, settings: dict[str, Sampling], **fields: Any) -> Found:
+    """Everything that a user may see, and how many drafts made beside the target were verified and accepted."""
+    async with edge(address, drafter, **fields) as client:
         found: Found = {}
+        here = Counter[str]()
         for name, sampling in settings.items():
             together = await asyncio.gather(*(client.complete(prompt, sampling) for prompt in PROMPTS))
             found[name] = [(each.ids, each.text, each.finish_reason) for each in together]
+            here["verified"] += sum(each.statistics.verified_here for each in together)
+            here["accepted"] += sum(each.statistics.accepted_here for each in together)
             if drafter != "none":
                 assert any(not each.statistics.drafter_error for each in together)
         listed = await client.complete(PROMPTS[1], PLAIN, logprobs=True, top_logprobs=3, max_tokens=16)
         found["logprobs"] = [(each.id, [token for token, _ in each.top]) for each in listed.tokens]
         found["logprob values"] = [each.logprob for each in listed.tokens]
         async with client.conversation(replace(PLAIN, temperature=0.7, max_tokens=40)) as talk:
-            found["chat"] = [(await talk.complete(text)).ids for text in CHAT]
-        return found
+            turns = [await talk.complete(text) for text in CHAT]
+            found["chat"] = [turn.ids for turn in turns]
+            here["verified in the last turn"] = turns[-1].statistics.verified_here
+        return found | {"here": here}
+
+
+def same(found: Found, expected: Found) -> bool:
+    """Whether users see the same; values of log probabilities may differ in their last digits."""
+    told = ("logprob values", "here")
+    assert found["logprob values"] == pytest.approx(expected["logprob values"], abs=1e-3)
+    return {k: v for k, v in found.items() if k not in told} == {k: v for k, v in expected.items() if k not in told}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +103,7 @@ def expected() -> Found:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "tensor parallel"])
 def verifier(request: pytest.FixtureRequest) -> Iterator[VerifierActor]:
-    actor = VerifierActor(config_of(engine="vllm", tensor_parallel=request.param))
+    actor = VerifierActor(config_of(engine="vllm", tensor_parallel=request.param, draft_here="on"))
     yield actor
     actor.stop()
 
@@ -94,10 +111,49 @@ def verifier(request: pytest.FixtureRequest) -> Iterator[VerifierActor]:
 @pytest.mark.parametrize("drafter", ["none", "general", "swift"])
 def test_texts_are_those_of_our_own_engine(drafter, verifier, expected) -> None:
     """With `swift`, vLLM's workers are tapped, and drafts are steered by what comes of it."""
-    found = asyncio.run(found_at(verifier.info()["address"], drafter, SETTINGS))
-    values, theirs = found.pop("logprob values"), expected["logprob values"]
-    assert values == pytest.approx(theirs, abs=1e-3)
-    assert found == {name: value for name, value in expected.items() if name != "logprob values"}
+    found = asyncio.run(found_at(verifier.info()["address"], drafter, SETTINGS, drafts_here=0))
+    assert same(found, expected)
+    assert not found["here"].total()
+
+
+@pytest.mark.parametrize("drafter", ["none", "general"])
+def test_drafts_made_beside_it_change_no_text(drafter, verifier, expected) -> None:
+    patience = Patience(math.inf, 3) if drafter == "none" else None
+    drafts = 3 if drafter == "none" else None
+    found = asyncio.run(found_at(verifier.info()["address"], drafter, SETTINGS, drafts_here=drafts, patience=patience))
+    assert same(found, expected)
+    if drafter == "none":
+        assert all(found["here"][what] > 0 for what in ("verified", "accepted", "verified in the last turn"))
+
+
+class Covered(Observer):
+    """Keeps how far the verifier has said that it covers."""
+
+    most = 0
+
+    def received(self, frame: CloudFrame, at: float) -> None:
+        if isinstance(frame, Commit):
+            self.most = max(self.most, frame.covered)
+
+
+def test_it_covers_a_far_edge_by_drafts_made_beside_it(verifier, expected) -> None:
+    async def main() -> tuple[list[Any], int, int]:
+        covered, texts = Covered(), []
+        async with (
+            LinkProcess(to=verifier.info()["address"], shape=LinkShape.of(rtt_ms=300)) as link,
+            edge(link.address, "general") as client,
+        ):
+            here = 0
+            for prompt in PROMPTS[:3]:
+                done = await client.complete(prompt, SETTINGS["drawn"], observer=covered)
+                texts.append((done.ids, done.text, done.finish_reason))
+                here += done.statistics.accepted_here
+        return texts, covered.most, here
+
+    texts, most, here = asyncio.run(main())
+    assert texts == expected["drawn"][:3]
+    assert most > 0
+    assert here > 0
 
 
 def test_drafts_are_steered_and_accepted(verifier) -> None:
