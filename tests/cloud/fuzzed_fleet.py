@@ -35,7 +35,7 @@ from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import VerifierRules, VerifierSession
-from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open
+from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open, token_ids
 
 PROJECTION, RANK = "0123456789ab", 3
 CONTEXT = 165
@@ -155,15 +155,28 @@ class StreamOutbox(Outbox):
         return MAX_UNREAD + 1 if self._fleet.rng.random() < 0.02 else 0
 
 
-class DelayedThreads:
-    """Threads of a drafter beside the target: tasks are done piece by piece some virtual time later, in any order."""
+# Sources of drafts beside the target, and how often one is met; the last three fail in one way each.
+SOURCES = {"none": 3, "whole": 6, "slow": 2, "erring": 2, "hanging": 2}
 
-    def __init__(self, clock: VirtualClock, rng: random.Random, often: float) -> None:
-        self._clock = clock
-        self._rng = rng
-        self._often = often
-        self.num_threads = 1
+
+class DelayedThreads:
+    """Threads of a drafter beside the target: tasks are done piece by piece some virtual time later, in any order.
+
+    Attributes:
+        hung: tasks that no thread will ever finish.
+    """
+
+    num_threads = 2
+
+    def __init__(self, fleet: Fleet, kind: str) -> None:
+        self._clock = fleet.clock
+        self._rng = fleet.drafting_rng
+        self._counts = fleet.counts
+        self._kind = kind
         self._waiting: list[DraftTask] = []
+        self._prefixes: dict[DraftTask, list[int]] = {}  # that its drafts must follow
+        self.hung: set[DraftTask] = set()
+        self.source: LocalSource | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -172,7 +185,11 @@ class DelayedThreads:
     def submit(self, task: DraftTask) -> None:
         task.queued_at = draft_threads.time.monotonic()
         self._waiting.append(task)
-        self._clock.at(self._clock.now + self._rng.choice((0.0, 0.001, 0.004, 0.05)), partial(self._work, task))
+        if not task.begun and self.source is not None:
+            [session] = [each.session for each in self.source._texts.values() if each.task is task]
+            self._prefixes[task] = [*session.transcript, *token_ids(session._next.chain()[0])]
+        late_s = self._rng.choice((0.05, 0.3) if self._kind == "slow" else (0.0, 0.0, 0.001, 0.004, 0.05))
+        self._clock.at(self._clock.now + late_s, partial(self._work, task))
 
     def drop(self, task: DraftTask) -> bool:
         if task.begun or task not in self._waiting:
@@ -184,15 +201,25 @@ class DelayedThreads:
         return True
 
     def _work(self, task: DraftTask) -> None:
-        if task not in self._waiting:
+        if task not in self._waiting or len(self.hung) == self.num_threads:
             return
         self._waiting.remove(task)
+        often = self._rng.random() < 0.1
         try:
-            if self._rng.random() < self._often:
+            if often and self._kind == "erring":
                 raise ValueError("the drafter is broken")
             result = task.work()
         except (ValueError, OutriderError) as error:
+            self._counts["failures here"] += 1
             task.answer(task, error)
+            return
+        if result is not None and (state := task.text._state) is not None:
+            prefix = self._prefixes.pop(task)
+            read = [*state.tokens, *task.text._unread]  # type: ignore[attr-defined]
+            assert read[: len(prefix)] == prefix, "its drafts follow another text"
+        if often and self._kind == "hanging":
+            self._counts["hung here"] += 1
+            self.hung.add(task)
             return
         late_s = self._rng.choice((0.0, 0.002, 0.02))
         then = partial(self.submit, task) if result is None else partial(task.answer, task, result)
@@ -308,7 +335,7 @@ class FuzzedVerifier:
     def _start(self) -> None:
         fleet = self._fleet
         self.model = FailingModel(fleet.language, fleet)
-        options = {"kv_tokens": fleet.rng.choice((170, 170, 4000)), "page_size": fleet.rng.choice((1, 8, 16))}
+        options = {"kv_tokens": fleet.rng.choice((170, 170, 170, 4000)), "page_size": fleet.rng.choice((1, 8, 16))}
         target = hashing_target(self.model, passes=fleet.passes, **options)
         self.rules = VerifierRules(
             self._name,
@@ -325,11 +352,12 @@ class FuzzedVerifier:
         projections = {PROJECTION: fleet.projection}
         dice = fleet.drafting_rng
         self.drafter = GuessingDrafter(fleet.language, dice, dice.choice((0.0, 0.0, 0.05)))
-        source = None
-        if dice.random() < 0.7:
+        [kind] = dice.choices(list(SOURCES), list(SOURCES.values()))
+        fleet.counts[f"{kind} source"] += 1
+        self.drafting_threads, source = DelayedThreads(fleet, kind), None
+        if kind != "none":
             own = OwnDrafter(self.drafter, fleet.language.vocab_size, reach=dice.choice((None, None, 4)))
-            threads = DelayedThreads(fleet.clock, dice, dice.choice((0.0, 0.0, 0.05)))
-            source = LocalSource(own, threads, dice.choice((None, 0.0)))
+            source = self.drafting_threads.source = LocalSource(own, self.drafting_threads, dice.choice((None, 0.0)))
         self.engine = Engine(
             TransformersBackend(target), self.rules, config, projections, on_failure=self._on_failure, source=source
         )
@@ -455,9 +483,11 @@ class FuzzedVerifier:
         assert self.engine.backend.capacity.used_pages == 0, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
         assert self.model.complaints == []
-        metrics = self.engine.metrics
-        self._fleet.counts["verified here"] += int(metrics._verified_here._value.get())
-        self._fleet.counts["accepted here"] += int(metrics._accepted_here._value.get())
+        self.engine._source.drive(self._fleet.clock.now)
+        assert len(self.drafter.states) <= len(self.drafting_threads.hung), "a text of its drafter is left open"
+        own = self.engine.metrics.own_drafts
+        self._fleet.counts["verified here"] += own.verified_here
+        self._fleet.counts["accepted here"] += own.accepted_here
         self._fleet.counts["preempted"] += int(self.engine.metrics.preemptions._value.get())
 
 

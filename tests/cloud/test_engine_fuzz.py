@@ -2,9 +2,9 @@
 
 The edges are real session machines on a bad link, with drafters that are right now and then; they cancel, and go on
 with further turns. The engines are real but for their thread, on a target whose logits hash what its KV cache holds,
-in plain passes, filled up ones and tiles; most have a drafter beside the target, which is late, wrong or broken. What
-else fails: steps of one text, the device once or for good, too large steps, plans of one text, once or for good. Only
-texts that are at fault themselves may end with an error.
+in plain passes, filled up ones and tiles; most have a drafter beside the target, which is wrong now and then, slow,
+raises or hangs. What else fails: steps of one text, the device once or for good, too large steps, plans of one text,
+once or for good. Only texts that are at fault themselves may end with an error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from outrider.bench.simulator.scripted import ScriptedDrafters, drafter_of
 from outrider.bench.simulator.simulation import Simulation
 from outrider.bench.simulator.verifier import SimulatedStream
 from outrider.cloud import recovery, transformers_backend
+from outrider.cloud.drafted_text import DraftedText
 from outrider.cloud.grammar import Allowed
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.passes import ROUNDED, TILES
@@ -37,10 +39,11 @@ from outrider.cloud.recovery import Probe, Recovery
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.slots import Slot
 from outrider.cloud.steering import FoldedProjection
+from outrider.drafters import ProposalRule
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import FixedSteering
 from outrider.proto.policy.steering import SteeringRate
-from outrider.proto.session import DrafterSteering, EdgeSession, StopRequested, StreamReady, TurnBegun
+from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, StopRequested, StreamReady, TurnBegun
 from outrider.proto.steering import encode
 from outrider.proto.types import (
     CloudFrame,
@@ -80,8 +83,13 @@ LEAST = {
     "filled up": 0.1,
     "tiles": 0.1,
     "cached tokens": 100,
-    "verified here": 1,
-    "accepted here": 0.3,
+    "verified here": 10,
+    "accepted here": 5,
+    "texts drafted here": 1,
+    "whole source": 0.5,
+    "slow source": 0.1,
+    "failures here": 0.1,
+    "hung here": 0.1,
 }
 
 
@@ -114,7 +122,8 @@ class Text(Simulation):
             self._sampling(),
             f"{kind.replace(' ', '-') or 'text'}-{number}",
             keep_s=rng.choice((0.0, 60.0)),
-            patience=rng.choice((None, None, Patience(0.0), Patience(0.02, 2))),
+            patience=rng.choice((None, None, Patience(0.0), Patience(0.02, 2), Patience(math.inf, 3))),
+            drafts_here=rng.choice((None, None, None, 0, 1, 4)),
             steering=SteeringRequest(PROJECTION) if steered else None,
         )
         rate = SteeringRate(rng.choice(list(SteeringPrecision)), rng.choice((1, 3)))
@@ -238,6 +247,9 @@ class Text(Simulation):
         self._counts["accepted drafts"] += statistics.accepted
         self._counts["resumes"] += statistics.resumes
         self._counts["vectors"] += statistics.vectors
+        assert statistics.accepted_here <= min(statistics.accepted, statistics.verified_here)
+        assert statistics.verified_here <= statistics.verified
+        self._counts["texts drafted here"] += statistics.accepted_here > 0
 
     def _check_vector(self, commit: Commit) -> None:
         if commit.steering is None:
@@ -433,6 +445,19 @@ def no_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def own_texts_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftedText, "close", lambda _: None)
+
+
+def own_texts_not_cut_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = DraftedText.begin
+
+    def begun(text: DraftedText, job: DraftJob, rule: ProposalRule) -> None:
+        begin(text, replace(job, truncate_to=text._state.length if text._state else 0), rule)
+
+    monkeypatch.setattr(DraftedText, "begin", begun)
+
+
 DEFECTS = (
     no_rollback,
     lost_pages,
@@ -443,6 +468,8 @@ DEFECTS = (
     vectors_of_another_row,
     blame_without_a_probe,
     no_second_try,
+    own_texts_left_open,
+    own_texts_not_cut_back,
 )
 
 
