@@ -15,6 +15,7 @@ DOCS = (
     "both-ends",
     "steering",
     "selection",
+    "learning",
     "python",
     "operations",
     "kubernetes",

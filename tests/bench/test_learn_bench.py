@@ -107,5 +107,7 @@ def test_the_command_runs_each_arm_once_and_goes_on_where_it_ended(tmp_path: Pat
     runs = json.loads(record.read_text())["runs"]
     assert [each["arm"] for each in runs] == ["kl", "ce"]
     assert runs[0] == run
-    assert "share of hits" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "share of hits" in shown
+    assert shown.splitlines()[2].count("regret") == 1
     assert main([*line, "--arms", "kl,kl"]) == 1

@@ -10,7 +10,7 @@ from outrider.proto.settings import Settings, above, at_least, between, no_empty
 LEARNING = "learning while serving"
 LOSS_NAMES = ("kl", "osd", "opd", "dvi", "dvi-exact", "pg", "ce", "cce", "coupled")  # of `losses`
 RANK = 8
-REHEARSED = 0.33  # of a batch; with a tenth, a stream of one domain cost the others .05
+REHEARSED = 0.5  # of a batch; with a tenth, a stream of one domain cost the others .05 of their hits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

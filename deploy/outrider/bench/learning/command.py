@@ -94,20 +94,8 @@ def _change(run: LearningRun) -> str:
 def table(record: LearningRuns) -> Table:
     """Return means over the seeds, with their standard deviations, by start and arm."""
     shown = Table(title=f"{record.drafter} on {record.stream}, share of hits")
-    columns = (
-        "start",
-        "loss",
-        "rehearsed",
-        "seeds",
-        "T=0",
-        "gain",
-        "T=1",
-        "gain",
-        "worst kept T=0 / T=1",
-        "regret",
-        "half of it",
-    )
-    for column in (*columns, "regret", "half of it"):
+    hits = ("T=0", "gain", "T=1", "gain", "worst kept T=0 / T=1")
+    for column in ("start", "loss", "rehearsed", "seeds", *hits, "regret", "half of it"):
         shown.add_column(column, justify="right" if column != "loss" else "left")
     grouped: dict[tuple[str, str, float], list[LearningRun]] = defaultdict(list)
     for run in record.runs:
