@@ -118,3 +118,21 @@ def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts,
         assert sum(each.statistics.steps for each in drafted) < 0.6 * sum(len(each.ids) for each in drafted)
 
     asyncio.run(main())
+
+
+def test_branches_of_likely_misses_are_taken_and_change_no_text(edge, prompts, drafting) -> None:
+    """By a target that takes its time, over no link at all; without a drafter beside it, and with one."""
+
+    async def main() -> None:
+        prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=64)
+        async with drafting(OWN["the edge's own"], min_step_s=0.03) as (address, _):
+            async with edge(address, drafter="none", drafts_here=0) as client:
+                expected = await client.complete(prompt, sampling)
+            for here in (0, None):
+                async with edge(address, drafter="general", drafts_here=here) as client:
+                    drafted = await client.complete(prompt, sampling)
+                assert drafted.ids == expected.ids
+                assert drafted.statistics.branched > 0
+                assert here is None or drafted.statistics.branches_taken > 0
+
+    asyncio.run(main())
