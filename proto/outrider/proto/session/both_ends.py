@@ -17,7 +17,7 @@ from outrider.proto.types import DraftToken, Patience
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
-PROBE_EVERY, PROBE = 32, 2  # tokens without a job, after which a few drafts show what they cost now
+PROBE_EVERY, PROBE = 64, 1  # tokens without a job, after which a few drafts show what they cost now
 
 
 class BothEnds:

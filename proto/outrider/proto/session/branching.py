@@ -63,6 +63,8 @@ class Branching:
         stream, chain = self._stream, self._chain
         if not (stream.connected and stream.terms.branches and stream.credit and chain.sent):
             return None
+        if stream.terms.goal is Goal.EFFICIENCY:
+            return None  # its verifier waits for a whole chain, which comes later where branches are made
         if not self._meter.measurements.step.mean or len(self._made) >= MAX_BRANCHES:
             return None
         likely = likely_branches(
@@ -85,11 +87,14 @@ class Branching:
         return key not in self._sent and len(self._made.get(key, ())) < branch.drafts
 
     def _is_in_time(self, branch: LikelyBranch, drafter: int, now: float) -> bool:
-        """Return whether the branch can be at the verifier before the step that judges its draft is over."""
-        measured, trip_s = self._meter.measurements, self._meter.round_trip_s
+        """Return whether the branch can be at the verifier before the step that judges its draft is over.
+
+        The drafter must be free again when the next commit comes, for the chain that follows a miss.
+        """
+        measured, trip_s, commit_at = self._meter.measurements, self._meter.round_trip_s, self._meter.commit_at
         judged_s = max(measured.step.mean, (branch.index + 1) * measured.pace.token_s)
         ready_at = now + branch.drafts * self._meter.drafter(drafter).drafting_s.value
-        return ready_at + trip_s < self._meter.commit_at + judged_s
+        return ready_at + trip_s < commit_at + judged_s and ready_at < commit_at + measured.step.mean
 
     def add(self, done: Drafted) -> None:
         """Take the result of a job in, unless its chain is gone."""
@@ -115,7 +120,7 @@ class Branching:
         due = due_to_flush(
             now, commit_at=meter.commit_at, round_trip_s=meter.round_trip_s, step_s=step_s, next_s=self._job_s
         )
-        if not (finished or due or stream.terms.goal is Goal.EFFICIENCY):
+        if not (finished or due):
             return None
         self._sent.update(unsent)
         self._chain.branched = True
