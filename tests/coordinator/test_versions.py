@@ -303,6 +303,8 @@ def test_a_version_begins_with_half_its_parents_weight_and_leaves_nothing() -> N
     assert (began.rate, began.trials) == (pytest.approx(before.rate), pytest.approx(before.trials / 2))
     fleet.until("2", RETIRED, {"1": 0.0, "2": -0.3})
     assert fleet.statistics.acceptance.total("swift", "2").trials == 0
+    fleet.texts(3, {"1": 0.0, "2": -0.3})  # of edges that have not heard yet
+    assert fleet.statistics.acceptance.total("swift", "2").trials == 0
     assert {prior.drafter_version for prior in fleet.statistics.prior("tiny", (), 0.0).drafters} == {"1"}
 
 

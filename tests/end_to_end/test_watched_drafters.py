@@ -199,6 +199,7 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             }
             (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
             assert third.texts == 1, "the edge has reported the hits of both on the text"
+            assert {each.version: each.state for each in await client.versions()} == await states(control)
             await prove(control, published[0], published[1])
             await until(lambda: is_current(published[1]))
             _, named = await text(client)

@@ -91,7 +91,8 @@ class FleetStatistics:
             InvalidArgument: its numbers are impossible.
         """
         check_report(report)
-        self.acceptance.add(report, served)
+        offered = [each for each in report.drafter_hits if not self._is_retired(each.drafter, each.drafter_version)]
+        self.acceptance.add(replace(report, drafter_hits=tuple(offered)), served)
         voter = f"{tenant}/{report.edge}" if report.edge else ""
         hits, now_s = report.drafter_hits, self._unix_clock()
         changed = self._follow(self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day))
@@ -106,6 +107,9 @@ class FleetStatistics:
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
         return changed
+
+    def _is_retired(self, name: str, version: str) -> bool:
+        return self.versions.state(name, version) is VersionState.RETIRED
 
     def share(self, name: str, version: str) -> float:
         """Return the share of edges that are offered a version, 0 to 1."""

@@ -31,10 +31,11 @@ from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
+from outrider.edge.versions import versions_of
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
-from outrider.proto.types import Learning, LeaseRequest, Open, Sampling
+from outrider.proto.types import Learning, LeaseRequest, Open, Sampling, VersionStatus
 
 
 class Client:
@@ -100,6 +101,10 @@ class Client:
     def drafter_name(self) -> str:
         """Names of the drafters in use, with commas between; `none` without one."""
         return self.ready.drafter_names if self.ready else "none"
+
+    async def versions(self) -> tuple[VersionStatus, ...]:
+        """Return the versions of the coordinator's drafters, or those here where it cannot say, or may not."""
+        return await versions_of(self._coordinator, self.ready)
 
     async def prepare(self) -> Ready:
         """Find the target, fetch its tokenizer and load a drafter, once.

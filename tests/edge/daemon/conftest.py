@@ -22,7 +22,7 @@ from outrider.edge.routes import DirectRoute
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, VersionStatus
 
 CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -58,6 +58,9 @@ class ScriptedClient:
             route = DirectRoute((self._address,), "tiny", sha256)
             tokenizer = Tokenizer.from_str(self._tokenizer_json)
             self.ready = Ready(route, "tiny", tokenizer, sha256, None, chat_template=self._chat_template)
+
+    async def versions(self) -> tuple[VersionStatus, ...]:
+        return (VersionStatus(self.drafter_name, "1", "current"),)
 
     async def inquire(self) -> str:
         if self.away is not None:

@@ -36,6 +36,8 @@ def test_models_health_version_metrics_and_the_page_answer(start) -> None:
         assert live.get("/v1/models/other").error["code"] == "model_not_found"
         assert live.get("/health").json == {"status": "ok", "reason": "", "drafter": "scripted"}
         assert live.get("/version").json["version"]
+        (version,) = live.get("/drafters").json["versions"]
+        assert (version["drafter"], version["state"]) == ("scripted", "current")
         live.complete()
         metrics = live.get("/metrics").body.decode()
         assert 'outrider:http_requests_total{route="/v1/completions",status="200"} 1.0' in metrics

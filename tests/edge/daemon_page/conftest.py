@@ -49,6 +49,7 @@ class FakeDaemon:
     break_off: bool = False
     refusals: list[Response] = field(default_factory=list)
     health: tuple[int, dict[str, Any]] = (200, {"status": "ok"})
+    versions: list[dict[str, Any]] = field(default_factory=list)
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     disconnects: int = 0
     address: str = ""
@@ -57,6 +58,7 @@ class FakeDaemon:
         return [
             *page_routes(),
             Route("/health", self._health),
+            Route("/drafters", self._drafters),
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._answer, methods=["POST"]),
             Route("/v1/completions", self._answer, methods=["POST"]),
@@ -65,6 +67,9 @@ class FakeDaemon:
     async def _health(self, request: Request) -> Response:
         status, body = self.health
         return JSONResponse(body, status)
+
+    async def _drafters(self, request: Request) -> Response:
+        return JSONResponse({"versions": self.versions})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "reference", "object": "model"}]})

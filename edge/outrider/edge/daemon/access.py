@@ -28,7 +28,7 @@ SHUTTING_DOWN = "the daemon is shutting down"
 RETRY_AFTER_END_S = 5.0
 CLIENT_LEFT = 499  # nginx's status for it
 _SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_QUIET = ("/health", "/metrics")  # polled every few seconds
+_QUIET = ("/drafters", "/health", "/metrics")  # polled every few seconds
 
 log = logging.getLogger(__name__)
 

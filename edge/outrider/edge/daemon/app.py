@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from outrider.edge.daemon.texts import Service, TextEndpoint
 from outrider.proto.release import release
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
-ROUTES = frozenset((CHAT, COMPLETIONS, MODELS, "/health", "/version", "/metrics", "/"))
+ROUTES = frozenset((CHAT, COMPLETIONS, MODELS, "/drafters", "/health", "/version", "/metrics", "/"))
 PAGE = Path(__file__).parent / "page"
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -58,6 +59,7 @@ class Api:
             Route(COMPLETIONS, completions, methods=["POST"]),
             Route(MODELS, self._models, methods=["GET"]),
             Route(MODELS + "/{model:path}", self._model, methods=["GET"]),
+            Route("/drafters", self._drafters, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._exposition, methods=["GET"]),
@@ -86,6 +88,10 @@ class Api:
         if status == "unavailable":
             return json_response(body, 503, {"Retry-After": "2"})
         return json_response(body)
+
+    async def _drafters(self, request: HttpRequest) -> Response:  # noqa: ARG002
+        """Answer with the versions of the drafters, as in `outrider status --json`."""
+        return json_response({"versions": [asdict(each) for each in await self._service.cloud.client.versions()]})
 
     async def _version(self, request: HttpRequest) -> Response:  # noqa: ARG002
         return json_response({"version": release()})

@@ -20,6 +20,16 @@ export async function health() {
   }
 }
 
+// What the daemon knows of each version of its drafters; null: it does not say.
+export async function versions(apiKey) {
+  try {
+    const response = await fetch("drafters", { cache: "no-store", headers: headers(apiKey) });
+    return response.ok ? (await response.json()).versions : null;
+  } catch {
+    return null;
+  }
+}
+
 // One answer as it streams: { text, pieces, speculation, finish } for each chunk.
 // `turns` are {role, content} of the whole conversation; `form` is "chat" or "text".
 export async function* answer(form, turns, sampling, apiKey, signal) {

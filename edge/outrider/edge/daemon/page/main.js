@@ -1,10 +1,11 @@
 // The page: its parts put together, and its input.
 
-import { answer, health, models } from "./api.js";
+import { answer, health, models, versions } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { ApiError, inWords } from "./errors.js";
 import { Panels, summary } from "./panels.js";
 import { Settings } from "./settings.js";
+import { Versions } from "./versions.js";
 
 const HEALTH_EVERY_MS = 3000;
 const HEALTH_WORDS = { ok: "ready", degraded: "degraded", unavailable: "unavailable" };
@@ -13,6 +14,7 @@ const find = (id) => document.getElementById(id);
 const settings = new Settings(find);
 const conversation = new Conversation(find("log"));
 const panels = new Panels(find);
+const ofDrafters = new Versions(find);
 let running = null; // AbortController of the answer that streams
 let modelsKnown = false;
 
@@ -97,6 +99,8 @@ async function lookAtHealth() {
   const text = reason && state !== "ok" ? `${HEALTH_WORDS[state]}: ${reason}` : HEALTH_WORDS[state];
   if (find("health-text").textContent !== text) find("health-text").textContent = text; // screen readers say a change, not each look
   if (state !== "unavailable" && !modelsKnown) await offerModels();
+  const known = state === "unavailable" ? null : await versions(settings.apiKey);
+  if (known) ofDrafters.show(known);
 }
 
 async function watchHealth() {
