@@ -37,6 +37,7 @@ TEXTS = {
     "steps": "2x3",
     "draft-with": "ngram",
     "draft-price": "2",
+    "learn-cpu-share": "0.25",
 }
 
 

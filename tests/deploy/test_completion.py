@@ -58,7 +58,7 @@ def bash(tmp_path: Path):
     ("line", "words"),
     [
         ("outrider ver", ["verifier"]),
-        ("outrider tra", ["traces", "train"]),
+        ("outrider tra", ["traces", "train", "trainer"]),
         ("outrider train st", ["steer"]),
         ("outrider edge --max-r", ["--max-requests"]),
         ("outrider verifier --kv", ["--kv-dtype", "--kv-tokens"]),
