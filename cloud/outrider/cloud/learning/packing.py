@@ -36,8 +36,12 @@ class Teaching:
 def teaching(logits: torch.Tensor) -> Teaching:
     """Return the likeliest tokens of each row of logits [m, vocab] with log p, and the log of what the rest has."""
     top = logits.topk(min(TOP, logits.shape[1]), dim=-1)
-    log_sums = torch.logsumexp(logits, dim=-1, keepdim=True)
-    rest = logits.scatter(1, top.indices, -math.inf).logsumexp(dim=-1) - log_sums[:, 0]
+    best = top.values[:, :1]
+    mass = (logits - best).exp_().sum(dim=-1, dtype=torch.float64)
+    of_top = (top.values - best).double().exp().sum(dim=-1)
+    log_sums = best + mass.log().float()[:, None]
+    whole = logits.shape[1] <= TOP
+    rest = torch.full_like(mass, -math.inf) if whole else ((mass - of_top).clamp(min=0.0) / mass).log()
     # Rounding may make them a little more than 0.
     top_logp = (top.values - log_sums).clamp(_LEAST_LOGP, 0.0).half()
     finite = log_sums[:, 0].isfinite() & top_logp.isfinite().all(dim=-1)

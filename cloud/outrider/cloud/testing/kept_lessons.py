@@ -12,14 +12,14 @@ class KeptLessons:
     """A sink (`LessonSink`) that keeps every record."""
 
     def __init__(self) -> None:
-        self._records: list[LessonRecord] = []
+        self._records: list[bytes] = []
         self._changed = threading.Condition()
 
     def push(self, records: tuple[bytes, ...]) -> Future[object]:
         """Take records and answer at once."""
         answer: Future[object] = Future()
         with self._changed:
-            self._records += map(LessonRecord.decode, records)
+            self._records += records
             self._changed.notify_all()
         answer.set_result(None)
         return answer
@@ -28,20 +28,20 @@ class KeptLessons:
         """Drop the records of a key."""
         answer: Future[int] = Future()
         with self._changed:
-            gone = [record for record in self._records if record.key_salt == key_salt]
-            self._records = [record for record in self._records if record.key_salt != key_salt]
-        answer.set_result(sum(map(len, gone)))
+            decoded = [(LessonRecord.decode(data), data) for data in self._records]
+            self._records = [data for record, data in decoded if record.key_salt != key_salt]
+        answer.set_result(sum(len(record) for record, _ in decoded if record.key_salt == key_salt))
         return answer
 
     @property
     def records(self) -> list[LessonRecord]:
         """The records so far, in the order of their coming."""
         with self._changed:
-            return list(self._records)
+            return list(map(LessonRecord.decode, self._records))
 
     def wait_for(self, count: int, timeout_s: float = 30.0) -> list[LessonRecord]:
         """Return the records once there are `count`; raise `TimeoutError` if that takes too long."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._records) >= count, timeout_s):
                 raise TimeoutError(f"{len(self._records)} of {count} records came within {timeout_s:g} s")
-            return list(self._records)
+            return list(map(LessonRecord.decode, self._records))
