@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,3 +103,42 @@ def test_a_trainer_in_ray_learns_dies_and_goes_on_from_its_checkpoint(cluster, t
     assert link.forget(salted(b"", "other")).result(60) == 48
     assert ray.get(actor.info.remote())["counts"]["records refused"] == 1
     ray.kill(actor)
+
+
+def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(tmp_path: Path, prompts) -> None:
+    from outrider.cloud.config import VerifierConfig
+    from outrider.deploy.cluster import local_cluster
+    from outrider.edge import Client, EdgeConfig
+
+    settings = TrainerSettings(
+        folder=tmp_path / "learned", rank=2, positions=96, texts=2, cpu_share=1.0, min_keys=1, publish_every=1
+    )
+
+    async def main() -> None:
+        import ray
+
+        asked = [prompt.text for prompt in prompts(2)]
+
+        async def texts(*, share: bool) -> list[tuple[int, ...]]:
+            config = EdgeConfig(
+                coordinator=cluster.coordinator, cache=tmp_path / "cache", drafter="general", share_texts=share
+            )
+            async with Client(config) as client:
+                sampling = Sampling(max_tokens=48, temperature=1.0, seed=5)
+                return [tuple((await client.complete(prompt, sampling)).ids) for prompt in asked]
+
+        async def info() -> dict:
+            return await asyncio.to_thread(ray.get, cluster.trainer.info.remote())
+
+        async with local_cluster(VerifierConfig(threads=1, learn=True), trainer=settings) as cluster:
+            expected = await texts(share=False)
+            assert (await info())["counts"].get("records", 0) == 0  # nobody agreed
+            end = time.monotonic() + 90
+            while (await info())["steps"] < 1:
+                assert time.monotonic() < end
+                assert await texts(share=True) == expected
+            assert (await info())["counts"]["candidates"] >= 1
+            ray.kill(cluster.trainer, no_restart=True)
+            assert await texts(share=True) == expected
+
+    asyncio.run(main())

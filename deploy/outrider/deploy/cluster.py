@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.learning.settings import TrainerSettings
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 
 LOAD_TIMEOUT_S = 600.0
@@ -26,11 +27,13 @@ class LocalCluster:
         coordinator: address of the coordinator.
         metrics_addresses: addresses of metrics, by name of verifier and `coordinator`; empty: not served.
         actors: handles of the verifier actors by name.
+        trainer: handle of the trainer's actor; None: there is none.
     """
 
     coordinator: str
     metrics_addresses: dict[str, str]
     actors: dict[str, Any]
+    trainer: Any = None
 
 
 @asynccontextmanager
@@ -39,6 +42,7 @@ async def local_cluster(
     *,
     verifiers: int = 1,
     coordinator: Mapping[str, Any] | None = None,
+    trainer: TrainerSettings | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Start a local Ray cluster with `verifiers` actors of one target and a coordinator; end them all on leaving.
 
@@ -49,6 +53,7 @@ async def local_cluster(
         verifier: settings of each verifier; the name is a prefix, threads default to an equal share of the cores.
         verifiers: number of actors.
         coordinator: fields of `CoordinatorConfig`; drafters are added to the embedded family.
+        trainer: settings of a trainer, whose versions are offered to edges; None: there is none.
 
     Raises:
         ConfigError: an option is wrong, or the joined cluster has verifiers already.
@@ -66,6 +71,11 @@ async def local_cluster(
     secret = secrets.token_bytes(SECRET_BYTES)
     asked = {"listen": "127.0.0.1:0", **(coordinator or {})}
     drafters = (embedded_drafters(), *asked.pop("drafters", ()))
+    if trainer is not None:
+        from outrider.cloud.learning.learner import drafters_folder
+
+        drafters = (*drafters, drafters_folder(trainer))
+        trainer = replace(trainer, folder=drafters[-1].parent)
     coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
     verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
     _join_or_start_ray()  # before any gRPC server or channel: Ray forks
@@ -81,6 +91,9 @@ async def local_cluster(
             }
             return start_verifier_actor(name, verifier, lease_secret=secret, ray_options=options)
 
+        learning = None
+        if trainer is not None:
+            learning = await asyncio.to_thread(_start_trainer, verifier.model_id, trainer, here)
         actors = {name: start(name) for name in (f"{verifier.name}-{i}" for i in range(verifiers))}
         infos = {name: await asyncio.to_thread(wait_until_loaded, name, actor) for name, actor in actors.items()}
         server = CoordinatorServer(coordinator_config, RayCluster(respawn=start))
@@ -88,11 +101,21 @@ async def local_cluster(
             address = await server.start()
             metrics = {"coordinator": server.metrics_address}
             metrics |= {name: info["metrics_address"] for name, info in infos.items()}
-            yield LocalCluster(address, metrics, actors)
+            yield LocalCluster(address, metrics, actors, learning)
         finally:
             await server.stop()
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+def _start_trainer(model: str, trainer: TrainerSettings, here: Any) -> Any:
+    """Start the trainer on this node, wait until it has loaded, and return its handle, with which it ends."""
+    from outrider.cloud.learning.actor import start_trainer_actor
+
+    options = {"num_cpus": 0.01, "memory": 0, "lifetime": None, "scheduling_strategy": here}
+    actor = start_trainer_actor(model, trainer, ray_options=options)
+    wait_until_loaded(f"trainer of {model}", actor)
+    return actor
 
 
 def _join_or_start_ray() -> None:
@@ -143,7 +166,7 @@ def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
         cause = getattr(error, "cause", None)
         if isinstance(cause, OutriderError):
             raise cause from None
-        raise Unavailable(f"verifier {name} does not start: {str(error).strip().splitlines()[-1]}") from error
+        raise Unavailable(f"{name} does not start: {str(error).strip().splitlines()[-1]}") from error
 
 
 def embedded_drafters() -> Path:

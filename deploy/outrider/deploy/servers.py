@@ -43,12 +43,18 @@ async def _up(given: Given) -> int:
     tls = serving_tls(given)
     if not (asked["relay"] or is_local_address(asked["listen"], "listen")):
         logger.warning("the verifiers listen on 127.0.0.1: edges on other machines need --relay")
-    async with local_cluster(config, verifiers=verifiers, coordinator=asked | {"tls": tls}) as running:
+    learning = given(TrainerSettings) if config.learn else None
+    if learning is not None and not asked["api_keys"]:
+        learning = replace(learning, min_keys=1)  # all texts are one key's, and all edges are
+    coordinator = asked | {"tls": tls}
+    async with local_cluster(config, verifiers=verifiers, coordinator=coordinator, trainer=learning) as running:
         print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")
         needs = (" --tls-ca FILE" if tls else "") + (" --api-key-file FILE" if asked["api_keys"] else "")
         print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
         for name, address in running.metrics_addresses.items():
             _print_metrics(name, address)
+        if learning is not None:
+            print(f"edges with --share-texts teach {learning.drafter}; versions in {learning.folder}", flush=True)
         await until_stopped()
     return 0
 

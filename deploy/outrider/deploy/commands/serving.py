@@ -81,6 +81,7 @@ UP = Command(
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
         part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
+        part(TrainerSettings),
     ),
 )
 TRAINER = Command("outrider.deploy.servers:trainer", (part(TrainerSettings), part(TrainerActorSettings)))
