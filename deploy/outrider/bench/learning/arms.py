@@ -61,7 +61,7 @@ def hits_of(drafter: AdaptedDrafter, records: Sequence[LessonRecord]) -> HitShar
             if rows is not None:
                 hits += int((rows.kinds == LessonKind.ACCEPTED).sum())
                 positions += len(rows.kinds)
-        shares.append(hits / max(1, positions))
+        shares.append(round(hits / max(1, positions), 4))
     return HitShares(*shares)
 
 
@@ -118,7 +118,7 @@ def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Befo
         kept_before=before.kept,
         kept_after={name: hits_of(served, records) for name, records in texts.kept.items()},
         curve=thinned(curve),
-        exponent=exponent,
+        exponent=None if exponent is None else round(exponent, 3),
         half_gain_tokens=half,
         cpu_s=round(cpu_s, 1),
     )
