@@ -98,16 +98,16 @@ def test_the_command_runs_each_arm_once_and_goes_on_where_it_ended(tmp_path: Pat
     sums, talk, record = corpus(tmp_path, "sums"), corpus(tmp_path, "talk"), tmp_path / "record.json"
     line = ["learn-bench", str(sums), "--kept", str(talk), "--output", str(tmp_path / "out"), "--tokens", "10000"]
     line += ["--fresh", "4", "--seeds", "1", "--json", str(record)]
-    assert main([*line, "--arms", "kl"]) == 0
+    assert main([*line, "--losses", "kl"]) == 0
     (run,) = json.loads(record.read_text())["runs"]
     assert (run["arm"], run["start"], run["steps"]) == ("kl", "warm", 1)
     assert [point[0] for point in run["curve"]] == [768]
     assert set(run["kept_after"]) == {"talk"}
-    assert main([*line, "--arms", "kl,ce"]) == 0
+    assert main([*line, "--losses", "kl,ce"]) == 0
     runs = json.loads(record.read_text())["runs"]
     assert [each["arm"] for each in runs] == ["kl", "ce"]
     assert runs[0] == run
     shown = capsys.readouterr().out
     assert "share of hits" in shown
     assert shown.splitlines()[2].count("regret") == 1
-    assert main([*line, "--arms", "kl,kl"]) == 1
+    assert main([*line, "--losses", "kl,kl"]) == 1

@@ -359,11 +359,11 @@ class LearnBenchSettings(Settings):
     kept: tuple[Path, ...] = option(
         (), "files of domains that must not be forgotten; some texts of them are rehearsed", many="words"
     )
-    arms: tuple[str, ...] = listed(LOSS_NAMES, "losses to compare", choices=LOSS_NAMES)
+    losses: tuple[str, ...] = listed(LOSS_NAMES, "losses to compare", choices=LOSS_NAMES)
     rehearsed: tuple[float, ...] = listed(
         (REHEARSED,), "shares of a batch that are rehearsed, with --kept", check=between(0, 1)
     )
-    tokens: int = option(60_000, "tokens of the stream at most, 96 a text", check=at_least(10_000))
+    tokens: int = option(60_000, "tokens of the stream at most, 96 a text", check=at_least(1))
     fresh: int = option(96, "texts of 96 tokens to measure on, half of it in each kept domain", check=at_least(2))
     seeds: int = option(5, "runs of each loss, with different orders of the stream", check=at_least(1))
     cold_seeds: int = option(1, "runs of each loss from --cold", check=at_least(0))
@@ -373,7 +373,7 @@ class LearnBenchSettings(Settings):
 
     def check_together(self) -> None:
         """Refuse what is named twice."""
-        check_once(self.arms, "arms")
+        check_once(self.losses, "losses")
         check_once(self.rehearsed, "rehearsed")
 
 

@@ -70,7 +70,9 @@ COMMANDS = {
     "drain": Entry("move a verifier's sessions to other verifiers", f"{OPERATING}:DRAIN"),
     "scale": Entry("start or drain verifiers of a Ray cluster until it has N", f"{OPERATING}:SCALE"),
     "learn": Entry("manage what drafters learn from"),
-    "learn forget": Entry("drop the texts of an API key that drafters would learn from", f"{OPERATING}:FORGET"),
+    "learn forget": Entry(
+        "drop the texts of an API key that drafters would learn from", f"{OPERATING}:FORGET", "learn_forget"
+    ),
     "status": Entry("show verifiers, drafters, leases and links", f"{OPERATING}:STATUS"),
     "certs": Entry("make certificates for tests and closed networks", f"{OPERATING}:CERTS"),
     "key": Entry("make an API key", f"{OPERATING}:KEY"),

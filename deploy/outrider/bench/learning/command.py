@@ -68,14 +68,16 @@ def _trials(options: LearnBenchSettings) -> Iterator[LearningTrial]:
     """Yield the runs to make, those of the first seed first."""
     for seed, rehearsed in itertools.product(range(options.seeds), options.rehearsed):
         starts = ["warm"] + (["cold"] if options.cold and seed < options.cold_seeds else [])
-        for start, arm in itertools.product(starts, options.arms):
+        for start, arm in itertools.product(starts, options.losses):
             yield LearningTrial(start, arm, rehearsed, seed)
 
 
 def _texts(options: LearnBenchSettings, console: Console) -> StreamTexts:
     writer = StreamWriter(options.target, options.output)
     say = console.print
-    stream = writer.stream(options.stream, StreamPlan(options.tokens // TEXT_TOKENS, False, 0), STREAM_CLASS, say)
+    stream = writer.stream(
+        options.stream, StreamPlan(max(1, options.tokens // TEXT_TOKENS), False, 0), STREAM_CLASS, say
+    )
     fresh = writer.stream(options.stream, StreamPlan(options.fresh, True, 1), STREAM_CLASS, say)
     kept, rehearsal = {}, []
     for number, corpus in enumerate(options.kept, start=STREAM_CLASS + 1):
