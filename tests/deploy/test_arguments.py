@@ -56,6 +56,8 @@ def text_for(argument: Argument) -> str:
         return TEXTS[argument.flag]
     if field.choices:
         return next(word for word in reversed(field.choices) if [word] != default_of(argument))
+    if argument.flag == "drafting" and field.kind is str:
+        return "4:1"  # of both ends; where it is a number, the cloud's alone
     return {bool: "true", int: "12", float: "0.5", str: "some:1", Path: "a/path"}[field.kind]
 
 
