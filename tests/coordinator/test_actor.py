@@ -33,7 +33,7 @@ class ScriptedServer:
     speaks_tls = False
     tls_name = ""
 
-    def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None]) -> None:
+    def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None], sink: None) -> None:
         self.config = config
         self.lease_secret = lease_secret
         self.on_failure = on_failure
