@@ -36,6 +36,7 @@ ALONE = 0.97  # replayed: 3 % faster on links beyond a step, for a tenth more dr
 _PRICES = (0.0, 0.2, 0.5, 1.0, 1.5, 2.5, 4.0, 7.0, math.inf)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _DEAREST = 1e3  # stands for an infinite price
+_AHEAD_S = 0.0013  # of a step beside which the verifier drafts: target and drafter share one interpreter
 _EDGE_WINDOW = 64  # drafts that an edge has in flight at most
 _MAX_STEPS = 32  # of a run that is followed
 _BRANCHES = 2  # drafted before the one that is taken
@@ -256,7 +257,7 @@ def _run(view: EndsView, division: Division, head: int) -> _Run:
                 wait_s = view.here_wait_s + made_s
             here = drafts
         block = min(here, view.max_drafts)
-        step_s = view.step_s + (block + 1) * view.row_s
+        step_s = view.step_s + (block + 1) * view.row_s + _AHEAD_S * division.ahead
         now += wait_s + step_s
         left = max(0, here - block - 1)
         missed = survival * (1 - view.acceptance ** (block + 1))
