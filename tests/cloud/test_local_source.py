@@ -115,7 +115,7 @@ class Engine:
         return self.metrics.own_drafts.drafting_here_s
 
     def shown(self) -> dict[str, float]:
-        """What Prometheus sees, by the name's end."""
+        """Return the value that Prometheus sees, by the name's end."""
         samples = [sample for family in self.metrics.registry.collect() for sample in family.samples]
         return {sample.name.removeprefix("outrider:verifier_"): sample.value for sample in samples}
 

@@ -1,4 +1,4 @@
-"""What an edge can tell of its drafters' versions, with a coordinator that answers, that does not, and without one."""
+"""An edge tells the versions of its drafters with a coordinator that answers, that does not, and without one."""
 
 from __future__ import annotations
 

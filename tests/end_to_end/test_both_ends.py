@@ -121,7 +121,7 @@ def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts,
 
 
 def test_branches_of_likely_misses_are_taken_and_change_no_text(edge, prompts, drafting) -> None:
-    """By a target that takes its time, over no link at all; without a drafter beside it, and with one."""
+    """The target takes its time, and there is no link; once without a drafter beside it, once with one."""
 
     async def main() -> None:
         prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=64)

@@ -350,7 +350,7 @@ def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.8, 0.95, 0.99])
 def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> None:
-    """Where all drafts up to the first uncovered one pay together, all are made; else none."""
+    """All drafts up to the first uncovered one are made if they pay together, else none."""
     counts = []
     for covered in range(1, 64):
         view = replace(USUAL, round_trip_s=0.2, acceptance=acceptance, covered=covered)

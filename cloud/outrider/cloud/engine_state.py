@@ -10,7 +10,7 @@ from outrider.cloud.step_timing import StepMeter, StepTiming
 
 
 class EngineState:
-    """What an engine has and does at present; any thread may ask."""
+    """The present state of an engine, which any thread may read."""
 
     def __init__(self, slots: Slots, admission: Admission, meter: StepMeter) -> None:
         self._slots = slots

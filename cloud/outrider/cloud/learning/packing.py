@@ -17,7 +17,7 @@ _LEAST_LOGP = -60000.0  # the least that a float16 can say
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """What the target said in m rows, as `LessonRecord` has it.
+    """The target's likeliest tokens in m rows, as `LessonRecord` has it.
 
     Attributes:
         top_ids: [m, s] uint32.

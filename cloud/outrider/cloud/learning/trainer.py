@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TrainerState:
-    """What a checkpoint keeps besides tensors.
+    """The part of a checkpoint that is no tensor.
 
     Attributes:
         step: optimizer steps tried.

@@ -1,4 +1,4 @@
-"""How many more tokens may be drafted: credit, length of the text, and the length rule."""
+"""The number of further tokens that may be drafted: credit, length of the text, and the length rule."""
 
 from __future__ import annotations
 
