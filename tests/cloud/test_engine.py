@@ -20,7 +20,7 @@ from outrider.cloud.masks import MASKS_WITHIN_S
 from outrider.cloud.slots import Slot
 from outrider.cloud.target import SessionRows, load_target
 from outrider.cloud.transformers_backend import TransformersBackend
-from outrider.proto.errors import ConfigError, Internal, Unavailable
+from outrider.proto.errors import ConfigError, Internal, InvalidArgument, Unavailable
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids
 
@@ -93,6 +93,27 @@ def test_the_texts_beside_a_failure_are_what_they_are_alone(engine) -> None:
         return tokens
 
     assert text(1) == text(2, (POISON,), (9, 9, 9))
+
+
+def test_a_draft_that_is_refused_during_a_step_ends_its_session_without_a_commit(engine_at_rest, caplog) -> None:
+    engine, box, other = engine_at_rest, Collected(), Collected()
+    run = engine._runner.run
+
+    def run_while_a_draft_comes(shares: Any) -> Any:
+        if engine.session_count == 2:
+            engine.post_frame(1, Draft(0, 0, (DraftToken(5),)), lambda: None)  # inside the prompt
+        return run(shares)
+
+    engine._runner.run = run_while_a_draft_comes
+    engine.post_open(1, opened(engine, "hostile", (5, 6, 7)), box)
+    engine.post_open(2, opened(engine, "honest", (8, 9)), other)
+    engine.start()
+    try:
+        assert isinstance(box.until_end()[-1], InvalidArgument)
+        assert isinstance(other.until_end()[-1], Commit)
+    finally:
+        engine.stop()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_session_that_opens_again_takes_the_place_of_its_old_stream(engine) -> None:

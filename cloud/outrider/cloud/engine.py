@@ -235,6 +235,8 @@ class Engine(EngineState):
         self._lessons.take(result.logits, judged)
 
     def _commit_or_end(self, slot: Slot, verified: Verified) -> Commit | None:
+        if self._slots.get(slot.key) is not slot:
+            return None  # a draft that came during the step was refused
         try:
             return self._commit(slot, verified)
         except Exception as error:  # a defect, and this session's alone
