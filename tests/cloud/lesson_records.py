@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.cloud.learning.record import NO_DRAFTER, LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import NO_DRAFTER, LessonKind, LessonRecord
+from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
 

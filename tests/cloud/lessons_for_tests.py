@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outrider.cloud.learning.record import LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.proto.noise import gumbel
+from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
 LogP = Callable[[np.ndarray], np.ndarray]

@@ -15,11 +15,11 @@ from lessons_for_tests import bigram_target, text_record
 from outrider.cloud.learning import actor as acting
 from outrider.cloud.learning.actor import TrainerActor
 from outrider.cloud.learning.learner import Learner, drafters_folder
-from outrider.cloud.learning.record import salted
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.drafters.packages import load_package
 from outrider.proto.errors import InvalidArgument, Unavailable
+from outrider.proto.salts import salted
 
 VOCAB = 8192
 TARGET = bigram_target(VOCAB, seed=5)

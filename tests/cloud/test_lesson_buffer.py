@@ -8,7 +8,8 @@ import pytest
 from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning.buffer import Buffer
-from outrider.cloud.learning.record import LessonRecord, salted
+from outrider.cloud.learning.record import LessonRecord
+from outrider.proto.salts import salted
 
 VOCAB = 64
 TARGET = bigram_target(VOCAB, seed=0)

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lesson_records import record_of, teaching
 
-from outrider.cloud.learning.record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonKind, LessonRecord
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.salts import salted
 from outrider.proto.types import Grammar, GrammarKind, Noise, Sampling
 
 PROMPT, TEXT = [1, 2, 3], [10, 11, 12, 13, 14, 15]

@@ -21,12 +21,13 @@ from outrider.cloud.learning import lessons, sink
 from outrider.cloud.learning.inclusion import BURST_S
 from outrider.cloud.learning.lessons import LessonCollector, Lost, may_teach
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching
-from outrider.cloud.learning.record import LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.cloud.testing.tiny_target import CONTEXT, VOCAB, tiny_llama
 from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.proto.salts import salted
 from outrider.proto.session import VerifierRules
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import Cancel, Grammar, GrammarKind, Learning, Sampling

@@ -9,12 +9,13 @@ import pytest
 from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning.judge import MAX_TEXTS, ShadowJudge, ShadowText, hits_of
-from outrider.cloud.learning.record import LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
+from outrider.proto.salts import salted
 from outrider.proto.types import DraftToken, Sampling
 
 VOCAB, WORDS = 48, 12

@@ -14,7 +14,7 @@ from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning import actor as trainers
 from outrider.cloud.learning.lessons import TICK_S
-from outrider.cloud.learning.record import LessonRecord, salted
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.testing.kept_lessons import KeptLessons
@@ -25,6 +25,7 @@ from outrider.deploy.cli import main
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.salts import salted
 
 SECRET = b"a secret of the fleet"
 PROMPT, TOKENS = (5, 6, 7, 8), 24

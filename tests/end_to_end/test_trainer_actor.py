@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from outrider.cloud.learning.actor import TrainerLink, start_trainer_actor
-from outrider.cloud.learning.record import LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.proto.errors import ConfigError, Unavailable
+from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
 pytestmark = pytest.mark.ray

@@ -22,8 +22,9 @@ import torch
 
 from outrider.cloud.learning.inclusion import Inclusion
 from outrider.cloud.learning.packing import JudgedBlock, StepRows, TextPart, pack, read_steps
-from outrider.cloud.learning.record import LessonKind, salted
+from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
+from outrider.proto.salts import key_salt, salted
 from outrider.proto.session import Verified, VerifierSession
 from outrider.proto.types import Commit, Sampling, token_ids
 
@@ -170,7 +171,7 @@ class LessonCollector(NoLessons):
 
     def permit(self, key: int, api_key: str) -> None:
         """Keep lessons of the stream `key`, which its edge, and the API key of this name, allow."""
-        self._permits[key] = salted(self._secret, f"key {api_key}")
+        self._permits[key] = key_salt(self._secret, api_key)
 
     def take(self, logits: torch.Tensor | None, judged: Sequence[StepLessons]) -> None:
         """Choose rows of a step and copy what the target said in them; the last rows of a text make its record."""
@@ -306,7 +307,7 @@ class LessonCollector(NoLessons):
 
     def forget(self, api_key: str) -> Future[int]:
         """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
-        forgetting = _Forgetting(salted(self._secret, f"key {api_key}"))
+        forgetting = _Forgetting(key_salt(self._secret, api_key))
         self._forgettings.append(forgetting)
         return forgetting.answer
 

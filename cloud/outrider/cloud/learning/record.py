@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
-import hmac
 import json
 import math
 import struct
@@ -23,11 +21,11 @@ import numpy as np
 
 from outrider.proto.codec.decoding import SAMPLING
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.salts import SALT_BYTES
 from outrider.proto.types import Sampling
 from outrider.proto.types.checks import MAX_TOKEN_ID
 
 TOP = 64  # likeliest tokens of a row, which teach as much as all do if the mass of the rest is known
-SALT_BYTES = 16
 MAX_TOKENS = 1 << 17
 MAX_ROWS = 4096
 MAX_BLOCKS = 4096
@@ -50,14 +48,6 @@ class LessonKind(IntEnum):
     MISSED = 1  # the draft is another, and the target's own token is committed
     OWN = 2  # there was no draft, and the target's own token is committed
     SUFFIX = 3  # an earlier draft of the block has missed, so the row follows what the drafter would have written
-
-
-def salted(secret: bytes, name: str) -> bytes:
-    """Return the [16] bytes by which records name a session or a key without telling its name.
-
-    Verifiers of one fleet share `secret`, that of their leases, so a key has the same salt at each.
-    """
-    return hmac.digest(secret or b"outrider", f"lessons:{name}".encode(), hashlib.sha256)[:SALT_BYTES]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from outrider.cloud.family_index import load_causal_lm, load_tokenizer, resolve_target
-from outrider.cloud.learning.record import NO_DRAFTER, TOP, LessonKind, LessonRecord, salted
+from outrider.cloud.learning.record import NO_DRAFTER, TOP, LessonKind, LessonRecord
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.target import Target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.training.corpus import Documents, domain_name, load_domain, split_held_out
 from outrider.cloud.training.self_text import choose_prefixes
+from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
 PAGE = 16
