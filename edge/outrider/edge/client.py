@@ -30,9 +30,9 @@ from outrider.edge.prepared import Prepared
 from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
+from outrider.edge.text_drafters import TextDrafters
 from outrider.edge.tracing import Tracing
 from outrider.edge.versions import versions_of
-from outrider.proto.errors import ConfigError
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Learning, LeaseRequest, Open, Sampling, VersionStatus
@@ -126,7 +126,7 @@ class Client:
         Raises:
             OutriderError: no verifier takes a text now.
         """
-        ready = self._ready_now()
+        ready = self._prepared.ready_now()
         if self._coordinator is None:
             return (await ready.route.lease("inquiry", ())).address
         request = LeaseRequest(
@@ -246,11 +246,11 @@ class Client:
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Return the prompt's token ids; needs `prepare`."""
-        return self._ready_now().encode(prompt, special=True)
+        return self._prepared.ready_now().encode(prompt, special=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; needs `prepare`."""
-        return self._ready_now().decode(tokens)
+        return self._prepared.ready_now().decode(tokens)
 
     async def predicted(self, prediction: Prediction) -> SuffixIndex | None:
         """Return the index of a text's prediction; None where it is empty, or nothing is drafted.
@@ -258,39 +258,24 @@ class Client:
         Raises:
             InvalidArgument: it is too long, or has a token that the tokenizer does not know.
         """
-        index = await indexed_prediction(self._ready_now(), prediction)
+        index = await indexed_prediction(self._prepared.ready_now(), prediction)
         return index if self.config.drafter != "none" else None
 
     def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
         """Return the frame that opens a new session; needs `prepare`."""
-        ready = self._ready_now()
-        return Open(
-            model=ready.model,
-            tokenizer_sha256=ready.tokenizer_sha256,
-            prompt=self.encode(prompt),
-            sampling=checked_sampling(sampling, overrides),
-            session=uuid.uuid4().hex,
-            patience=self.config.patience,
-            window=self.config.window if isinstance(self.config.window, int) else 0,
-            max_drafts=self.config.max_drafts,
-            drafts_here=self.config.drafts_here,
-            logp=self.config.logprobs,
-            steering=self._prepared.steering_request,
-        )
+        return self._prepared.open(self.encode(prompt), checked_sampling(sampling, overrides))
 
     def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None) -> Decoding:
         """Return the decoding of a new session, whose first text is expected to be `prediction`; needs `prepare`."""
-        ready = self._ready_now()
+        ready = self._prepared.ready_now()
         if ready.local_texts is not None:
             ready.local_texts.refresh()
-        drafters, steered = ready.drafters_of_text(prediction)
-        if self.config.drafter == "auto" and any(not decoding.machine.done for decoding in self._decodings):
-            drafters, steered = ready.few_of(drafters), 0 if steered == 0 else None
         observer = observer or Observer()
         measured = self.measured(frame.sampling)
-        features = self._history.features(ready, frame.prompt, measured.newest.round_trip.base)
+        features = self._history.features(ready, frame)
+        own = self._history.drafters(ready, frame, features, prediction, busy=self._busy)
         shared = Learning(features.prompt_class) if self.config.share_texts else None
-        frame = replace(frame, drafting=bool(drafters), learning=shared)
+        frame = replace(frame, drafting=bool(own.drafters), learning=shared)
         machine = EdgeSession(
             frame,
             self.config.window_policy,
@@ -298,7 +283,7 @@ class Client:
             measured.snapshot(),
             send_q=self.config.send_q,
             steering=self._prepared.steering,
-            selection=self._history.selection(ready, frame.sampling, features, drafters, steered) if drafters else None,
+            selection=own.selection,
             battery=self._battery.share,
         )
         machine.statistics.drafter_error = ready.drafter_error
@@ -308,7 +293,7 @@ class Client:
             Subject(frame.session, ready.model, self.drafter_name),
             channels=self._channels,
             observer=observer if self._tracing is None else self._tracing.observer(observer),
-            drafters=drafters,
+            drafters=own,
             rule=ProposalRule(frame.sampling, prompt_length=len(frame.prompt), runners_up=RUNNERS_UP),
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
@@ -317,18 +302,29 @@ class Client:
         self._decodings.add(decoding)
         return decoding
 
+    def other_drafters(self, decoding: Decoding, frame: Open, prediction: SuffixIndex | None) -> TextDrafters | None:
+        """Return the drafters that a kept session takes for its next turn, whose fresh session `frame` would open.
+
+        None: the edge has no others than when the session began or last took some.
+        """
+        ready = self._prepared.ready_now()
+        if ready.offered == decoding.has.offered:
+            return None
+        features = self._history.features(ready, frame)
+        others = self._history.drafters(ready, frame, features, prediction, busy=self._busy)
+        return others.with_those_of(decoding.has.drafters) if others.drafters else None
+
+    @property
+    def _busy(self) -> bool:
+        return any(not decoding.machine.done for decoding in self._decodings)
+
     def measured(self, sampling: Sampling) -> SharedMeasurements:
         """Return the measurements of texts of such sampling."""
         return self._history.measured(sampling)
 
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
-        ready = self._ready_now()
+        ready = self._prepared.ready_now()
         self._history.learn(ready, session, machine, seconds)
         if ready.local_texts is not None:
             ready.local_texts.keep(machine.transcript[machine.prompt_length :])
-
-    def _ready_now(self) -> Ready:
-        if self.ready is None:
-            raise ConfigError("the client is not prepared; await prepare() or use `async with`", field="client")
-        return self.ready

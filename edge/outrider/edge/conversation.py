@@ -16,6 +16,7 @@ from outrider.edge.prediction import Prediction
 from outrider.edge.preparation import Ready
 from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.text import TextStream
+from outrider.edge.text_drafters import TextDrafters
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Open, Sampling
@@ -33,6 +34,10 @@ class _Client(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open: ...
+
+    def other_drafters(
+        self, decoding: Decoding, frame: Open, prediction: SuffixIndex | None
+    ) -> TextDrafters | None: ...
 
     def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None) -> Decoding: ...
 
@@ -214,12 +219,13 @@ class Conversation:
     async def _begin(
         self, start: int, prompt: tuple[int, ...], sampling: Sampling, prediction: SuffixIndex | None
     ) -> Decoding:
-        if self._decoding is not None and not self._decoding.predict(prediction):
-            decoding, self._decoding = self._decoding, None  # another session, since drafters of one are fixed
+        frame = self._options.applied_to(self._client.open((*self._tokens, *prompt), sampling, {}))
+        if self._decoding is not None:
+            others = self._client.other_drafters(self._decoding, frame, prediction)
+            if self._decoding.may_take(others, prediction):
+                self._decoding.begin_turn(start, prompt, sampling, self._client.measured(sampling), others)
+                return self._decoding
+            decoding, self._decoding = self._decoding, None  # another session
             await decoding.aclose()
-        if self._decoding is None:
-            frame = self._options.applied_to(self._client.open((*self._tokens, *prompt), sampling, {}))
-            self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._observer, prediction)
-        else:
-            self._decoding.begin_turn(start, prompt, sampling, self._client.measured(sampling))
+        self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._observer, prediction)
         return self._decoding

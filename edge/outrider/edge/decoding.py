@@ -6,23 +6,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 from outrider.drafters.proposals import ProposalRule
-from outrider.drafters.protocol import Drafter, DraftState
+from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.suffix_index import SuffixIndex
+from outrider.edge.drafter_states import DrafterStates
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
+from outrider.edge.text_drafters import TextDrafters, name_of
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import (
     CatchUpJob,
-    CaughtUp,
     Disconnected,
     Done,
     Drafted,
@@ -38,7 +38,6 @@ from outrider.proto.session import (
     Started,
     StopRequested,
     StreamReady,
-    TeacherForced,
     TurnBegun,
 )
 from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Noise, Opened, Sampling
@@ -99,7 +98,7 @@ class Decoding:
         *,
         channels: Channels,
         observer: Observer,
-        drafters: Sequence[Drafter],
+        drafters: TextDrafters,
         rule: ProposalRule,
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
@@ -112,15 +111,14 @@ class Decoding:
         self._observer = observer
         self._subject = subject
         self.session = subject.session
-        self._drafters = drafters  # in the order of the machine's selection
-        self._states: dict[int, tuple[DraftState, ProposalRule]] = {}  # and the rule that each follows; for the thread
-        self._rule = rule
+        self.has = drafters
+        self._states = DrafterStates(rule)
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
         self._reopen: Reopen | None = None
         self._lost: list[str] = []
-        self._jobs: asyncio.Queue[DraftJob | CatchUpJob] = asyncio.Queue()
+        self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
         self._begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
@@ -156,7 +154,14 @@ class Decoding:
     async def _cancel(self) -> None:
         self._handle(StopRequested())
 
-    def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling, measured: SharedMeasurements) -> None:
+    def begin_turn(
+        self,
+        start: int,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        measured: SharedMeasurements,
+        others: TextDrafters | None = None,
+    ) -> None:
         """Go on with `prompt` after the first `start` tokens of the transcript, and drop what waits to be taken.
 
         Args:
@@ -164,13 +169,19 @@ class Decoding:
             prompt: [n] new tokens.
             sampling: parameters of the turn.
             measured: measurements of texts of such sampling.
+            others: drafters that take the place of those so far, where these have read the same; None: these go on.
 
         Raises:
             InvalidArgument: the turn cannot begin so; nothing has changed then.
         """
         another = measured.snapshot() if measured is not self._measured else None
-        instructions = self._react(TurnBegun(start, prompt, sampling, another), measured)
+        selection = others.selection if others is not None else None
+        instructions = self._react(TurnBegun(start, prompt, sampling, another, selection), measured)
         self._measured = measured
+        if others is not None:
+            self.has = others
+            kept = {name_of(drafter) for drafter in others.drafters}
+            self._thread.submit(self._states.close, kept)  # after a job that may still run there
         self._emitted = asyncio.Queue()
         self._stopped_by = None
         self._follow_sampling()
@@ -179,12 +190,17 @@ class Decoding:
         self._apply(instructions)
         self._begun.set()
 
-    def predict(self, prediction: SuffixIndex | None) -> bool:
-        """Expect the next turn to be `prediction`, or anything; return whether a drafter can copy from it."""
-        copiers = [drafter for drafter in self._drafters if isinstance(drafter, RetrievalDrafter)]
+    def may_take(self, others: TextDrafters | None, prediction: SuffixIndex | None) -> bool:
+        """Expect the next turn to be `prediction`, or anything; return whether the session can go on with `others`.
+
+        The verifier's vectors must stay what they are, and a drafter must copy from the prediction, if there is one.
+        None stands for the drafters so far.
+        """
+        others = others or self.has
+        copiers = [drafter for drafter in others.drafters if isinstance(drafter, RetrievalDrafter)]
         for drafter in copiers:
             drafter.prediction = prediction
-        return bool(copiers) or prediction is None
+        return others.steering == self.has.steering and (bool(copiers) or prediction is None)
 
     async def aclose(self) -> None:
         """End the session here and at the verifier."""
@@ -194,7 +210,7 @@ class Decoding:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
-            self._thread.submit(self._close_states)  # after a job that may still run there
+            self._thread.submit(self._states.close)  # after a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done with `finish` follows, also where the verifier ended the text meanwhile."""
@@ -220,64 +236,23 @@ class Decoding:
         """Do the machine's jobs for the drafters, one after the other."""
         loop = asyncio.get_running_loop()
         while True:
-            job = await self._jobs.get()
-            done: Drafted | CaughtUp
-            work = partial(self._propose, job) if isinstance(job, DraftJob) else partial(self._catch_up, job)
+            job, drafter = await self._jobs.get()
             try:
-                done = await loop.run_in_executor(self._thread, work)
+                done = await loop.run_in_executor(self._thread, self._states.do, job, drafter)
             except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
-                self._drafter_failed(error, job.drafter)
+                self._drafter_failed(error, job.drafter, drafter.name)
                 continue
             if isinstance(done, Drafted):
                 now = time.monotonic()
                 self._observer.drafted(now - done.seconds, now, len(done.drafts))
             self._handle(done)
 
-    def _drafter_failed(self, error: Exception, drafter: int) -> None:
+    def _drafter_failed(self, error: Exception, drafter: int, name: str) -> None:
         """Go on without the drafter; a foreign error's message is not logged, since it may hold the text."""
         extra = about(self.session, self.machine.verifier, error)
-        log.warning("the drafter %s failed; the text goes on without", self._drafters[drafter].name, extra=extra)
+        log.warning("the drafter %s failed; the text goes on without", name, extra=extra)
         known = error if isinstance(error, OutriderError) else Internal(f"{type(error).__name__}: {error}")
         self._handle(DrafterFailed(known, drafter))
-
-    # In the drafting thread:
-
-    def _state(self, drafter: int) -> DraftState:
-        rule = self._rule
-        if drafter not in self._states:
-            self._states[drafter] = self._drafters[drafter].open(rule), rule
-        state, followed = self._states[drafter]
-        if followed is not rule:
-            state.follow(rule)
-            self._states[drafter] = state, rule
-        return state
-
-    def _propose(self, job: DraftJob) -> Drafted:
-        began = time.monotonic()
-        state = self._state(job.drafter)
-        state.truncate(job.truncate_to)
-        if job.steer is not None:
-            state.steer(job.steer.vector, job.steer.since)
-        end = job.skip + job.teacher_forced
-        state.extend(job.extend_with[: job.skip])
-        forced = state.propose_forced(job.extend_with[job.skip : end]) if job.teacher_forced else ()
-        state.extend(job.extend_with[end:])
-        drafts = state.propose(job.count)
-        return Drafted(job, drafts, time.monotonic() - began, TeacherForced(forced))
-
-    def _catch_up(self, job: CatchUpJob) -> CaughtUp:
-        began = time.monotonic()
-        state = self._state(job.drafter)
-        state.truncate(job.truncate_to)
-        state.extend(job.tokens[: job.skip])
-        scored = job.skip + job.score
-        log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist()) if job.score else ()
-        drafts = state.propose_forced(job.tokens[scored:]) if job.tokens[scored:] else ()
-        return CaughtUp(job, TeacherForced(drafts, log_q), time.monotonic() - began)
-
-    def _close_states(self) -> None:
-        while self._states:
-            self._states.popitem()[1][0].close()
 
     # --- send, apply commits ---
 
@@ -301,7 +276,7 @@ class Decoding:
                 case Emit() | Done():
                     self._emitted.put_nowait(instruction)
                 case DraftJob() | CatchUpJob():
-                    self._jobs.put_nowait(instruction)
+                    self._jobs.put_nowait((instruction, self.has.drafters[instruction.drafter]))
                 case Reopen():
                     self._reopen = instruction
 
@@ -365,11 +340,11 @@ class Decoding:
                 self._follow_noise(self.machine.sampling.noise)
 
     def _follow_noise(self, noise: Noise) -> None:
-        if noise is not self._rule.noise:
+        if noise is not self._states.rule.noise:
             sampling = replace(self.machine.sampling, noise=noise)
-            self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP)
+            self._states.rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP)
 
     def _follow_sampling(self) -> None:
-        self._rule = ProposalRule(
+        self._states.rule = ProposalRule(
             self.machine.sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP
         )

@@ -9,16 +9,18 @@ import numpy as np
 
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import RETRIEVAL
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
 from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.leader import default_selector
 from outrider.edge.preparation import Ready
+from outrider.edge.text_drafters import TextDrafters
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.drafter_format import published_name
 from outrider.proto.policy.selection import Selector, StaticSelector
 from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
-from outrider.proto.types import Sampling, SessionReport
+from outrider.proto.types import Open, Sampling, SessionReport
 
 REPORT_WITHIN_S = 1.0
 
@@ -42,29 +44,33 @@ class TextHistory:
         """Return the measurements of texts of such sampling."""
         return self._measured[sampling.temperature == 0]
 
-    def features(self, ready: Ready, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
-        """Return the features of a text, for a coordinator and for the choice among drafters."""
+    def features(self, ready: Ready, frame: Open) -> TextFeatures:
+        """Return the features of a text that begins, for a coordinator and for the choice among drafters."""
+        return self._features(ready, frame.prompt, self.measured(frame.sampling).newest.round_trip.base)
+
+    def _features(self, ready: Ready, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
         pool = ready.drafters
         unread = not (self._config.coordinator or self._config.share_texts)
         if unread and (pool is None or len(pool) == 1):
             return TextFeatures()  # nobody reads them
         return TextFeatures.of(ready.decode(prompt[-TOKENS_LOOKED_AT:]), round_trip_s)
 
-    def selection(
-        self,
-        ready: Ready,
-        sampling: Sampling,
-        features: TextFeatures,
-        drafters: Sequence[Drafter],
-        steered: int | None,
-    ) -> Selection:
-        """Return the selection among the drafters of a text that begins."""
-        return Selection(
-            self._selector(ready, sampling, features, drafters),
-            tuple(drafter.name for drafter in drafters),
-            versions=tuple(drafter.version for drafter in drafters),
-            steered=steered,
-        )
+    def drafters(
+        self, ready: Ready, frame: Open, features: TextFeatures, prediction: SuffixIndex | None, *, busy: bool
+    ) -> TextDrafters:
+        """Return the drafters of a text or turn that begins, while others run if `busy`."""
+        drafters, steered = ready.drafters_of_text(prediction)
+        if self._config.drafter == "auto" and busy:
+            drafters, steered = ready.few_of(drafters), 0 if steered == 0 else None
+        selection = None
+        if drafters:
+            selection = Selection(
+                self._selector(ready, frame.sampling, features, drafters),
+                tuple(drafter.name for drafter in drafters),
+                versions=tuple(drafter.version for drafter in drafters),
+                steered=steered,
+            )
+        return TextDrafters(drafters, selection, ready.offered, frame.steering)
 
     def _selector(
         self, ready: Ready, sampling: Sampling, features: TextFeatures, drafters: Sequence[Drafter]
@@ -80,7 +86,7 @@ class TextHistory:
 
     def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
-        features = self.features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
+        features = self._features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
         self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
         task = asyncio.create_task(ready.route.report(self._report(ready, session, machine, seconds, features)))
         self._reports.add(task)

@@ -33,6 +33,7 @@ from outrider.proto.errors import (
     TokenizerMismatch,
     Unavailable,
 )
+from outrider.proto.session import DrafterName
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile
 
@@ -76,6 +77,13 @@ class Ready:
         if self.pending is not None:
             return self.pending.name
         return ",".join(self.drafters.names) if self.drafters is not None else "none"
+
+    @property
+    def offered(self) -> tuple[DrafterName, ...]:
+        """Name and version of each drafter that texts can have, once it is loaded."""
+        if self.drafters is not None:
+            return tuple(zip(self.drafters.names, self.drafters.versions, strict=True))
+        return ((self.pending.name, self.pending.version),) if self.pending is not None else ()
 
     def loaded_drafters(self) -> tuple[tuple[Drafter, ...], int | None]:
         """Return the drafters that are loaded and which of them is steered; the others load for later texts."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from dataclasses import replace
 
 from outrider.drafters.pool import DrafterPool
 from outrider.edge.config import EdgeConfig
 from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
-from outrider.proto.errors import OutriderError
+from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import DrafterSteering
-from outrider.proto.types import DrafterManifest, SteeringRequest
+from outrider.proto.types import DrafterManifest, Open, Sampling, SteeringRequest
 
 WATCH_AGAIN_S = 5.0  # after a coordinator went away, or cannot be watched
 
@@ -62,6 +63,29 @@ class Prepared:
         ready = await self.find(channels)
         return ready if self._loading is None else await asyncio.shield(self._loading)
 
+    def open(self, prompt: tuple[int, ...], sampling: Sampling) -> Open:
+        """Return the frame that opens a new session; raises `ConfigError` before anything is found."""
+        ready, config = self.ready_now(), self._config
+        return Open(
+            model=ready.model,
+            tokenizer_sha256=ready.tokenizer_sha256,
+            prompt=prompt,
+            sampling=sampling,
+            session=uuid.uuid4().hex,
+            patience=config.patience,
+            window=config.window if isinstance(config.window, int) else 0,
+            max_drafts=config.max_drafts,
+            drafts_here=config.drafts_here,
+            logp=config.logprobs,
+            steering=self.steering_request,
+        )
+
+    def ready_now(self) -> Ready:
+        """Return what was found; raises `ConfigError` before anything is."""
+        if self.ready is None:
+            raise ConfigError("the client is not prepared; await prepare() or use `async with`", field="client")
+        return self.ready
+
     async def close(self) -> None:
         """Close drafters and local texts; a drafter that loads is dropped when it is there."""
         for task in (self._loading, self._watching):
@@ -103,14 +127,17 @@ class Prepared:
         except (OutriderError, OSError) as error:
             log.warning("keeping the drafters: %s", error)
             return
-        if pool is None:
-            return
+        if pool is not None:
+            self.swap(pool)
+
+    def swap(self, pool: DrafterPool) -> None:
+        """Give the texts and turns that begin from now on the drafters of `pool`; those that run keep theirs."""
+        ready = self.ready_now()
         self._take(replace(ready, drafters=pool, drafter_error="", pending=None))
         pool.want(range(len(pool)))
         if ready.drafters is not None:
             ready.drafters.close()
-        versions = map("@".join, zip(pool.names, pool.versions, strict=True))
-        log.info("texts from now on have the drafters %s", ", ".join(versions))
+        log.info("texts from now on have the drafters %s", ", ".join(map("@".join, self.ready_now().offered)))
 
     def _take(self, ready: Ready) -> Ready:
         self.ready = ready

@@ -14,15 +14,14 @@ The verifier's half is in `verifier`, `admission`, `received` and `acceptance`; 
 from __future__ import annotations
 
 from outrider.proto.session.admission import VerifierRules
+from outrider.proto.session.chain import DrafterName
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
-    CatchUpJob,
     CaughtUp,
     Disconnected,
     Done,
     Drafted,
     DrafterFailed,
-    DraftJob,
     EdgeEvent,
     EdgeInstruction,
     Emit,
@@ -31,9 +30,9 @@ from outrider.proto.session.events import (
     Started,
     StopRequested,
     StreamReady,
-    TeacherForced,
     TurnBegun,
 )
+from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import SentMessages, SharedMeasurements
 from outrider.proto.session.selection import PROMPT_TOKENS, Selection
 from outrider.proto.session.steering import DrafterSteering
@@ -51,6 +50,7 @@ __all__ = [
     "Drafted",
     "DrafterCounts",
     "DrafterFailed",
+    "DrafterName",
     "DrafterSteering",
     "EdgeEvent",
     "EdgeInstruction",

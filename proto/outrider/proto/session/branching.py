@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from outrider.proto.policy.branches import MAX_BRANCHES, MIN_CHANCE, LikelyBranch, MissShares, likely_branches
 from outrider.proto.policy.window import due_to_flush
 from outrider.proto.session.chain import Chain
-from outrider.proto.session.events import Drafted, DraftJob
+from outrider.proto.session.events import Drafted
+from outrider.proto.session.jobs import DraftJob
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText

@@ -11,8 +11,9 @@ from outrider.proto.policy import WindowPolicy
 from outrider.proto.session.allowance import Allowance
 from outrider.proto.session.branching import Branching
 from outrider.proto.session.chain import Chain, DrafterName
-from outrider.proto.session.events import CatchUpJob, CaughtUp, Drafted, DraftJob
+from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.hits import HitCounter
+from outrider.proto.session.jobs import CatchUpJob, DraftJob
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
@@ -72,6 +73,7 @@ class Drafting:
         self._yields = False  # the verifier's own drafter is the better one
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
         self._issued_in = 0  # turn of the text in which the newest job was issued
+        self._replaced_in = 0  # turn in which the drafters last were
         selection.begin_text(text.prompt_length, 0)
 
     @property
@@ -254,6 +256,8 @@ class Drafting:
     def fail(self, error: OutriderError, drafter: int) -> None:
         """Go on without a drafter that is broken."""
         self.running = None
+        if self._issued_in < self._replaced_in:
+            return  # it was one of the drafters before
         self._text.statistics.drafter_error = str(error)
         self.enabled = self._selection.fail(drafter) and self.enabled
         if drafter == self.active:
@@ -261,8 +265,18 @@ class Drafting:
 
     # --- the text goes on ---
 
-    def begin_turn(self, kept: int) -> None:
-        """Begin with another prompt, whose first `kept` tokens the drafters may know."""
+    def begin_turn(self, kept: int, selection: Selection | None) -> None:
+        """Begin with another prompt, whose first `kept` tokens the drafters may know.
+
+        The drafters of `selection` take the place of those so far; ones that stay keep what they have read.
+        """
+        if selection is not None:
+            self.enabled = selection.take_over(self._selection)
+            self._selection, self._replaced_in = selection, self._text.turns
+            self._meter.take_drafters(selection.names)
+            self._hits = HitCounter(self._text, self._meter, selection)
+            if self.enabled:
+                self._text.statistics.drafter_error = ""
         self._stalled = self._yields = False
         self._verifier = VerifierArm()
         self.abandon()

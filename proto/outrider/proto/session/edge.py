@@ -284,7 +284,7 @@ class EdgeSession:
             self._meter.begin_kind(begun.measurements)
         stream.forget_retries()
         stream.max_tokens = min(sampling.max_tokens, stream.terms.context_length - text.prompt_length)
-        self._drafting.begin_turn(begun.start)
+        self._drafting.begin_turn(begun.start, begun.selection)
         if not stream.connected:
             return [Reopen(0.0, Unavailable("no verifier keeps the session"))]
         self._meter.begin_turn(now)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
-from outrider.proto.session.steering import Steer
+from outrider.proto.session.jobs import NOTHING_FORCED, CatchUpJob, DraftJob, TeacherForced
+from outrider.proto.session.selection import Selection
 from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, FinishReason, Opened, Sampling
 
-# --- instructions, the drafters' jobs included ---
+# --- instructions ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,74 +44,6 @@ class Done:
     finish: FinishReason | None = None
     error: OutriderError | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class DraftJob:
-    """Let a drafter truncate its prefix, extend it and propose up to `count` tokens; a `Drafted` answers.
-
-    Attributes:
-        truncate_to: tokens of its prefix that it keeps.
-        extend_with: [n] tokens after them: committed ones, then drafts of its own.
-        count: most tokens to propose.
-        epoch: number of the chain among those of the session.
-        steer: vector to set before it extends; None: unchanged.
-        skip: tokens of `extend_with` before those that are teacher-forced.
-        teacher_forced: committed tokens after these, in place of which it returns its own proposals.
-        branch: draft of the chain, by its position, in whose place the job follows another token; -1: it follows all.
-    """
-
-    truncate_to: int
-    extend_with: tuple[int, ...]
-    count: int
-    epoch: int
-    steer: Steer | None = None
-    drafter: int = 0
-    skip: int = 0
-    teacher_forced: int = 0
-    branch: int = -1
-
-    @property
-    def start(self) -> int:
-        """Position of the first proposed token."""
-        return self.truncate_to + len(self.extend_with)
-
-
-class CatchUpJob(NamedTuple):
-    """Let an idle drafter truncate its prefix and extend it with `tokens`; a `CaughtUp` answers.
-
-    Attributes:
-        truncate_to: tokens of its prefix that it keeps.
-        tokens: [n] committed tokens after them.
-        skip: first tokens, which it only reads.
-        score: prompt tokens after these, whose log probabilities it returns; the rest, of the text, is teacher-forced.
-    """
-
-    drafter: int
-    truncate_to: int
-    tokens: tuple[int, ...]
-    skip: int
-    score: int = 0
-
-    @property
-    def start(self) -> int:
-        """Position of the first teacher-forced token."""
-        return self.truncate_to + self.skip + self.score
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherForced:
-    """A drafter's results at tokens that are already known.
-
-    Attributes:
-        drafts: [m] proposals in place of committed tokens.
-        log_q: [n] natural logs of its probabilities of prompt tokens.
-    """
-
-    drafts: tuple[DraftToken, ...] = ()
-    log_q: tuple[float, ...] = ()
-
-
-NOTHING_FORCED = TeacherForced()
 
 EdgeInstruction = Send | Emit | Reopen | Done | DraftJob | CatchUpJob
 
@@ -157,12 +89,14 @@ class TurnBegun:
     Attributes:
         start: tokens of the transcript that stay; the others are dropped.
         measurements: those of earlier texts with such sampling, if it is of another kind than the last turn's.
+        selection: drafters that take the place of those so far; None: these go on.
     """
 
     start: int
     prompt: tuple[int, ...]
     sampling: Sampling
     measurements: Measurements | None = None
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.proto.policy.measures import Calibration, Smoothed, TextCalibration
-from outrider.proto.session.events import Drafted, DraftJob
+from outrider.proto.session.events import Drafted
+from outrider.proto.session.jobs import DraftJob
 from outrider.proto.types import DraftToken, token_ids
 
 FIRST_DRAFTING_S = 0.001  # assumed time of a drafted token, before one is measured

@@ -93,14 +93,18 @@ class Meter:
         self.measurements = measurements
         self.commit_at = 0.0
         self.revision = 0
-        self._drafters = drafters
-        self._mine = [measurements.of(name) for name in drafters]
-        self._calibrations = [TextCalibration(mine.calibration) for mine in self._mine]
+        self.take_drafters(drafters)
         self._has_commit = False  # on this stream
         self._sent = SentMessages[tuple[float, int]]()  # when each went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
         self._chances: list[float] = []
         self._survival = 1.0
+
+    def take_drafters(self, drafters: tuple[str, ...]) -> None:
+        """Measure the drafters of these names from now on; this text has measured nothing of them."""
+        self._drafters = drafters
+        self._mine = [self.measurements.of(name) for name in drafters]
+        self._calibrations = [TextCalibration(mine.calibration) for mine in self._mine]
         self._chances_of: tuple[int, int] | None = None  # epoch and drafter; None: its calibration has changed since
 
     # --- measurements from outside ---

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
-from outrider.proto.session.events import CatchUpJob
+from outrider.proto.session.jobs import CatchUpJob
 
 READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
 READ_PROMPT_TOKENS = 64  # tokens of a job before the first choice, which reads what of a prompt shows nothing
@@ -83,6 +83,18 @@ class Selection:
     @agreed.setter
     def agreed(self, length: int) -> None:
         self._prefix[self.current] = length
+
+    def take_over(self, former: Selection) -> bool:
+        """Begin in the place of `former`, and return whether any drafter works.
+
+        Drafters of both, version for version, keep their prefixes, and are left out if they are broken.
+        """
+        known = {which: drafter for drafter, which in enumerate(zip(former.names, former.versions, strict=True))}
+        for drafter, which in enumerate(zip(self.names, self.versions, strict=True)):
+            if which in known:
+                self._prefix[drafter] = former._prefix[known[which]]
+                self._failed |= {drafter} if known[which] in former._failed else set()
+        return len(self._failed) < self.drafters
 
     def begin_text(self, first: int, kept: int) -> None:
         """Begin a text at position `first`; at most `kept` tokens of every prefix are still right."""

@@ -1,0 +1,66 @@
+"""One text's prefixes in its drafters, and their jobs; all of it in the drafting thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter, DraftState
+from outrider.edge.text_drafters import name_of
+from outrider.proto.session import CatchUpJob, CaughtUp, Drafted, DrafterName, DraftJob, TeacherForced
+
+
+class DrafterStates:
+    """States of a text's drafters, by name and version, each opened by its first job.
+
+    Attributes:
+        rule: rule that all of them follow from their next jobs on; any thread may set it.
+    """
+
+    def __init__(self, rule: ProposalRule) -> None:
+        self.rule = rule
+        self._states: dict[DrafterName, tuple[DraftState, ProposalRule]] = {}  # and the rule that each follows
+
+    def do(self, job: DraftJob | CatchUpJob, drafter: Drafter) -> Drafted | CaughtUp:
+        """Do a job of this drafter; raises whatever a drafter may."""
+        began = time.monotonic()
+        state = self._state(drafter)
+        state.truncate(job.truncate_to)
+        if isinstance(job, DraftJob):
+            return _propose(state, job, began)
+        return _catch_up(state, job, began)
+
+    def close(self, kept: Collection[DrafterName] = ()) -> None:
+        """Close the states of all drafters but those `kept`."""
+        for name in [name for name in self._states if name not in kept]:
+            self._states.pop(name)[0].close()
+
+    def _state(self, drafter: Drafter) -> DraftState:
+        rule, name = self.rule, name_of(drafter)
+        if name not in self._states:
+            self._states[name] = drafter.open(rule), rule
+        state, followed = self._states[name]
+        if followed is not rule:
+            state.follow(rule)
+            self._states[name] = state, rule
+        return state
+
+
+def _propose(state: DraftState, job: DraftJob, began: float) -> Drafted:
+    if job.steer is not None:
+        state.steer(job.steer.vector, job.steer.since)
+    end = job.skip + job.teacher_forced
+    state.extend(job.extend_with[: job.skip])
+    forced = state.propose_forced(job.extend_with[job.skip : end]) if job.teacher_forced else ()
+    state.extend(job.extend_with[end:])
+    drafts = state.propose(job.count)
+    return Drafted(job, drafts, time.monotonic() - began, TeacherForced(forced))
+
+
+def _catch_up(state: DraftState, job: CatchUpJob, began: float) -> CaughtUp:
+    state.extend(job.tokens[: job.skip])
+    scored = job.skip + job.score
+    log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist()) if job.score else ()
+    drafts = state.propose_forced(job.tokens[scored:]) if job.tokens[scored:] else ()
+    return CaughtUp(job, TeacherForced(drafts, log_q), time.monotonic() - began)
