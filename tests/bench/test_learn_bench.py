@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.bench.learning.arms import hits_of, regret, thinned
+from outrider.bench.learning.arms import regret, thinned
+from outrider.bench.learning.hits import TextHits, hits_of
 from outrider.bench.learning.stream import StreamPlan, StreamWriter
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.parent import load_parent
@@ -58,7 +59,7 @@ def test_hits_in_training_are_those_of_the_drafter_at_the_edge(tmp_path: Path) -
         corpus(tmp_path, "sums"), StreamPlan(8, held_out=False, seed=0, prompt=16, length=32), 1, lambda _: None
     )
     package = find_package("general")
-    found = hits_of(AdaptedDrafter(load_parent(package)), records)
+    found = hits_of(AdaptedDrafter(load_parent(package)), records).shares()
     edge = OnnxDrafter(package, threads=1)
     hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
     for record in records:
@@ -71,6 +72,29 @@ def test_hits_in_training_are_those_of_the_drafter_at_the_edge(tmp_path: Path) -
     assert found.greedy == pytest.approx(np.mean(hits[0.0]), abs=0.03)
     assert found.sampled == pytest.approx(np.mean(hits[1.0]), abs=0.03)
     assert found.greedy > 0.2
+
+
+def test_the_error_of_a_change_is_that_of_texts_drawn_again() -> None:
+    random = np.random.default_rng(0)
+
+    def drawn(texts: int) -> tuple[TextHits, TextHits]:
+        positions = random.integers(20, 97, 2 * texts)
+        rate = random.beta(4, 4, 2 * texts)
+        before = random.binomial(positions, rate)
+        after = np.minimum(positions, before + random.binomial(positions, 0.2 * rate))
+        greedy = np.arange(2 * texts) < texts
+        return TextHits(before, positions, greedy), TextHits(after, positions, greedy)
+
+    samples = [drawn(100) for _ in range(400)]
+    changes = np.array([after.shares().greedy - before.shares().greedy for before, after in samples])
+    errors = [after.errors_of_change(before) for before, after in samples]
+    assert np.mean([error.greedy for error in errors]) == pytest.approx(changes.std(), rel=0.1)
+    assert np.mean([error.sampled for error in errors]) == pytest.approx(changes.std(), rel=0.1)
+    same = drawn(100)[0]
+    assert same.errors_of_change(same).greedy == 0
+    one = TextHits(np.array([3]), np.array([9]), np.array([True]))
+    assert (one.shares().greedy, one.shares().sampled, one.share()) == (0.3333, 0, pytest.approx(0.1667, abs=1e-4))
+    assert one.errors_of_change(one).greedy == 0
 
 
 def test_the_regret_of_a_gain_that_comes_early_grows_slower_than_the_tokens() -> None:
@@ -97,12 +121,13 @@ def test_the_command_runs_each_arm_once_and_goes_on_where_it_ended(tmp_path: Pat
     monkeypatch.setattr(learning, "REHEARSED_TEXTS", 2)
     sums, talk, record = corpus(tmp_path, "sums"), corpus(tmp_path, "talk"), tmp_path / "record.json"
     line = ["learn-bench", str(sums), "--kept", str(talk), "--output", str(tmp_path / "out"), "--tokens", "10000"]
-    line += ["--fresh", "4", "--seeds", "1", "--json", str(record)]
+    line += ["--fresh", "4", "--seeds", "1", "--json", str(record), "--plot", str(tmp_path / "curves.png")]
     assert main([*line, "--losses", "kl"]) == 0
     (run,) = json.loads(record.read_text())["runs"]
     assert (run["arm"], run["start"], run["steps"]) == ("kl", "warm", 1)
     assert [point[0] for point in run["curve"]] == [768]
-    assert set(run["kept_after"]) == {"talk"}
+    assert set(run["kept_after"]) == set(run["kept_errors"]) == {"talk"}
+    assert (tmp_path / "curves.png").stat().st_size > 5000
     assert main([*line, "--losses", "kl,ce"]) == 0
     runs = json.loads(record.read_text())["runs"]
     assert [each["arm"] for each in runs] == ["kl", "ce"]
@@ -111,3 +136,7 @@ def test_the_command_runs_each_arm_once_and_goes_on_where_it_ended(tmp_path: Pat
     assert "share of hits" in shown
     assert shown.splitlines()[2].count("regret") == 1
     assert main([*line, "--losses", "kl,kl"]) == 1
+    assert main([*line[:2], str(corpus(tmp_path, "rules")), *line[2:], "--losses", "kl"]) == 0
+    runs = json.loads(record.read_text())["runs"]
+    assert [each["stream"] for each in runs] == ["sums", "rules"]
+    assert runs[0] == run

@@ -348,10 +348,14 @@ class CapacitySettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnBenchSettings(Settings):
-    """Drafters that learn from a stream of texts, each with every loss."""
+    """Drafters that learn from streams of texts, each with every loss."""
 
-    stream: Path = option(
-        REQUIRED, "file of the domain to learn, as for `outrider train drafter`", metavar="FILE", positional=True
+    streams: tuple[Path, ...] = option(
+        REQUIRED,
+        "file of a domain to learn, as for `outrider train drafter`; each is learned by itself",
+        metavar="FILE",
+        positional=True,
+        many="words",
     )
     drafter: str = option("general", "drafter to begin with: embedded name or package folder", metavar="NAME")
     cold: str = option("", "drafter that hardly knows anything, to begin with too; empty: none", metavar="NAME")
@@ -363,16 +367,18 @@ class LearnBenchSettings(Settings):
     rehearsed: tuple[float, ...] = listed(
         (REHEARSED,), "shares of a batch that are rehearsed, with --kept", check=between(0, 1)
     )
-    tokens: int = option(60_000, "tokens of the stream at most, 96 a text", check=at_least(1))
-    fresh: int = option(96, "texts of 96 tokens to measure on, half of it in each kept domain", check=at_least(2))
+    tokens: int = option(60_000, "tokens of a stream at most, 96 a text", check=at_least(1))
+    fresh: int = option(256, "texts of 96 tokens of each domain to measure on", check=at_least(2))
     seeds: int = option(5, "runs of each loss, with different orders of the stream", check=at_least(1))
     cold_seeds: int = option(1, "runs of each loss from --cold", check=at_least(0))
     minutes: float = option(0.0, "time after which no run begins; 0: no limit", metavar="M", check=at_least(0))
     output: Path = option(REQUIRED, "folder for texts and runs, which are not made again", metavar="DIR")
     json: Path | None = option(None, "file to write the record to")
+    plot: Path | None = option(None, "file to draw the curves to")
 
     def check_together(self) -> None:
         """Refuse what is named twice."""
+        check_once(self.streams, "streams")
         check_once(self.losses, "losses")
         check_once(self.rehearsed, "rehearsed")
 

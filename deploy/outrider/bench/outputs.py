@@ -32,8 +32,11 @@ def hand_out(
     draw: Callable[[Made, Path], object],
     *,
     check_plot: Callable[[Path], None],
+    width: int = 100,
 ) -> None:
     """Print the result of `make` as a table, write it to `json` and draw it into `plot`, where these are given.
+
+    The table is `width` characters wide.
 
     Raises:
         ConfigError: an output cannot be written, or `check_plot` refuses the path; raised before the work if possible.
@@ -44,7 +47,7 @@ def hand_out(
         check_drawing("plot")
         check_plot(plot)
     made = make()
-    Console(width=100, highlight=False).print(table(made))
+    Console(width=width, highlight=False).print(table(made))
     if json:
         save(made, json)
     if plot:

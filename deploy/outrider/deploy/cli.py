@@ -93,7 +93,7 @@ COMMANDS = {
         "engine_bench",
     ),
     "learn-bench": Entry(
-        "measure how drafters improve on a stream of texts, by loss", f"{MEASURING}:LEARN_BENCH", "learn_bench"
+        "measure how drafters improve on streams of texts, by loss", f"{MEASURING}:LEARN_BENCH", "learn_bench"
     ),
     "compare": Entry("measure the block efficiency of drafters", f"{MEASURING}:COMPARE"),
     "traces": Entry("record which drafts would hit, and replay them over any link"),

@@ -236,8 +236,8 @@ class ReverseThenReward(Loss):
 
     on_policy = True
     reward: Loss
-    warm_up: int = 5
-    ramp: int = 5
+    warm_up: int = 22
+    ramp: int = 22
     kl: float = 1.0
     kl_min: float = 0.2
     pg_max: float = 0.3

@@ -9,14 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 
-from outrider.bench.learning.record import HitShares, LearningRun
+from outrider.bench.learning.hits import TextHits, hits_of
+from outrider.bench.learning.record import LearningRun
 from outrider.cloud.learning.adapted import AdaptedDrafter
-from outrider.cloud.learning.batch import judged_rows
-from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.parent import load_parent
-from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
 
@@ -38,6 +36,7 @@ class StreamTexts:
 class LearningTrial:
     """A run to make; `start` is "warm" or "cold"."""
 
+    stream: str
     start: str
     arm: str
     rehearsed: float
@@ -46,23 +45,7 @@ class LearningTrial:
     @property
     def name(self) -> str:
         """Name of its file."""
-        return f"{self.start}-{self.arm}-{self.rehearsed:g}-{self.seed}.json"
-
-
-@torch.no_grad()
-def hits_of(drafter: AdaptedDrafter, records: Sequence[LessonRecord]) -> HitShares:
-    """Return the drafter's hits: the share of positions where its proposal, with the noise, is the target's token."""
-    shares = []
-    for greedy in (True, False):
-        of_kind = [record for record in records if (record.sampling.temperature == 0) is greedy]
-        hits = positions = 0
-        for first in range(0, len(of_kind), 8):
-            rows = judged_rows(drafter, of_kind[first : first + 8], LOSSES["osd"]())
-            if rows is not None:
-                hits += int((rows.kinds == LessonKind.ACCEPTED).sum())
-                positions += len(rows.kinds)
-        shares.append(round(hits / max(1, positions), 4))
-    return HitShares(*shares)
+        return f"{self.stream}-{self.start}-{self.arm}-{self.rehearsed:g}-{self.seed}.json"
 
 
 def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Before) -> LearningRun:
@@ -92,31 +75,30 @@ def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Befo
         if not trainer.ready():
             continue
         served.load(trainer.published_matrices())
-        measured = waiting[:TEXTS_A_MEASUREMENT]
-        found = hits_of(served, measured)
-        sizes = [
-            sum(len(each) for each in measured if (each.sampling.temperature == 0) is greedy)
-            for greedy in (True, False)
-        ]
-        curve.append((tokens, sum(sizes), found.greedy * sizes[0] + found.sampled * sizes[1]))
+        found = hits_of(served, waiting[:TEXTS_A_MEASUREMENT])
+        curve.append((tokens, int(found.positions.sum()), float(found.hits.sum())))
         waiting.clear()
         began = time.process_time()
         trainer.step()
         cpu_s += time.process_time() - began
     served.load(trainer.published_matrices())
     after = hits_of(served, texts.fresh)
-    exponent, half = regret(curve, (before.fresh.greedy + before.fresh.sampled) / 2, (after.greedy + after.sampled) / 2)
+    kept = {name: hits_of(served, records) for name, records in texts.kept.items()}
+    exponent, half = regret(curve, before.fresh.share(), after.share())
     return LearningRun(
+        stream=trial.stream,
         arm=trial.arm,
         start=trial.start,
         seed=trial.seed,
         rehearsed=trial.rehearsed,
         tokens=tokens,
         steps=trainer.state.step,
-        before=before.fresh,
-        after=after,
-        kept_before=before.kept,
-        kept_after={name: hits_of(served, records) for name, records in texts.kept.items()},
+        before=before.fresh.shares(),
+        after=after.shares(),
+        error=after.errors_of_change(before.fresh),
+        kept_before={name: hits.shares() for name, hits in before.kept.items()},
+        kept_after={name: hits.shares() for name, hits in kept.items()},
+        kept_errors={name: hits.errors_of_change(before.kept[name]) for name, hits in kept.items()},
         curve=thinned(curve),
         exponent=None if exponent is None else round(exponent, 3),
         half_gain_tokens=half,
@@ -124,12 +106,12 @@ def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Befo
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Before:
-    """HitShares of a drafter before it learns."""
+    """Hits of a drafter before it learns."""
 
-    fresh: HitShares
-    kept: Mapping[str, HitShares]
+    fresh: TextHits
+    kept: Mapping[str, TextHits]
 
 
 def measure_start(package: str, texts: StreamTexts) -> Before:
