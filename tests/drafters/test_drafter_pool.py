@@ -673,7 +673,7 @@ def test_an_offer_that_is_not_what_its_manifest_says_is_left_out(offered, caplog
         search.named(("far",), "")
 
 
-OLD, NEW, STEERED = "1" * 12, "2" * 12, "3" * 12
+OLD, NEW, STEERED, NEXT, FOREIGN = (digit * 12 for digit in "12345")
 
 
 @pytest.fixture
@@ -681,9 +681,12 @@ def on_trial(tmp_path):
     """A current version of one drafter and others at a share of the edges; returns the search of one edge."""
     server = tmp_path / "server"
     versions = {}
-    for version, steered in ((OLD, False), (NEW, False), (STEERED, True)):
+    foreign = STEERING_MANIFEST | {"projection": "f" * 12}
+    changes = {NEXT: {"sequence": 1}, FOREIGN: {"sequence": 1, "steering": foreign}}
+    for version, steered in ((OLD, False), (NEW, False), (STEERED, True), (NEXT, True), (FOREIGN, True)):
         (server / version).mkdir(parents=True)
-        versions[version] = package(server / version, "far", steered=steered, version=version)
+        changed = changes.get(version, {})
+        versions[version] = package(server / version, "far", steered=steered, version=version, **changed)
     folders = {file.sha256: one.folder for one in versions.values() for file in one.files}
 
     def offer(version: str, share: float) -> DrafterManifest:
@@ -731,9 +734,21 @@ def test_an_edge_outside_the_share_and_one_without_a_name_try_nothing(on_trial):
     assert [one.name for one in on_trial((OLD, 0.0), (NEW, 1.0), edge="").named(("far",), "")] == ["far"]
 
 
-def test_a_steered_version_is_not_tried_since_no_vectors_would_reach_it(on_trial):
+def test_a_version_that_is_steered_is_not_tried_beside_one_that_is_not(on_trial):
     assert [one.name for one in on_trial((OLD, 0.0), (STEERED, 1.0)).named(("far",), "")] == ["far"]
     assert [one.name for one in on_trial((STEERED, 0.0), (NEW, 1.0)).named(("far",), "")] == ["far"]
+
+
+def test_a_steered_drafter_and_its_next_version_draft_unsteered_until_that_is_current(on_trial):
+    trial = on_trial((STEERED, 0.0), (NEXT, 1.0)).named(("far",), "")
+    assert [one.version for one in trial] == [STEERED, NEXT]
+    published = on_trial((NEXT, 0.0), (STEERED, 1.0)).named(("far",), "")
+    assert [one.version for one in published] == [NEXT], "the former version would keep it unsteered for good"
+    for found, steered in ((trial, None), (published, 0)):
+        pool = DrafterPool(found, limit_bytes=1e9)
+        assert (pool.steered, pool.steering) == (steered, None if steered is None else found[0].steering)
+        pool.close()
+    assert [one.version for one in on_trial((STEERED, 0.0), (FOREIGN, 1.0)).named(("far",), "")] == [STEERED]
 
 
 def test_a_version_on_trial_that_cannot_be_fetched_leaves_the_current_one(on_trial, tmp_path, caplog):

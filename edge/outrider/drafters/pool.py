@@ -21,6 +21,7 @@ from pathlib import Path
 
 from outrider.drafters.packages import DrafterPackage, SteeringShape
 from outrider.drafters.protocol import Drafter, steering_of
+from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
@@ -174,8 +175,13 @@ class DrafterPool:
 
     @property
     def steered(self) -> int | None:
-        """Index of the first drafter that takes steering vectors; None: there is none."""
-        return next((index for index, member in enumerate(self._members) if member.steering is not None), None)
+        """Index of the first drafter that takes steering vectors; None: there is none, or a version of it is on trial.
+
+        Both versions draft unsteered then, so that their hits compare.
+        """
+        index = next((index for index, member in enumerate(self._members) if member.steering is not None), None)
+        tried = any(member.steering is not None and ON_TRIAL in member.name for member in self._members)
+        return None if tried else index
 
     @property
     def steering(self) -> SteeringShape | None:

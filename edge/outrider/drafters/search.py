@@ -1,6 +1,7 @@
 """Search for the drafters that a list names, by their manifests: nothing else is fetched, checked or loaded yet.
 
-An offer that is on trial drafts beside the current version of its name, at a share of the edges (`on_trial_here`).
+An offer that is on trial drafts beside the current version of its name, at a share of the edges (`on_trial_here`). As
+long as that is a steered drafter, these edges ask for no vectors: those of one version say nothing of another's hits.
 `ngram` stands for n-grams of the text itself, `retrieval` for copies of what the edge has, a name with a slash or of a
 folder for a package there, and any other name for a drafter that the coordinator offers, or else for an embedded one.
 """
@@ -116,10 +117,10 @@ class DrafterSearch:
         return self._member(read_manifest(folder), partial(load_package, folder))
 
     def _trials_of(self, current: Member, tokenizer_sha256: str) -> list[Member]:
-        """Return the versions of a plain drafter that this edge tries beside it, without those that cannot be had."""
+        """Return the versions of a drafter that this edge tries beside it, without those that cannot be had."""
         found = []
         for offer in self._on_trial:
-            if current.package is None or current.steering is not None or offer.name != current.name:
+            if current.package is None or offer.name != current.name:
                 continue
             try:
                 one = self._offered(offer, trial_name(offer.name, offer.version))
@@ -127,7 +128,7 @@ class DrafterSearch:
                 log.warning("not trying version %s of the drafter %s: %s", offer.version, offer.name, error)
                 continue
             fits = one.package is not None and one.package.tokenizer_sha256 == tokenizer_sha256
-            if fits and one.steering is None:  # one that is steered compares with none that is not
+            if fits and one.package is not None and _compares(one.package, current.package):
                 found.append(one)
         return found
 
@@ -142,6 +143,16 @@ class DrafterSearch:
             return OnnxDrafter(check(), threads=self._threads, name=name)
 
         return Member(name or package.name, package.version, package.graph_bytes, load, package.steering, package)
+
+
+def _compares(version: DrafterPackage, current: DrafterPackage) -> bool:
+    """Return whether both can be compared here, where a trial leaves steering off for both (`DrafterPool.steered`).
+
+    A steered drafter is tried only until it is published: tried beside it, the former version would keep it unsteered.
+    """
+    if version.steering is None or current.steering is None:
+        return version.steering is current.steering
+    return version.steering.projection == current.steering.projection and version.sequence > current.sequence
 
 
 def on_trial_here(offer: DrafterManifest, edge: str) -> bool:
