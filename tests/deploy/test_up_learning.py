@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from outrider.deploy import servers
+from outrider.cloud.learning import actor
+from outrider.cloud.learning.settings import TrainerSettings
+from outrider.coordinator import ray_cluster
+from outrider.coordinator.catalogue import Catalogue
+from outrider.deploy import cluster, servers
 from outrider.deploy.cli import parse
-from outrider.deploy.cluster import LocalCluster
+from outrider.deploy.cluster import LocalCluster, catalogue_folders
+from outrider.drafters import find_package
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,7 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
     asked = []
 
     @asynccontextmanager
-    async def cluster(config, *, verifiers, coordinator, trainer) -> AsyncIterator[LocalCluster]:
+    async def running(config, *, verifiers, coordinator, trainer) -> AsyncIterator[LocalCluster]:
         asked.append((config.learn, trainer))
         yield LocalCluster("127.0.0.1:7000", {}, {})
 
@@ -31,7 +38,7 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
 
     (tmp_path / "keys.toml").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(servers, "local_cluster", cluster)
+    monkeypatch.setattr(servers, "local_cluster", running)
     monkeypatch.setattr(servers, "until_stopped", at_once)
     assert servers.up(parse(["up", *options, "--learn-folder", "here", "--learn-loss", "opd"])) == 0
     ((learns, trainer),) = asked
@@ -41,3 +48,38 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
     else:
         assert trainer is None
     assert ("--share-texts" in capsys.readouterr().out) is learns
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A drafter of one's own, in a folder."""
+    package = Path(shutil.copytree(find_package("general").folder, tmp_path / "mine"))
+    manifest = json.loads((package / "manifest.json").read_text()) | {"name": "mine"}
+    (package / "manifest.json").write_text(json.dumps(manifest))
+    return package
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of a folder", "embedded"])
+def test_edges_are_offered_the_drafter_that_learning_begins_with(own: bool, mine: Path, tmp_path: Path) -> None:
+    trainer = TrainerSettings(drafter=str(mine) if own else "code", folder=tmp_path / "learned")
+    catalogue = Catalogue(catalogue_folders((), trainer))
+    catalogue.rescan()
+    offered = [manifest.name for manifest in catalogue.manifests]
+    assert ("mine" in offered) is own
+    assert offered.count("code") == 1
+    assert not catalogue.refused
+    without = Catalogue(catalogue_folders((), None))
+    without.rescan()
+    assert "mine" not in [manifest.name for manifest in without.manifests]
+
+
+def test_a_trainer_says_which_folders_its_coordinator_needs(mine: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ray_cluster, "connect_ray", lambda _: None)
+    monkeypatch.setattr(actor, "start_trainer_actor", lambda *_, **__: None)
+    monkeypatch.setattr(cluster, "wait_until_loaded", lambda *_: {"drafter": "mine", "steps": 0})
+    line = ["trainer", "--learn-drafter", str(mine), "--learn-folder", str(tmp_path / "learned")]
+    assert servers.trainer(parse(line)) == 0
+    learned = tmp_path / "learned" / "drafters"
+    assert f"--drafters {mine} {learned}\n" in capsys.readouterr().out
+    assert servers.trainer(parse(["trainer", "--learn-folder", str(tmp_path / "learned")])) == 0
+    assert f"--drafters {learned}\n" in capsys.readouterr().out, "a coordinator has the embedded ones"

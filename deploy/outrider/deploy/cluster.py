@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,11 +70,8 @@ async def local_cluster(
 
     secret = secrets.token_bytes(SECRET_BYTES)
     asked = {"listen": "127.0.0.1:0", **(coordinator or {})}
-    drafters = (embedded_drafters(), *asked.pop("drafters", ()))
+    drafters = catalogue_folders(asked.pop("drafters", ()), trainer)
     if trainer is not None:
-        from outrider.cloud.learning.learner import drafters_folder
-
-        drafters = (*drafters, drafters_folder(trainer))
         trainer = replace(trainer, folder=drafters[-1].parent)
     coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
     verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
@@ -106,6 +103,27 @@ async def local_cluster(
             await server.stop()
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+def catalogue_folders(more: Sequence[Path], trainer: TrainerSettings | None) -> tuple[Path, ...]:
+    """Return the folders of drafters that a cluster offers: the embedded ones, `more`, and those of a trainer.
+
+    A trainer has its versions and, unless that is embedded, the drafter that it began with. Without the latter no edge
+    could draft with what is to be improved, and the first version would be current at once.
+
+    Raises:
+        NotFound: there is no drafter to train on.
+    """
+    from outrider.drafters.packages import find_folder
+
+    folders = (embedded_drafters(), *more)
+    if trainer is None:
+        return folders
+    from outrider.cloud.learning.learner import drafters_folder
+
+    parent = find_folder(trainer.drafter).resolve()
+    own = () if parent.parent == embedded_drafters() else (parent,)
+    return (*folders, *own, drafters_folder(trainer))
 
 
 def _start_trainer(model: str, trainer: TrainerSettings, here: Any) -> Any:

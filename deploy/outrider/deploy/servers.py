@@ -12,7 +12,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
-from outrider.deploy.cluster import embedded_drafters, local_cluster
+from outrider.deploy.cluster import catalogue_folders, embedded_drafters, local_cluster
 from outrider.deploy.commands.serving import (
     ActorSettings,
     FixedVerifierSettings,
@@ -163,7 +163,8 @@ def trainer(given: Given) -> int:
     actor = start_trainer_actor(model, settings, ray_options={"num_cpus": cluster.cpus}, **given.logging)
     info = wait_until_loaded(f"trainer of {model}", actor)
     print(f"trainer of {info['drafter']} for {model}, after {info['steps']} steps; versions in {folder}", flush=True)
-    print(f"give the coordinator --drafters {folder}", flush=True)
+    _, *folders = catalogue_folders((), settings)  # a coordinator has the embedded ones
+    print(f"give the coordinator --drafters {' '.join(map(str, folders))}", flush=True)
     return 0
 
 
