@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import HERE, TARGET, VerifierConfig
-from outrider.cloud.learning.settings import LOSS_NAMES, REHEARSED
+from outrider.cloud.learning.settings import LOSS_NAMES, REHEARSED, TrainerSettings
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
@@ -384,6 +384,29 @@ class LearnBenchSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnDemoSettings(Settings):
+    """A cluster that learns, and an edge that decodes texts of one domain over an emulated link."""
+
+    stream: Path = option(
+        REQUIRED, "file of the domain to decode, as for `outrider train drafter`", metavar="FILE", positional=True
+    )
+    texts: int = option(400, "texts that the edge decodes", check=at_least(1))
+    every: int = option(50, "texts of a line of the table", check=at_least(1))
+    fresh: int = option(
+        32, "texts to measure on afterwards, with the first drafter and the newest, in turn", check=at_least(2)
+    )
+    max_tokens: int = option(64, "tokens per text", check=at_least(1))
+    sessions: int = option(4, "texts decoded at once", check=at_least(1))
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    rtt: float = option(10.0, "round-trip time of the link, ms", check=at_least(0))
+    up: float = option(20.0, "rate from the edge, Mbit/s; 0: no limit", check=at_least(0))
+    down: float = option(100.0, "rate to the edge, Mbit/s; 0: no limit", check=at_least(0))
+    json: Path | None = option(None, "file to write the record to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings(Settings):
     """Training of length rules on recorded traces."""
 
@@ -442,4 +465,14 @@ ENDS = Command("outrider.bench.benchmark.ends:ends", (part(EndsSettings), _PRICE
 COSTS = Command("outrider.bench.benchmark.costs:costs", (part(CostSettings),))
 CAPACITY = Command("outrider.bench.capacity.command:capacity", (part(CapacitySettings),))
 LEARN_BENCH = Command("outrider.bench.learning.command:learn_bench", (part(LearnBenchSettings),))
+LEARN_DEMO = Command(
+    "outrider.bench.learning.live:learn_demo",
+    (
+        part(LearnDemoSettings),
+        part(TrainerSettings),
+        loaded("target", "threads", threads=1),
+        part(VerifierConfig, "steering"),
+        part(EdgeConfig, "steering"),
+    ),
+)
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

@@ -95,6 +95,9 @@ COMMANDS = {
     "learn-bench": Entry(
         "measure how drafters improve on streams of texts, by loss", f"{MEASURING}:LEARN_BENCH", "learn_bench"
     ),
+    "learn-demo": Entry(
+        "watch an edge become faster beside a cluster that learns from it", f"{MEASURING}:LEARN_DEMO", "learn_demo"
+    ),
     "compare": Entry("measure the block efficiency of drafters", f"{MEASURING}:COMPARE"),
     "traces": Entry("record which drafts would hit, and replay them over any link"),
     "traces record": Entry(

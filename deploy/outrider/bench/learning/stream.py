@@ -69,7 +69,7 @@ class StreamWriter:
             return read_records(path)
         records: list[LessonRecord] = []
         began = time.monotonic()
-        for text in TextWriter(self._target(plan), at_once=AT_ONCE).stream(self._requests(corpus, plan)):
+        for text in TextWriter(self._target(plan), at_once=AT_ONCE).stream(self.requests(corpus, plan)):
             if text.logits is not None:  # they are kept where texts are streamed
                 records.append(self._record(text, text.logits.log_softmax(-1), prompt_class))
             if len(records) % AT_ONCE == 0:
@@ -86,7 +86,8 @@ class StreamWriter:
             self._model = Target(model.eval(), "{}", kv_tokens=room, page_size=PAGE)
         return self._model
 
-    def _requests(self, corpus: Path, plan: StreamPlan) -> Sequence[TextRequest]:
+    def requests(self, corpus: Path, plan: StreamPlan) -> Sequence[TextRequest]:
+        """Return what the texts of a plan are asked for with; the target need not be loaded."""
         tokenizer = load_tokenizer(self._source)
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         domain = load_domain(corpus, tokenizer.backend_tokenizer, bos=bos, eos=eos, cache=self._folder)

@@ -80,7 +80,7 @@ UP = Command(
         ),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
-        part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
+        part(VerifierConfig, TARGET, "min_step_s", ENGINE, HERE, LEARNING),
         part(TrainerSettings),
     ),
 )
