@@ -393,7 +393,7 @@ class LearnDemoSettings(Settings):
     texts: int = option(400, "texts that the edge decodes", check=at_least(1))
     every: int = option(50, "texts of a line of the table", check=at_least(1))
     fresh: int = option(
-        32, "texts to measure on afterwards, with the first drafter and the newest, in turn", check=at_least(2)
+        32, "texts to measure on afterwards, with the first drafter and the current version, in turn", check=at_least(2)
     )
     max_tokens: int = option(64, "tokens per text", check=at_least(1))
     sessions: int = option(4, "texts decoded at once", check=at_least(1))

@@ -32,7 +32,7 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import MANIFEST, DrafterPackage, find_package, read_manifest
+from outrider.drafters.packages import MANIFEST, DrafterPackage, find_package, load_package, read_manifest
 from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Completion, EdgeConfig
 from outrider.edge.control import CoordinatorClient
@@ -101,6 +101,13 @@ class _Watch:
         ]
         return sorted(found, key=lambda version: version.sequence)
 
+    async def current(self) -> DrafterPackage:
+        """Return the package of the version that edges draft with now."""
+        found = (each.sequence for each in await self._versions() if each.state == "current")
+        if sequence := next(found, 0):
+            return load_package(self.learned / "drafters" / self.package.name / str(sequence))
+        return self.package
+
     def _trainer(self) -> dict[str, Any]:
         """Return the state in the trainer's newest checkpoint; empty: there is none yet."""
         newest = max(self.learned.glob("checkpoint-*/state.json"), default=None)
@@ -137,7 +144,7 @@ async def _run(given: Given, options: LearnDemoSettings, trainer: TrainerSetting
         async with _cluster(given, Path(place)) as coordinator, LinkProcess(coordinator, shape) as link:
             edge = given(EdgeConfig, coordinator=link.address, drafter=package.name, share_texts=True)
             edge = replace(edge, cache=Path(place) / "edge")
-            measuring = replace(edge, share_texts=False, cache=Path(place) / "measuring")
+            measuring = replace(edge, share_texts=False)
             carried = await link.counters()
             control = CoordinatorClient(coordinator)
             watch = _Watch(package, trainer.folder.resolve(), edge.cache, control)
@@ -145,10 +152,11 @@ async def _run(given: Given, options: LearnDemoSettings, trainer: TrainerSetting
             async for window in _windows(edge, stream, options, watch):
                 windows.append(window)
                 console.print(f"{window.served} tokens: {_said(window.decoded)}")
-            await control.close()
             ended = await link.counters()
             await asyncio.sleep(REST_S)
-            before, after = await _compared(measuring, OnnxDrafter(package, threads=edge.threads), fresh)
+            drafters = [OnnxDrafter(each, threads=edge.threads) for each in (package, await watch.current())]
+            before, after = await _compared(measuring, drafters, fresh)
+            await control.close()
     return LearningDemo(
         command=command_line(),
         target=target,
@@ -211,14 +219,14 @@ def up_options(given: Given) -> Iterator[str]:
 
 
 async def _compared(
-    config: EdgeConfig, first: Drafter, requests: Sequence[TextRequest]
+    config: EdgeConfig, drafters: Sequence[Drafter], requests: Sequence[TextRequest]
 ) -> tuple[list[DecodedText], list[DecodedText]]:
-    """Decode the requests by an edge with the first drafter and by one with what is offered now, in turn.
+    """Decode the requests by an edge with the first of two drafters and by one with the other, in turn.
 
     So both see the same load of the machine. The first requests only warm the edges up.
     """
     texts: tuple[list[DecodedText], list[DecodedText]] = [], []
-    async with Client(config, drafters=(first,)) as before, Client(config) as after:
+    async with Client(config, drafters=drafters[:1]) as before, Client(config, drafters=drafters[1:]) as after:
         for number, request in enumerate(requests):
             for place in (0, 1) if number % 2 else (1, 0):
                 result = await (before, after)[place].complete(request.prompt, request.sampling)

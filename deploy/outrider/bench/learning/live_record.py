@@ -74,8 +74,8 @@ class LearningDemo:
     """One run.
 
     Attributes:
-        before, after: the same fresh texts, one at a time, with the drafter that learning began with and with what was
-            offered after the stream, in turn.
+        before, after: the same fresh texts, one at a time, with the drafter that learning began with and with the
+            version that was current after the stream, in turn.
         identical: those of them whose tokens were the same both times.
         uplink_bytes, downlink_bytes: bytes that the link has carried for the stream.
     """
