@@ -21,7 +21,7 @@ from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.packages import LearnedFrom, sha256_of
 from outrider.drafters.pool import DrafterPool
 from outrider.drafters.tensor_file import write_tensors
-from outrider.edge import Client, EdgeConfig, preparation
+from outrider.edge import Client, Completion, EdgeConfig, preparation
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
@@ -44,15 +44,15 @@ class Listening(Observer):
             self.named.append((frame.drafter, frame.drafter_version))
 
 
-def publish(catalogue: Path, sequence: int) -> str:
-    """An update of the embedded drafter that changes its head a little, at random; return its version."""
-    parent = find_package("general")
+def publish(catalogue: Path, sequence: int, name: str = "general") -> str:
+    """An update of an embedded drafter that changes its head a little, at random; return its version."""
+    parent = find_package(name)
     rng = np.random.default_rng(sequence)
     rows, columns = weights_of(parent)[HEAD].shape
     a, b = rng.standard_normal((8, columns)) / columns, rng.standard_normal((rows, 8)) * 0.3
     folder = write_adapter_package(
         parent.folder,
-        catalogue / f"general-{sequence}",
+        catalogue / f"{name}-{sequence}",
         {HEAD: (a, b)},
         sequence=sequence,
         learned_from=LearnedFrom(1000, 8, {"code": 1000}),
@@ -79,10 +79,10 @@ async def states(control: CoordinatorClient) -> dict[str, str]:
     return {version.version: version.state for version in (await control.status()).versions}
 
 
-async def prove(control: CoordinatorClient, current: str, candidate: str) -> None:
+async def prove(control: CoordinatorClient, current: str, candidate: str, name: str = "general") -> None:
     """Report texts of other edges in which the candidate hits more, until it takes the current one's place."""
     for edge in range(100):
-        hits = (DrafterHits("general", current, 50, 100), DrafterHits("general", candidate, 70, 100))
+        hits = (DrafterHits(name, current, 50, 100), DrafterHits(name, candidate, 70, 100))
         await control.report(SessionReport("s", "reference", "verifier", edge=str(edge), drafter_hits=hits))
         if (await states(control))[candidate] == "current":
             return
@@ -212,6 +212,59 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
         reports = [report for report in (await control.status()).recent if report.drafter and not report.edge.isdigit()]
         said = [report.drafter_version for report in reports]
         assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"
+        await control.close()
+        await coordinator.stop(0)
+        await verifier.stop(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_a_steered_drafter_goes_without_vectors_while_its_next_version_is_on_trial(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
+    catalogue = tmp_path / "drafters"
+    catalogue.mkdir()
+    tokenizer_json = tokenizer_file.read_text()
+
+    async def main() -> None:
+        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
+        config = CoordinatorConfig(
+            lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(catalogue,), poll_s=0.05
+        )
+        coordinator = CoordinatorServer(config)
+        where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
+        control = CoordinatorClient(where["coordinator"])
+
+        async def text(client: Client) -> Completion:
+            return await client.complete(PROMPT, max_tokens=48, temperature=1.0, seed=5)
+
+        async with Client(EdgeConfig(**where, drafter="none")) as client:
+            alone = await text(client)
+        current = publish(catalogue, 1, "swift")
+        async with Client(EdgeConfig(**where, drafter="swift", steering="on")) as client:
+
+            def versions() -> tuple[str, ...]:
+                assert client.ready is not None
+                assert client.ready.drafters is not None
+                return client.ready.drafters.versions
+
+            await until(lambda: versions() == (current,))
+            steered = await text(client)
+            assert steered.statistics.steered_jobs > 0
+            candidate = publish(catalogue, 2, "swift")
+            await until(lambda: versions() == (current, candidate))
+            await until(lambda: client.ready.drafters.loaded(1) is not None)
+            tried = await text(client)
+            assert not tried.statistics.steered
+            (said,) = [each for each in (await control.status()).versions if each.version == candidate]
+            assert (said.state, said.texts) == ("candidate", 1), "hits of both were reported"
+            await prove(control, current, candidate, "swift")
+            await until(lambda: versions() == (candidate,))
+            taken = await text(client)
+            assert taken.statistics.steered_jobs > 0
+            assert alone.ids == steered.ids == tried.ids == taken.ids
         await control.close()
         await coordinator.stop(0)
         await verifier.stop(0)
