@@ -41,7 +41,7 @@ from outrider.proto.errors import ConfigError, Unavailable
 END_WITHIN_S = 60.0
 REST_S = 15.0  # for steps of training that the stream's last texts allow
 WARM_UP_TEXTS = 2  # before a measurement, so that an edge knows link, verifier and drafter
-WINDOW_HEADINGS = ("texts", "served", "s", "tok/s", "tok/step", "T=0", "T=1", "steps", "version", "fetched")
+WINDOW_HEADINGS = ("texts", "served", "s", "tok/s", "tok/step", "T=0", "T=1", "steps", "version", "cache")
 
 
 DecodedText = tuple[TextRequest, Completion]
@@ -79,7 +79,7 @@ class _Watch:
             decoded=decoded_texts([(text.request, text.result) for text in served]),
             ended_s=round(served[-1].ended - since, 2),
             served=tokens,
-            fetched_bytes=sum(files.values()),  # a cache links equal files
+            cached_bytes=sum(files.values()),  # a cache links equal files
             steps=trainer.get("step", 0),
             candidates=trainer.get("counts", {}).get("candidates", 0),
             published=trainer.get("counts", {}).get("versions", 0),
@@ -310,7 +310,7 @@ def grids(record: LearningDemo) -> list[Grid]:
             f"{window.decoded.sampled:.3f}",
             str(window.steps),
             " ".join(f"{each.sequence} {each.state}" for each in window.versions if each.state != "retired"),
-            f"{window.fetched_bytes / 1e3:.0f} kB",
+            f"{window.cached_bytes / 1e3:.0f} kB",
         ]
         for window in record.windows
     ]

@@ -54,7 +54,7 @@ class ServingWindow:
     Attributes:
         ended_s: time of its end after the stream's beginning.
         served: tokens of the stream until then.
-        fetched_bytes: bytes of drafters that the edge has fetched until then.
+        cached_bytes: bytes of drafters and tokenizers that the edge holds then, each file once.
         steps, candidates, published: those of the trainer, by its newest checkpoint.
         versions: states at the window's end.
     """
@@ -62,7 +62,7 @@ class ServingWindow:
     decoded: DecodedTexts
     ended_s: Metric
     served: Count
-    fetched_bytes: Count
+    cached_bytes: Count
     steps: Count
     candidates: Count
     published: Count
