@@ -739,7 +739,7 @@ def test_a_version_that_is_steered_is_not_tried_beside_one_that_is_not(on_trial)
     assert [one.name for one in on_trial((STEERED, 0.0), (NEW, 1.0)).named(("far",), "")] == ["far"]
 
 
-def test_a_steered_drafter_and_its_next_version_draft_unsteered_until_that_is_current(on_trial):
+def test_a_steered_drafter_and_the_next_draft_unsteered_while_they_are_compared(on_trial):
     trial = on_trial((STEERED, 0.0), (NEXT, 1.0)).named(("far",), "")
     assert [one.version for one in trial] == [STEERED, NEXT]
     published = on_trial((NEXT, 0.0), (STEERED, 1.0)).named(("far",), "")

@@ -23,7 +23,7 @@ TEXTS = 60
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_a_version_that_hits_less_is_not_published_and_is_retired_where_it_is_planted(tmp_path: Path, prompts) -> None:
+def test_a_version_that_hits_less_is_not_published_and_where_planted_is_retired(tmp_path: Path, prompts) -> None:
     """The rate of learning is so high that two steps spoil every matrix, though none so much that it is refused."""
     import ray
 
