@@ -59,8 +59,11 @@ class Caller:
     async def __call__(self, method: str, *request: Any) -> Any:
         return DECODERS[method](await self.raw(method, ENCODERS[method](*request)))
 
-    async def stream(self, method: str, *request: Any) -> AsyncIterator[Any]:
-        call = self.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/{method}")(ENCODERS[method](*request), timeout=5)
+    async def stream(
+        self, method: str, *request: Any, metadata: tuple[tuple[str, str], ...] = ()
+    ) -> AsyncIterator[Any]:
+        stream = self.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/{method}")
+        call = stream(ENCODERS[method](*request), timeout=5, metadata=metadata)
         try:
             async for data in call:
                 yield DECODERS[method](data)

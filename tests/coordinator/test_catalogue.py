@@ -265,8 +265,8 @@ def test_fits_keeps_drafters_with_the_same_tokenizer(tmp_path: Path) -> None:
     write_package(tmp_path / "a", name="a")
     write_package(tmp_path / "b", name="b", tokenizer_sha256="b" * 64)
     catalogue = scanned(tmp_path)
-    assert [m.name for m in catalogue.fits(TOKENIZER_SHA256)] == ["a"]
-    assert [m.name for m in catalogue.fits("")] == ["a", "b"]
+    assert [p.manifest.name for p in catalogue.fits(TOKENIZER_SHA256)] == ["a"]
+    assert [p.manifest.name for p in catalogue.fits("")] == ["a", "b"]
     assert not catalogue.fits("c" * 64)
 
 

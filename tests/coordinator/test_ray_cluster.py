@@ -12,6 +12,7 @@ import ray
 
 from outrider.cloud import actor
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.learning import actor as trainer
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster
@@ -112,8 +113,9 @@ def is_ready(info: VerifierInfo) -> bool:
     return info.state is VerifierState.READY
 
 
-def test_both_sides_agree_on_where_verifiers_are_found() -> None:
+def test_both_sides_agree_on_where_verifiers_and_trainers_are_found() -> None:
     assert (ray_cluster.NAMESPACE, ray_cluster.ACTOR_PREFIX) == (actor.NAMESPACE, actor.ACTOR_PREFIX)
+    assert (ray_cluster.NAMESPACE, ray_cluster.TRAINER_PREFIX) == (trainer.NAMESPACE, trainer.TRAINER_PREFIX)
 
 
 def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callable[[str], Any]) -> None:

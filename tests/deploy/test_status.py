@@ -78,6 +78,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
     }
     shown = as_json(cluster())
     keys = {"verifiers", "drafters", "edges", "acceptance", "versions", "leases_granted", "relay", "recent"}
+    keys |= {"own_versions", "own_keys"}
     assert set(shown) == keys
     assert shown["acceptance"][0] == {
         "model": "llama",

@@ -278,6 +278,9 @@ EXAMPLES = {
         codec.encode_status,
         codec.decode_status,
     ),
+    "status with versions of single keys": Example(
+        t.ClusterStatus((), (), 0, (), own_versions=3, own_keys=2), codec.encode_status, codec.decode_status
+    ),
     "status with a drafter beside the target": Example(
         t.ClusterStatus(
             (

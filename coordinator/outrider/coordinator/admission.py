@@ -70,6 +70,16 @@ class CallerAdmission:
             raise Unauthenticated("must be text", field="api_key")
         return Caller(self._keys.check_header(header), local)
 
+    def learning_keys(self) -> tuple[str, ...] | None:
+        """Return the names of the keys that allow learning from their texts now; None: there are no keys to ask."""
+        return tuple(key.name for key in self._keys.current() if key.learning) if self._keys is not None else None
+
+    def allows_learning(self, caller: Caller) -> bool:
+        """Return whether the caller has a key that is still valid, and allows learning from its texts now."""
+        now = self._keys.current() if self._keys is not None else ()
+        known = caller.key
+        return known is not None and any((key.sha256, key.learning) == (known.sha256, True) for key in now)
+
     def check_status(self, caller: Caller) -> None:
         """Raise `PermissionDenied` unless the caller may see the status of the fleet."""
         if caller.key is not None and not caller.key.admin:

@@ -37,12 +37,14 @@ class _Scan:
     """One scan of the folders; replaced as a whole, so that readers need no lock."""
 
     packages: tuple[Package, ...] = ()
-    content_by_sha256: Mapping[str, Content] = field(default_factory=dict)
+    contents: Mapping[str, Mapping[str, Content]] = field(default_factory=dict)  # by owner and hash
     refused: Mapping[Path, OutriderError] = field(default_factory=dict)
 
 
 class Catalogue:
     """Drafter packages below some folders, tokenizers and chat templates.
+
+    Packages with an owner, and their files, are for the edges of one API key; to others they are not there.
 
     `rescan` may run in any thread; all other methods belong to one event loop.
     """
@@ -60,12 +62,12 @@ class Catalogue:
 
     @property
     def manifests(self) -> tuple[DrafterManifest, ...]:
-        """All drafters, sorted by name, the newest version of each first."""
-        return tuple(package.manifest for package in self._scan.packages)
+        """Drafters without an owner, sorted by name, the newest version of each first."""
+        return tuple(package.manifest for package in self._scan.packages if not package.owner)
 
     @property
     def packages(self) -> tuple[Package, ...]:
-        """Their packages in the same order."""
+        """All packages in the same order."""
         return self._scan.packages
 
     @property
@@ -73,9 +75,10 @@ class Catalogue:
         """Package folders that are not served, and why."""
         return self._scan.refused
 
-    def fits(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
-        """Return the drafters with this tokenizer; empty: all drafters."""
-        return tuple(m for m in self.manifests if tokenizer_sha256 in ("", m.tokenizer_sha256))
+    def fits(self, tokenizer_sha256: str, owner: str = "") -> tuple[Package, ...]:
+        """Return the packages for all, and for this owner, that have this tokenizer; empty: any."""
+        of_owner = (package for package in self._scan.packages if package.owner in ("", owner))
+        return tuple(p for p in of_owner if tokenizer_sha256 in ("", p.manifest.tokenizer_sha256))
 
     def tokenizer(self, tokenizer_sha256: str) -> RemoteFile | None:
         """Return the file of the tokenizer with this identity, if it was added."""
@@ -102,17 +105,19 @@ class Catalogue:
         """Serve the chat template of a model; empty: it has none."""
         self._chat_templates[model] = self._keep("chat_template.json", template_json) if template_json else None
 
-    def open(self, sha256: str, offset: int) -> BinaryIO:
-        """Return a reader of the content with this hash, `offset` bytes in.
+    def open(self, sha256: str, offset: int, owner: str = "") -> BinaryIO:
+        """Return a reader of the content with this hash, for all or for this owner, `offset` bytes in.
 
         Raises:
             InvalidArgument: this is no hash, or the offset is beyond the end.
-            NotFound: no content has this hash.
+            NotFound: no content has this hash, or it is another owner's.
             DataLoss: the file was touched since it was checked.
         """
         if not SHA256.fullmatch(sha256):
             raise InvalidArgument("must be 64 hexadecimal digits", field="fetch.sha256")
-        content = self._scan.content_by_sha256.get(sha256) or self._kept.get(sha256)
+        contents = self._scan.contents
+        places = (contents.get("", {}), self._kept, contents.get(owner, {}))
+        content = next((place[sha256] for place in places if sha256 in place), None)
         if content is None:
             raise NotFound("no file with this hash is served; list the drafters again", field="fetch.sha256")
         if offset > content.size:
@@ -124,10 +129,10 @@ class Catalogue:
     def rescan(self) -> bool:
         """Scan the folders again, hashing only packages that were touched, and return whether the drafters changed."""
         with self._scanning:
-            before = self.manifests
+            before = [(package.owner, package.manifest) for package in self.packages]
             self._looked = {folder: self._look(folder) for folder in self._package_folders()}
             self._scan = _collect({folder: outcome for folder, (_, outcome) in self._looked.items()})
-            return self.manifests != before
+            return [(package.owner, package.manifest) for package in self.packages] != before
 
     async def refresh(self) -> bool:
         """Run `rescan` in a thread, and return whether the drafters changed."""
@@ -182,22 +187,22 @@ class Catalogue:
 
 
 def _collect(outcomes: Mapping[Path, Package | OutriderError]) -> _Scan:
-    packages: dict[tuple[str, str], Package] = {}
+    packages: dict[tuple[str, str, str], Package] = {}
     refused: dict[Path, OutriderError] = {}
     for folder, outcome in outcomes.items():
         if isinstance(outcome, OutriderError):
             refused[folder] = outcome
             continue
-        identity = (outcome.manifest.name, outcome.manifest.version)
+        identity = (outcome.manifest.name, outcome.manifest.version, outcome.owner)
         # Two contents under one version would make "the same drafter" differ from edge to edge.
         if packages.setdefault(identity, outcome).manifest != outcome.manifest:
-            refused[folder] = ConfigError(f"another package is already {identity}", field=folder.name)
+            refused[folder] = ConfigError(f"another package is already {identity[:2]}", field=folder.name)
             logger.warning("drafter package %s is refused: %s", folder, refused[folder])
     newest_first = sorted(packages.values(), key=_age_key, reverse=True)
     ordered = sorted(newest_first, key=lambda p: p.manifest.name)
-    contents: dict[str, Content] = {}
+    contents: dict[str, dict[str, Content]] = {}
     for package in ordered:
-        contents.update(package.content_by_sha256)
+        contents.setdefault(package.owner, {}).update(package.content_by_sha256)
     return _Scan(tuple(ordered), contents, refused)
 
 

@@ -88,6 +88,9 @@ class Cluster(Protocol):
     async def chat_template_json(self, name: str) -> str:
         """Return the chat template of that target, a JSON object; empty: it has none. Raises `NotFound`."""
 
+    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
+        """Let trainers learn for the edges of these API keys alone, named by their salts, and forget all others."""
+
     async def close(self) -> None:
         """Close connections; the verifiers go on."""
 
@@ -147,6 +150,9 @@ class StaticCluster:
     async def chat_template_json(self, name: str) -> str:
         """Return the chat template in the verifier's settings."""
         return self._require(name).chat_template_json
+
+    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
+        """Do nothing: trainers are Ray actors, and these verifiers have none."""
 
     async def close(self) -> None:
         """Close the probing channels."""

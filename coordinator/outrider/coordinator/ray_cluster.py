@@ -1,4 +1,4 @@
-"""Verifiers that are Ray actors: the only file here that imports Ray."""
+"""Verifiers and trainers that are Ray actors: the only file here that imports Ray."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "outrider"
 ACTOR_PREFIX = "outrider-verifier-"
+TRAINER_PREFIX = "outrider-trainer-"
 RETRY_S = 1.0
 TEMPLATE_TIMEOUT_S = 20.0  # transformers reads the tokenizer's files for it
 
@@ -48,12 +49,17 @@ def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
     Raises:
         Unavailable: Ray does not answer.
     """
+    return _named(ACTOR_PREFIX, namespace)
+
+
+def _named(prefix: str, namespace: str) -> tuple[str, ...]:
+    """Return the sorted names of actors behind their prefix."""
     try:
         actors = ray.util.list_named_actors(all_namespaces=True)
     except _RAY_FAILURES as error:
         raise Unavailable(f"Ray does not answer: {error}", retry_after_s=RETRY_S) from error
     names = (actor["name"] for actor in actors if actor["namespace"] == namespace)
-    return tuple(sorted(name.removeprefix(ACTOR_PREFIX) for name in names if name.startswith(ACTOR_PREFIX)))
+    return tuple(sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix)))
 
 
 class RayCluster:
@@ -115,6 +121,14 @@ class RayCluster:
         """Return the chat template of that target; empty: it has none. Raises `NotFound` or `Unavailable`."""
         return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
 
+    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
+        """Tell every trainer these owners, and wait for no answer, since the next poll tells them again.
+
+        Raises:
+            Unavailable: Ray does not answer.
+        """
+        await asyncio.to_thread(self._tell_trainers, owners)
+
     async def close(self) -> None:
         """Forget the handles; the actors and the connection to Ray stay."""
         self._asked.clear()
@@ -139,6 +153,13 @@ class RayCluster:
         self._asked = {name: ref for name, ref in waiting.items() if ref not in done}
         answers = {name: self._answer(name, ref) for name, ref in waiting.items() if ref in done}
         return {name: answer for name, answer in answers.items() if answer is not None}
+
+    def _tell_trainers(self, owners: frozenset[bytes]) -> None:
+        for model in _named(TRAINER_PREFIX, self._namespace):
+            try:
+                ray.get_actor(TRAINER_PREFIX + model, namespace=self._namespace).allow_own.remote(owners)
+            except (ValueError, *_RAY_FAILURES) as error:
+                logger.debug("the trainer of %s cannot be told its owners: %s", model, error)
 
     def _send(self, name: str, method: str) -> ray.ObjectRef[Any] | None:
         """Call a method of a verifier without waiting for its answer; None: the verifier cannot be called."""

@@ -15,10 +15,10 @@ from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
+from outrider.coordinator.offers import DrafterOffers
 from outrider.coordinator.placement import place
 from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.versions import VersionState
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -76,6 +76,7 @@ class ControlService:
         self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
         self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
         self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
+        self._offers = DrafterOffers(catalogue, self._statistics, self.admission, config.lease_secret)
         self.metrics.registry.register(
             FleetMetrics(
                 lambda: self.verifiers, lambda: len(catalogue.manifests), lambda: self._statistics.version_states
@@ -88,6 +89,7 @@ class ControlService:
         self._granted: deque[tuple[float, str]] = deque()  # (monotonic time, verifier)
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
+        self._owners: frozenset[bytes] = frozenset()
 
     @property
     def verifiers(self) -> tuple[VerifierInfo, ...]:
@@ -104,6 +106,7 @@ class ControlService:
                 return
             try:
                 self._known = await self._cluster.refresh()
+                await self._tell_owners()
             except OutriderError as error:
                 logger.warning("the cluster cannot be asked: %s", error)
             self._refreshed_s = time.monotonic()
@@ -112,12 +115,19 @@ class ControlService:
                     await self._learn_tokenizer(verifier)
                     await self._learn_chat_template(verifier)
 
+    async def _tell_owners(self) -> None:
+        """Tell the trainers which keys may have versions of their own: those that allow learning now, and no others."""
+        if (owners := self._offers.owners()) is None:
+            return
+        if owners != self._owners:
+            self._owners = owners
+            self.catalogue.wake()
+        await self._cluster.allow_own_versions(owners)
+
     async def scan_drafters(self) -> None:
         """Scan the folders of drafters, and take in what is new there."""
         await self.catalogue.refresh()
-        packages = self.catalogue.packages
-        offered = [(package.manifest.name, package.manifest.version, package.sequence) for package in packages]
-        self._note_versions(changed=self._statistics.look(offered))
+        self._note_versions(changed=self._offers.look())
 
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
         """Return a lease for one session on the most suitable verifier.
@@ -143,7 +153,7 @@ class ControlService:
             raise
         if not request.inquiry:
             self._count_grant(request, verifier, caller)
-        drafters = self._offers(verifier.tokenizer_sha256)
+        drafters = self._offers.to(caller, verifier.tokenizer_sha256)
         fitting = {(drafter.name, drafter.version) for drafter in drafters}
         relayed = self.relay_metrics is not None
         return Lease(
@@ -190,21 +200,10 @@ class ControlService:
         )
         return sign_lease(claim, self._config.lease_secret)
 
-    async def list_drafters(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
+    async def list_drafters(self, tokenizer_sha256: str, caller: Caller = ANYBODY) -> tuple[DrafterManifest, ...]:
         """Return the offered drafters with this tokenizer; empty: all. Raises `InvalidArgument`."""
         _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
-        return self._offers(tokenizer_sha256)
-
-    def _offers(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
-        """Return the drafters with this tokenizer in states in which edges take them, the current of a name first."""
-        offers = []
-        for manifest in self.catalogue.fits(tokenizer_sha256):
-            share = self._statistics.share(manifest.name, manifest.version)
-            if self._statistics.versions.state(manifest.name, manifest.version) is VersionState.CURRENT:
-                offers.append(manifest)
-            elif share:
-                offers.append(replace(manifest, share=share))
-        return tuple(sorted(offers, key=lambda offer: offer.share > 0))
+        return self._offers.to(caller, tokenizer_sha256)
 
     def _note_versions(self, *, changed: bool) -> None:
         """Tell edges that watch, and save, if the state of any version changed."""
@@ -212,9 +211,10 @@ class ControlService:
             self._unsaved = True
             self.catalogue.wake()
 
-    async def fetch(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
+    async def fetch(self, sha256: str, offset: int, caller: Caller = ANYBODY) -> AsyncGenerator[bytes, None]:
         """Read the content with this hash from `offset`, in chunks of 256 KiB at most; raises like `Catalogue.open`."""
-        with closing(await asyncio.to_thread(self.catalogue.open, sha256, offset)) as reader:
+        owner = self._offers.owner(caller)
+        with closing(await asyncio.to_thread(self.catalogue.open, sha256, offset, owner)) as reader:
             while chunk := await asyncio.to_thread(reader.read, CHUNK_BYTES):
                 yield chunk
 
@@ -223,8 +223,9 @@ class ControlService:
         models = {v.model for v in self._known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
-        served = {(drafter.name, drafter.version) for drafter in self._offers("")}
-        self._note_versions(changed=self._statistics.add(report, served, caller.tenant))
+        served = {(drafter.name, drafter.version) for drafter in self._offers.to(caller)}
+        owner = self._offers.owner(caller)
+        self._note_versions(changed=self._statistics.add(report, served, caller.tenant, owner))
         self.admission.settle(caller, report)
         self.metrics.report(report)
         self._unsaved = True
@@ -234,6 +235,8 @@ class ControlService:
         return ClusterStatus(
             verifiers=tuple(verifier.status() for verifier in self.verifiers),
             drafters=self.catalogue.manifests,
+            own_versions=self._offers.own[0],
+            own_keys=self._offers.own[1],
             leases_granted=self._statistics.leases_granted,
             recent=tuple(self._statistics.recent),
             relay=self.relay_metrics.status() if self.relay_metrics is not None else None,
@@ -263,7 +266,7 @@ class ControlService:
         finally:
             self._draining[name] -= 1
 
-    async def watch(self, tokenizer_sha256: str) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
+    async def watch(self, tokenizer_sha256: str, caller: Caller) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
         """Yield the drafters with this tokenizer (empty: all), at once and after every change.
 
         Raises:
@@ -274,7 +277,7 @@ class ControlService:
         shown: tuple[DrafterManifest, ...] | None = None
         while True:
             # No await between the comparison and `changed`, or a change could be missed.
-            now = self._offers(tokenizer_sha256)
+            now = self._offers.to(caller, tokenizer_sha256)
             if now != shown:
                 shown = now
                 yield now

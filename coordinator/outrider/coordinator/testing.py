@@ -41,6 +41,7 @@ class ScriptedCluster:
         self.reachable = True
         self.refreshes = 0
         self.drained: list[str] = []
+        self.owners: frozenset[bytes] | None = None
         self._tokenizer_json = tokenizer_json
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
@@ -66,6 +67,10 @@ class ScriptedCluster:
         """Return the chat template that all verifiers share."""
         self._require(name)
         return CHAT_TEMPLATE_JSON
+
+    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
+        """Note the owners."""
+        self.owners = owners
 
     async def close(self) -> None:
         """Do nothing."""

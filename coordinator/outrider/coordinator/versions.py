@@ -10,6 +10,10 @@ Edges say how often each version hits on the same texts, drafted by it or not. `
 alone: a candidate that is better becomes current, and one that is worse is retired; so is a current version that turns
 out worse than the former one, which then returns. A version whose drafting takes longer than the limit is retired too.
 
+A version that was learned from one key's texts has an owner. It is in a line of its own (`own_line`) with what is
+current for all, against which it is compared on the owner's texts alone, by the same rules; all edges of the owner are
+offered it, as an arm beside that.
+
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
 A false report can hold a good version back, or a bad one in place, for a while; no text depends on it.
 """
@@ -18,12 +22,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from outrider.proto.drafter_format import ON_TRIAL, published_name
 from outrider.proto.policy.sequential import PairedTest, SignTest, Verdict, candidate_error
 from outrider.proto.types import DrafterHits
 
@@ -35,10 +40,17 @@ SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
 UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
 TRIAL_S = 7 * 86400.0  # after which any other does
+MAX_OWN = 4096  # versions with an owner that are remembered
+OWN_VOTES_A_DAY = 1000  # of an edge on its key's own versions, which nobody else gets
 MAX_RETIRED = 16  # versions of a name that are remembered though they are no longer in the catalogue
 _DAY_S = 86400
 
 Classes = Callable[[str, str], Collection[int]]
+
+
+def own_line(name: str, owner: str) -> str:
+    """Return the name of the line of an owner's versions of a drafter; without owner, the drafter's name."""
+    return f"{name}{ON_TRIAL}{owner}" if owner else name
 
 
 class VersionState(StrEnum):
@@ -271,16 +283,39 @@ class DrafterVersions:
     def __init__(self, classes: Classes) -> None:
         self._classes = classes
         self._lines: dict[str, _Line] = {}
+        self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # names and versions, gone ones too
 
     def look(self, offered: Iterable[tuple[str, str, int]], now_s: float) -> list[VersionChange]:
-        """Take in the catalogue's names, versions and sequences, the newest of a name first; return what changed."""
+        """Take in the catalogue's lines, versions and sequences, the newest of a line first; return what changed.
+
+        Lines are named by `own_line`. An owner's whose versions are all gone leaves nothing.
+        """
         by_name: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for name, version, sequence in offered:
             by_name[name].append((version, sequence))
         changes: list[VersionChange] = []
-        for name, versions in by_name.items():
+        for name in [name for name in self._lines if ON_TRIAL in name and name not in by_name]:
+            changes += [VersionChange(name, version, VersionState.RETIRED) for version in self._lines[name].versions]
+            del self._lines[name]
+        for name, versions in sorted(by_name.items(), key=lambda each: ON_TRIAL in each[0]):
+            if ON_TRIAL in name:
+                self._note_own(published_name(name), versions)
+                for_all = self._lines.get(published_name(name))
+                current = for_all.one(VersionState.CURRENT) if for_all is not None else ""
+                versions += [(current, 0)] if current and current not in dict(versions) else []
             changes += self._lines.setdefault(name, _Line(name, self._classes)).look(versions, now_s)
         return changes
+
+    def _note_own(self, name: str, versions: Iterable[tuple[str, int]]) -> None:
+        for version, _ in versions:
+            self._own[name, version] = None
+            self._own.move_to_end((name, version))
+        while len(self._own) > MAX_OWN:
+            self._own.popitem(last=False)
+
+    def has_owner(self, name: str, version: str) -> bool:
+        """Return whether a version is, or was, one that only its owner may know of."""
+        return (name, version) in self._own
 
     def state(self, name: str, version: str) -> VersionState | None:
         """Return the state of a version; None: it has never been in the catalogue."""
@@ -292,13 +327,19 @@ class DrafterVersions:
         state = self.state(name, version)
         if state in (None, VersionState.WAITING, VersionState.RETIRED):
             return 0.0
-        if state is VersionState.CURRENT:
+        if state is VersionState.CURRENT or ON_TRIAL in name:
             return 1.0
         # In steps, since edges load and drop a version whenever its share changes.
         return next(share for share in (SHARE, 0.25, 0.5, 1.0) if share * edges >= MIN_EDGES or share == 1.0)
 
     def add(
-        self, hits: Iterable[DrafterHits], prompt_class: int, voter: str, now_s: float, votes_a_day: int
+        self,
+        hits: Iterable[DrafterHits],
+        prompt_class: int,
+        voter: str,
+        now_s: float,
+        votes_a_day: int,
+        owner: str = "",
     ) -> list[VersionChange]:
         """Count a text of an edge, and return what it has decided.
 
@@ -308,18 +349,23 @@ class DrafterVersions:
             voter: name of the edge; empty: unknown, and the text does not count.
             now_s: Unix time.
             votes_a_day: texts of one edge that count.
+            owner: salt of the edge's key, for versions that only it has; empty: none.
         """
         if not voter:
             return []
         of = {(each.drafter, each.drafter_version): each for each in hits}
         changes: list[VersionChange] = []
-        for line in [self._lines[name] for name in dict.fromkeys(name for name, _ in of) if name in self._lines]:
+        names = dict.fromkeys(name for name, _ in of)
+        if owner:
+            names |= dict.fromkeys(own_line(name, owner) for name in list(names))
+        for line in [self._lines[name] for name in names if name in self._lines]:
+            drafter, votes = published_name(line.name), OWN_VOTES_A_DAY if ON_TRIAL in line.name else votes_a_day
             for version in list(line.versions):
                 comparison = line.versions[version].comparison
                 if comparison is None:
                     continue
-                own, other = of.get((line.name, version)), of.get((line.name, comparison.against))
-                if own and other and _paired(own, other) and comparison.admit(voter, now_s, votes_a_day):
+                own, other = of.get((drafter, version)), of.get((drafter, comparison.against))
+                if own and other and _paired(own, other) and comparison.admit(voter, now_s, votes):
                     comparison.add(own, other, prompt_class)
                     changes += line.decide(version, now_s)
         return changes

@@ -25,6 +25,7 @@ The JSON object:
         against, texts, difference: version that it is compared with, texts so far, mean difference of hit rates
         evidence    natural log of the wealth that bets on its being better have made
         acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
+    own_versions    number of versions that the edges of one API key alone are offered; own_keys: of these keys
     leases_granted  since the coordinator started, or since its state file did
     relay           streams relayed by the coordinator (`RelayStatus`); null without a relay
     recent          newest reports (`SessionReport`, without the fields that `acceptance` sums up), newest last
@@ -123,6 +124,8 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         "edges": [_edge(edge) for edge in status.edges],
         "acceptance": [_acceptance(cell) for cell in status.acceptance],
         "versions": [_version(version) for version in status.versions],
+        "own_versions": status.own_versions,
+        "own_keys": status.own_keys,
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
         "recent": [{k: v for k, v in asdict(report).items() if k not in SUMMED_UP} for report in status.recent],
@@ -283,6 +286,8 @@ def _sums(status: ClusterStatus) -> str:
     line = f"{status.leases_granted} leases granted, {sum(v.sessions for v in status.verifiers)} sessions now"
     if status.relay is not None:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
+    if status.own_keys:
+        line += f"; {status.own_versions} versions that {status.own_keys} keys have for themselves"
     return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
 
 

@@ -118,19 +118,24 @@ class Keys:
         keys._keys = keys._file.value
         return keys
 
+    def current(self) -> tuple[Key, ...]:
+        """Return the keys, as the file has them now."""
+        if self._file is not None:
+            self._keys = self._file.if_changed() or self._keys
+        return self._keys
+
     def check(self, presented: str) -> Key:
         """Return the key whose secret is `presented`, in a time that does not depend on which one it is, if any.
 
         Raises:
             Unauthenticated: there is none.
         """
-        if self._file is not None:
-            self._keys = self._file.if_changed() or self._keys
+        keys = self.current()
         if not presented:
             raise Unauthenticated("is missing; give one with --api-key-file or OUTRIDER_API_KEY", field="api_key")
         digest = secret_sha256(presented)
         found: Key | None = None
-        for key in self._keys:
+        for key in keys:
             if hmac.compare_digest(key.sha256, digest):
                 found = key
         if found is None:

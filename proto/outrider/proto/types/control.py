@@ -307,7 +307,12 @@ class RelayStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The coordinator's whole view; `relay` is None where it relays nothing."""
+    """The coordinator's whole view; `relay` is None where it relays nothing.
+
+    Attributes:
+        own_versions: number of versions that are offered to the edges of one API key each.
+        own_keys: number of these keys.
+    """
 
     verifiers: tuple[VerifierStatus, ...]
     drafters: tuple[DrafterManifest, ...]
@@ -317,3 +322,5 @@ class ClusterStatus:
     edges: tuple[EdgeStatus, ...] = ()
     acceptance: tuple[ClassAcceptance, ...] = ()
     versions: tuple[VersionStatus, ...] = ()
+    own_versions: int = 0
+    own_keys: int = 0

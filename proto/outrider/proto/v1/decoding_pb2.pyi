@@ -673,7 +673,7 @@ class RelayStatus(_message.Message):
     def __init__(self, streams: _Optional[int] = ..., streams_total: _Optional[int] = ..., refused: _Optional[int] = ..., broken: _Optional[int] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., forward_p50_s: _Optional[float] = ..., forward_p99_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions")
+    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions", "own_versions", "own_keys")
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     LEASES_GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -682,6 +682,8 @@ class ClusterStatus(_message.Message):
     EDGES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OWN_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OWN_KEYS_FIELD_NUMBER: _ClassVar[int]
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
     leases_granted: int
@@ -690,7 +692,9 @@ class ClusterStatus(_message.Message):
     edges: _containers.RepeatedCompositeFieldContainer[EdgeStatus]
     acceptance: _containers.RepeatedCompositeFieldContainer[ClassAcceptance]
     versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
-    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
+    own_versions: int
+    own_keys: int
+    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., own_versions: _Optional[int] = ..., own_keys: _Optional[int] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
     __slots__ = ("drafter", "version", "state", "share", "why", "age_s", "against", "texts", "difference", "evidence", "acceptance", "trials")

@@ -1,0 +1,75 @@
+"""Drafters that an edge is offered: those for all, and those that are its API key's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outrider.coordinator.admission import Caller, CallerAdmission
+from outrider.coordinator.catalogue import Catalogue
+from outrider.coordinator.package import Package
+from outrider.coordinator.statistics import FleetStatistics
+from outrider.coordinator.versions import VersionState, own_line
+from outrider.proto.salts import key_salt
+from outrider.proto.types import DrafterManifest
+
+
+class DrafterOffers:
+    """The catalogue, seen by callers.
+
+    Args:
+        catalogue: packages, with their owners.
+        statistics: states of their versions.
+        admission: keys of callers.
+        lease_secret: secret by which owners are named.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, statistics: FleetStatistics, admission: CallerAdmission, lease_secret: bytes
+    ) -> None:
+        self._catalogue = catalogue
+        self._statistics = statistics
+        self._admission = admission
+        self._lease_secret = lease_secret
+
+    def look(self) -> bool:
+        """Take in what the catalogue has; return whether the state of any version changed."""
+        packages = self._catalogue.packages
+        return self._statistics.look((_line_of(p), p.manifest.version, p.sequence) for p in packages)
+
+    def to(self, caller: Caller, tokenizer_sha256: str = "") -> tuple[DrafterManifest, ...]:
+        """Return the drafters with this tokenizer in states in which edges take them, the current of a name first.
+
+        The caller's own versions are arms beside that, at all of its edges.
+        """
+        offers = []
+        for package in self._catalogue.fits(tokenizer_sha256, self.owner(caller)):
+            line, manifest = _line_of(package), package.manifest
+            share = self._statistics.share(line, manifest.version)
+            current = self._statistics.versions.state(line, manifest.version) is VersionState.CURRENT
+            if current and not package.owner:
+                offers.append(manifest)
+            elif share:
+                offers.append(replace(manifest, share=share))
+        return tuple(sorted(offers, key=lambda offer: offer.share > 0))
+
+    def owner(self, caller: Caller) -> str:
+        """Return the owner of versions that only this caller may have; empty: it may have none."""
+        if not self._admission.allows_learning(caller):
+            return ""
+        return key_salt(self._lease_secret, caller.tenant).hex()
+
+    def owners(self) -> frozenset[bytes] | None:
+        """Return the salts of all keys that may have versions of their own now; None: there are no keys to ask."""
+        names = self._admission.learning_keys()
+        return frozenset(key_salt(self._lease_secret, name) for name in names) if names is not None else None
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Number of versions that only their owners are offered, and number of these owners."""
+        packages = [p for p in self._catalogue.packages if p.owner]
+        offered = [p.owner for p in packages if self._statistics.share(_line_of(p), p.manifest.version)]
+        return len(offered), len(set(offered))
+
+
+def _line_of(package: Package) -> str:
+    return own_line(package.manifest.name, package.owner)
