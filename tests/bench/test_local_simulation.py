@@ -110,6 +110,13 @@ def test_texts_are_the_targets_own_on_a_bad_link(price) -> None:
     assert texts == own_texts(3)
 
 
+@pytest.mark.parametrize("here_s", [0.0002, 0.005])
+def test_texts_are_the_targets_own_where_sixteen_share_steps_and_thread(here_s) -> None:
+    texts, counts, _ = decode(16, here_s=here_s)
+    assert texts == own_texts(16)
+    assert sum(each.verified_here for each in counts) > 0
+
+
 @pytest.mark.parametrize("dies_after", [0, 1, 20])
 def test_a_broken_drafter_costs_no_text(dies_after) -> None:
     texts, counts, _ = decode(2, dies_after=dies_after)

@@ -51,22 +51,22 @@ def measured(step_s: float = 0.03, sessions: int = 1) -> Batching:
 
 
 def test_nobody_there_sleeps_until_something_happens() -> None:
-    assert Batching(prefill_chunk=CHUNK).plan([], 0, 5.0) == Batch(wake_at=math.inf)
+    assert Batching(prefill_chunk=CHUNK).plan([], 5.0) == Batch(wake_at=math.inf)
 
 
 def test_who_waits_for_drafts_is_looked_at_when_the_first_patience_ends() -> None:
     slots = [slot_of(now, WAIT) for now in (3.0, 2.5, 2.8)]
-    assert Batching(prefill_chunk=CHUNK).plan(slots, 3, 3.0) == Batch(wake_at=3.5)
-    batch = Batching(prefill_chunk=CHUNK).plan(slots, 3, 3.5)
+    assert Batching(prefill_chunk=CHUNK).plan(slots, 3.0) == Batch(wake_at=3.5)
+    batch = Batching(prefill_chunk=CHUNK).plan(slots, 3.5)
     assert [share.slot for share in batch.shares] == [slots[1]], "others with a patience of their own go on waiting"
 
 
 def test_drafts_at_hand_are_verified_with_the_last_committed_token() -> None:
     slot = slot_of(patience=WAIT)
     slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8)))), 0.1)
-    assert not Batching(prefill_chunk=CHUNK).plan([slot], 1, 0.1).shares
+    assert not Batching(prefill_chunk=CHUNK).plan([slot], 0.1).shares
     slot.session.on_draft(Draft(0, 5, tuple(map(DraftToken, (9, 10)))), 0.2)
-    [share] = Batching(prefill_chunk=CHUNK).plan([slot], 1, 0.2).shares
+    [share] = Batching(prefill_chunk=CHUNK).plan([slot], 0.2).shares
     assert (share.num_tokens, token_ids(share.block), share.num_rows) == (1, (7, 8, 9, 10), 5)
     assert share.only_decodes
 
@@ -75,30 +75,30 @@ def test_a_session_that_may_join_any_step_is_co_scheduled_and_never_begins_one()
     planned, due = slot_of(patience=None), slot_of()
     planned.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
     batching = measured()
-    alone = batching.plan([planned], 1, 0.0)
+    alone = batching.plan([planned], 0.0)
     assert not alone.shares
     assert 0.0 < alone.wake_at < math.inf
-    together = batching.plan([planned, due], 2, 0.0)
+    together = batching.plan([planned, due], 0.0)
     assert together.delayed
-    later = batching.plan([planned, due], 2, together.wake_at)
+    later = batching.plan([planned, due], together.wake_at)
     assert [share.slot for share in later.shares] == [due, planned]
 
 
 def test_a_step_is_delayed_only_for_drafts_that_are_worth_it() -> None:
     planned, due = slot_of(patience=None), slot_of()
     planned.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
-    batch = measured().plan([due, planned], 2, 0.0)
+    batch = measured().plan([due, planned], 0.0)
     assert batch.delayed
     assert not batch.shares
     assert MIN_DELAY_S < batch.wake_at < 0.05
     steady = slot_of(patience=None, drafting=False)
-    assert [share.slot for share in measured().plan([due, steady], 2, 0.0).shares] == [due, steady]
+    assert [share.slot for share in measured().plan([due, steady], 0.0).shares] == [due, steady]
 
 
 def test_a_step_that_reads_a_prompt_is_not_delayed() -> None:
     planned, due, reading = slot_of(patience=None), slot_of(), slot_of(unread=10)
     planned.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
-    batch = measured().plan([reading, planned, due], 3, 0.0)
+    batch = measured().plan([reading, planned, due], 0.0)
     assert [share.slot for share in batch.shares] == [due, planned, reading]
     assert batch.only_verifies
     assert not batch.only_decodes
@@ -106,12 +106,12 @@ def test_a_step_that_reads_a_prompt_is_not_delayed() -> None:
 
 def test_prompts_share_a_chunk_beside_who_decodes_and_have_more_room_alone() -> None:
     first, second, third = (slot_of(unread=n) for n in (50, 300, 9))
-    beside = Batching(prefill_chunk=CHUNK).plan([slot_of(), first, second, third], 4, 0.0)
+    beside = Batching(prefill_chunk=CHUNK).plan([slot_of(), first, second, third], 0.0)
     assert [(share.num_tokens, share.block) for share in beside.shares] == [(1, ()), (9, ()), (50, ()), (5, None)]
     assert beside.num_rows == 65
-    alone = Batching(prefill_chunk=CHUNK).plan([first, second, third], 3, 0.0)
+    alone = Batching(prefill_chunk=CHUNK).plan([first, second, third], 0.0)
     assert [(share.num_tokens, share.block) for share in alone.shares] == [(9, ()), (50, ()), (300, ())]
-    long = Batching(prefill_chunk=CHUNK).plan([slot_of(unread=2000), third], 2, 0.0)
+    long = Batching(prefill_chunk=CHUNK).plan([slot_of(unread=2000), third], 0.0)
     assert [(share.num_tokens, share.block) for share in long.shares] == [(9, ()), (MAX_PREFILL_ROWS - 9, None)]
     assert not long.only_verifies
 
@@ -127,7 +127,7 @@ def read(slots: list[Slot], batch: Batch) -> None:
 def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
     decoding, long, short = slot_of(), slot_of(unread=32000), slot_of(unread=10)
     for now in (0.0, 2 * MAX_WAIT_S):
-        batch = Batching().plan([decoding, long, short], 3, now)
+        batch = Batching().plan([decoding, long, short], now)
         assert {share.slot: share.block for share in batch.shares} == {decoding: (), short: (), long: None}
 
 
@@ -140,7 +140,7 @@ def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
         for slot in slots[-2:]:
             slot.ready_since = now
         before = long.num_uncomputed_tokens
-        read(slots, batching.plan([decoding, *slots], 1 + len(slots), now))
+        read(slots, batching.plan([decoding, *slots], now))
         late += now > MAX_WAIT_S and before - long.num_uncomputed_tokens < FIRST_PREFILL_ROWS // 2 and long in slots
         steps += 1
         assert steps < 200
@@ -154,22 +154,22 @@ def test_prompts_get_as_many_rows_as_keep_the_gap_of_those_who_decode(row_s, row
     batching = replace(measured(0.01), max_gap_s=0.05, prefill_chunk=0)
     batch = Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=999), 64, None)])
     batching.measure(batch, 0.01 + 64 * row_s, 2)
-    plan = batching.plan([slot_of(), slot_of(unread=2000)], 2, 0.0)
+    plan = batching.plan([slot_of(), slot_of(unread=2000)], 0.0)
     assert plan.shares[-1].num_tokens == pytest.approx(rows, abs=1)
     assert batching.base_s == measured(0.01).base_s, "the cost of decoding is another"
-    assert batching.plan([slot_of(unread=2000)], 1, 0.0).shares[0].num_tokens == MAX_PREFILL_ROWS, "nobody waits"
+    assert batching.plan([slot_of(unread=2000)], 0.0).shares[0].num_tokens == MAX_PREFILL_ROWS, "nobody waits"
 
 
 def test_a_few_rows_of_a_prompt_say_nothing_about_their_cost() -> None:
     batching = replace(measured(0.01), prefill_chunk=0)
     batching.measure(Batch([Share(slot_of(unread=3), 3, ())]), 0.012, 1)
-    assert batching.plan([slot_of(), slot_of(unread=2000)], 2, 0.0).shares[-1].num_tokens == FIRST_PREFILL_ROWS
+    assert batching.plan([slot_of(), slot_of(unread=2000)], 0.0).shares[-1].num_tokens == FIRST_PREFILL_ROWS
 
 
 def test_the_last_chunk_of_a_prompt_takes_the_drafts_along() -> None:
     slot = slot_of(unread=3)
     slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8)))), 0.0)
-    [share] = Batching(prefill_chunk=CHUNK).plan([slot], 1, 0.0).shares
+    [share] = Batching(prefill_chunk=CHUNK).plan([slot], 0.0).shares
     assert (share.num_tokens, token_ids(share.block), share.num_rows) == (3, (7, 8), 5)
     assert not share.only_decodes
 
@@ -183,13 +183,19 @@ def test_only_steps_that_decode_are_measured() -> None:
     assert batching.base_s == pytest.approx(0.5)
 
 
-def test_each_session_reckons_with_its_share_of_a_step() -> None:
+def test_each_session_reckons_with_the_rows_of_all() -> None:
     slot = slot_of()
     slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, tuple(range(1, 17))))), 0.0)
-    batching = replace(measured(), base_s=0.03, row_s=0.004)
-    [alone] = batching.plan([slot], 1, 0.0).shares
-    [among_many] = batching.plan([slot], 16, 0.0).shares
-    assert len(among_many.block) < len(alone.block)
+    blocks = []
+    for sessions in (1, 16):
+        batching = Batching(prefill_chunk=CHUNK)
+        for rows in (1, 2, 5, 16, 40, 80):
+            step = Batch([Share(slot_of(), 1, ()) for _ in range(rows)])
+            batching.measure(step, 0.03 + 0.001 * rows, sessions)
+        assert batching.row_s == pytest.approx(0.001 * sessions, rel=0.1)
+        [share] = batching.plan([slot], 0.0).shares
+        blocks.append(len(share.block))
+    assert blocks[1] < blocks[0], "all of them wait for a row of one"
 
 
 def test_the_rules_load_no_torch() -> None:
@@ -242,7 +248,7 @@ def test_no_step_exceeds_the_limit_and_everybody_takes_part_in_turn(rows) -> Non
     readers = [slot_of(unread=30), slot_of(unread=50)]
     took_part = dict.fromkeys([*slots, *readers], 0)
     for _ in range(100):
-        batch = batching.plan([*slots, *readers], 7, now)
+        batch = batching.plan([*slots, *readers], now)
         assert 1 <= batch.num_rows <= rows
         for share in batch.shares:
             took_part[share.slot] += 1

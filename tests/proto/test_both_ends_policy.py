@@ -69,6 +69,14 @@ def test_near_edges_take_all_the_drafting_from_a_slow_drafter_beside_the_target(
     assert beside_alone(VIEW).token_s > division.costs.token_s
 
 
+def test_many_sessions_at_one_thread_leave_the_drafting_to_edges() -> None:
+    """A drafter as quick as the edge's is a slow one where 16 sessions wait for it."""
+    alone, shared = (division_of(replace(VIEW, sharing=sharing)) for sharing in (1.0, 16.0))
+    assert shared.edge_pays
+    assert shared.costs.here_s < 0.5 * alone.costs.here_s
+    assert shared.waits_for_edge(4, committed=0, since_miss_s=0.0, view=replace(VIEW, sharing=16.0))
+
+
 def test_without_an_edge_that_drafts_all_is_drafted_here() -> None:
     division = division_of(replace(VIEW, edge_s=math.inf))
     assert division.drafts > 0
@@ -81,6 +89,12 @@ def test_a_session_waits_for_the_edge_where_that_is_cheaper() -> None:
     assert not division.waits_for_edge(1, committed=0, since_miss_s=0.006, view=VIEW), "12 ms against 4"
     assert not division.waits_for_edge(4, committed=0, since_miss_s=0.05, view=VIEW)
     assert not replace(division, edge_pays=False).waits_for_edge(4, 0, 0.006, VIEW)
+
+
+def test_fewer_drafts_pay_where_all_sessions_wait_for_the_rows_of_each() -> None:
+    alone = replace(VIEW, edge_s=math.inf, price=0.0)
+    few, many = (division_of(replace(alone, row_s=sessions * 0.001)) for sessions in (1, 16))
+    assert many.drafts < few.drafts
 
 
 @given(views)

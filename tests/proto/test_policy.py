@@ -631,8 +631,8 @@ def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:
     assert cost.seconds(160) == pytest.approx(0.16, rel=0.1), "the last slope goes on"
     assert cost.line(1) == (pytest.approx(0.03), pytest.approx(0.0, abs=1e-4))
     base_s, row_s = cost.line(16)
-    assert row_s == pytest.approx(0.001, rel=0.3)
-    assert base_s + 80 * row_s == pytest.approx(0.08, rel=0.1)
+    assert row_s == pytest.approx(16 * 0.001, rel=0.3), "of every session"
+    assert base_s + 5 * row_s == pytest.approx(0.08, rel=0.1)
 
 
 # === lingering ==================================================================================================

@@ -155,7 +155,7 @@ class Batching:
         limit: most rows of a step.
         cost: measured cost of steps that only decode.
         prefill_row_s: smoothed cost of a row of a prompt, seconds.
-        base_s, row_s: line through that cost at the present number of sessions, seconds; 0: not measured yet.
+        base_s, row_s: line through that cost, with a row of every session that runs, seconds; 0: not measured yet.
     """
 
     max_gap_s: float = 0.05
@@ -177,12 +177,11 @@ class Batching:
             rest_s = self.cost.seconds(max(1, batch.num_rows - of_prompts))
             self.prefill_row_s.add(max(0.0, seconds - rest_s) / of_prompts)
 
-    def plan(self, candidates: Iterable[CandidateT], num_sessions: int, now: float) -> Batch[CandidateT]:
+    def plan(self, candidates: Iterable[CandidateT], now: float) -> Batch[CandidateT]:
         """Return the step that should begin now, or when to look again.
 
         Args:
             candidates: sessions that could take part, longest admitted first.
-            num_sessions: number of sessions that run, whether they can take part now or not.
             now: time on the clock of the sessions' events.
         """
         due: list[CandidateT] = []
@@ -203,15 +202,15 @@ class Batching:
         if not reading and (delay_s := self._delay_s(due, co_scheduled, now)) > MIN_DELAY_S:
             return Batch(wake_at=now + delay_s, delayed=True)
         if self.limit.rows < math.inf:
-            return Batch(self._limited_shares((*due, *co_scheduled), reading, num_sessions, now))
-        return Batch(self._shares((*due, *co_scheduled), reading, num_sessions, now))
+            return Batch(self._limited_shares((*due, *co_scheduled), reading, now))
+        return Batch(self._shares((*due, *co_scheduled), reading, now))
 
-    def share_of(self, slot: CandidateT, max_tokens: int, num_sessions: int) -> Share[CandidateT]:
+    def share_of(self, slot: CandidateT, max_tokens: int) -> Share[CandidateT]:
         """Return the next `max_tokens` of a transcript, followed by the drafts where these are the last."""
         uncomputed = slot.num_uncomputed_tokens
         if uncomputed > max_tokens:
             return Share(slot, max_tokens, None)
-        return Share(slot, uncomputed, slot.session.block(self.base_s / max(1, num_sessions), self.row_s))
+        return Share(slot, uncomputed, slot.session.block(self.base_s, self.row_s))
 
     def _delay_s(self, due: Sequence[Candidate], waiting: Sequence[Candidate], now: float) -> float:
         """Return by how many seconds to delay the step, because others will have their drafts by then."""
@@ -222,12 +221,12 @@ class Batching:
         return batching_delay_s(tokens, prospects, max(self.base_s, _MIN_STEP_S))
 
     def _shares(
-        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int, now: float
+        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], now: float
     ) -> tuple[Share[CandidateT], ...]:
         """Return shares of all sessions that decode, and of prompts as far as there is room."""
-        shares = [self.share_of(slot, 1, num_sessions) for slot in decoding]
+        shares = [self.share_of(slot, 1) for slot in decoding]
         room = self._prefill_rows(sum(share.num_rows for share in shares))
-        return (*shares, *self._prompts(reading, room, num_sessions, now))
+        return (*shares, *self._prompts(reading, room, now))
 
     def _prefill_rows(self, decoding_rows: int) -> int:
         """Return the most rows of prompts in a step that also has `decoding_rows` rows of those who decode."""
@@ -240,9 +239,7 @@ class Batching:
         spare_s = self.max_gap_s - self.cost.seconds(decoding_rows)
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(spare_s / self.prefill_row_s.value)))
 
-    def _prompts(
-        self, reading: Sequence[CandidateT], room: int, num_sessions: int, now: float
-    ) -> list[Share[CandidateT]]:
+    def _prompts(self, reading: Sequence[CandidateT], room: int, now: float) -> list[Share[CandidateT]]:
         """Return shares of prompts within `room` rows, drafts aside: the shortest first.
 
         Half of the room is kept for the prompt that has waited longest, once that is longer than `MAX_WAIT_S`: short
@@ -260,12 +257,12 @@ class Batching:
         for slot in shortest_first:
             left += kept if slot is shortest_first[-1] else 0
             if left > 0:
-                shares.append(self.share_of(slot, left, num_sessions))
+                shares.append(self.share_of(slot, left))
                 left -= shares[-1].num_rows
         return shares
 
     def _limited_shares(
-        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int, now: float
+        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], now: float
     ) -> tuple[Share[CandidateT], ...]:
         """Return shares within the limit: first of those that have been due for longest, and up to half for prompts.
 
@@ -278,7 +275,7 @@ class Batching:
             self._prompts_round_up = not self._prompts_round_up
             room = min((limit + self._prompts_round_up) // 2, room)
         of_prompts: list[Share[CandidateT]] = []
-        for share in self._prompts(reading, room, num_sessions, now):
+        for share in self._prompts(reading, room, now):
             if room > 0:
                 of_prompts.append(_cut(share, room))
                 room -= of_prompts[-1].num_rows
@@ -287,7 +284,7 @@ class Batching:
         for slot in decoding:
             if left <= 0:
                 break
-            shares.append(_cut(self.share_of(slot, 1, num_sessions), left))
+            shares.append(_cut(self.share_of(slot, 1), left))
             left -= shares[-1].num_rows
         if left <= 0:
             self.limit.hold()

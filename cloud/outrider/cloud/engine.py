@@ -185,7 +185,7 @@ class Engine(EngineState):
             return batch
         except Exception:  # a defect, in one session's plan or in everybody's
             log.exception("planning failed; trying each session alone")
-        self._recovery.after_plan(lambda slot: self._batching.plan([slot], self._slots.num_running, now))
+        self._recovery.after_plan(lambda slot: self._batching.plan([slot], now))
         return Batch(wake_at=now)
 
     def _schedule(self, now: float) -> Batch[Slot]:
@@ -199,7 +199,7 @@ class Engine(EngineState):
             return Batch(wake_at=masks_by)
         asked = [slot for slot in running if slot.busy]  # too late for this step
         ready = [slot for slot in running if not (slot.backlogged or slot.busy)]
-        batch = self._batching.plan(ready, self._slots.num_running, now)
+        batch = self._batching.plan(ready, now)
         if batch.delayed and self._delayed_until <= now:
             self.metrics.batching_delays.inc()
         self._delayed_until = batch.wake_at if batch.delayed else now

@@ -65,7 +65,7 @@ class Probe:
         try:
             self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
             while session.finish is None:
-                for _, verified in self._runner.run(self._batching.plan([slot], 1, math.inf).shares).verified:
+                for _, verified in self._runner.run(self._batching.plan([slot], math.inf).shares).verified:
                     session.on_verified(verified, now)
                 slot.forget_drafts(self._backend)
         finally:
@@ -248,7 +248,7 @@ class Recovery:
 
     def _share(self, part: Part) -> Share[Slot]:
         part.slot.forget_drafts(self._backend)
-        share = self._batching.share_of(part.slot, part.max_tokens, self._slots.num_running)
+        share = self._batching.share_of(part.slot, part.max_tokens)
         return replace(share, block=share.block and share.block[: part.max_drafts])
 
 

@@ -208,7 +208,7 @@ class SimulatedVerifier:
         running = self._running()
         for slot in running:
             self._draft_here(slot)
-        batch = self.batching.plan(running, len(running), self._clock.now)
+        batch = self.batching.plan(running, self._clock.now)
         if batch.shares:
             self._begin(batch)
         elif batch.wake_at < self._alarm:

@@ -9,6 +9,8 @@ that others may need. A second of its drafting has a price in seconds of waiting
 Unless it is set, the price is the highest of `_PRICES` at which a token takes no more of its time than with a drafter
 beside the target alone, which waits for its drafts before every step and rests during it; where the edge takes no part,
 at most `ALONE` of that time, since there is nothing to win for it. It is 0 where none is so high.
+Sessions share steps and the threads that draft, and all wait for what one of them takes. So each divides as if all did
+as it does: a row takes the time of a row of every session, and a draft here that of all jobs which share its thread.
 With goal efficiency waiting is free, and cloud work a token is minimised: seconds of target steps and of drafting here.
 
 Between two misses only the end of the run is random: a step with d drafts is survived with probability a^(d+1). So the
@@ -54,12 +56,12 @@ class EndsView:
     Attributes:
         acceptance: chance that a draft agrees, given that all before it did.
         step_s: time of a step beside its rows.
-        row_s: time of a row.
+        row_s: time of a row of every session in the step.
         max_drafts: most drafts of a step.
         edge_s: time of a drafted token at the edge; infinite: it drafts nothing.
         round_trip_s: time from a commit to its answer, without drafting.
         here_s: time of a drafted token beside the target.
-        here_wait_s: time that such drafting waits for a free thread.
+        sharing: sessions at a thread of such drafting at once; each waits for the drafts of those before it, too.
         branched: share of misses whose branch the edge has sent in time, where its chain had come in time.
         branch_drafts: drafts of such a branch.
         price: seconds of waiting that a second of drafting here is worth; None: as the module says.
@@ -72,7 +74,7 @@ class EndsView:
     edge_s: float
     round_trip_s: float
     here_s: float
-    here_wait_s: float = 0.0
+    sharing: float = 1.0
     branched: float = 0.0
     branch_drafts: int = 0
     price: float | None = None
@@ -81,7 +83,7 @@ class EndsView:
     def is_like(self, other: EndsView) -> bool:
         """Return whether no measurement differs so much that another division could be better."""
         mine, theirs = (
-            (view.step_s, view.row_s, view.edge_s, view.round_trip_s, view.here_s, view.here_wait_s)
+            (view.step_s, view.row_s, view.edge_s, view.round_trip_s, view.here_s, view.here_s * view.sharing)
             for view in (self, other)
         )
         close = all(map(_is_close, mine, theirs)) and abs(self.acceptance - other.acceptance) < _LIKE_ACCEPTANCE
@@ -138,7 +140,7 @@ class Division:
             return False
         wait_s = _edge_wait_s(view, self.drafts, committed, since_miss_s)
         # Overdue drafts will not come: the edge has stopped before them.
-        return 0 < wait_s < view.here_wait_s + (1 + self.price) * lacking * view.here_s
+        return 0 < wait_s < (view.sharing + self.price) * lacking * view.here_s
 
 
 def division_of(view: EndsView) -> Division:
@@ -152,7 +154,7 @@ def division_of(view: EndsView) -> Division:
             edge_s=max(_QUICKEST_S, _coarse(view.edge_s)),
             round_trip_s=_coarse(view.round_trip_s),
             here_s=max(_QUICKEST_S, _coarse(view.here_s)),
-            here_wait_s=_coarse(view.here_wait_s),
+            sharing=_coarse(view.sharing),
             branched=round(view.branched * 10) / 10,
         )
     )
@@ -254,7 +256,7 @@ def _run(view: EndsView, division: Division, head: int) -> _Run:
                 wait_s = _edge_wait_s(view, drafts, beyond, now)
             else:
                 made_s = lacking * view.here_s
-                wait_s = view.here_wait_s + made_s
+                wait_s = view.sharing * made_s
             here = drafts
         block = min(here, view.max_drafts)
         step_s = view.step_s + (block + 1) * view.row_s + _AHEAD_S * division.ahead
@@ -265,7 +267,7 @@ def _run(view: EndsView, division: Division, head: int) -> _Run:
             branched += missed * view.branched * min(1.0, _arrived(view, now - branch_s, beyond) / block)
         committed += block + 1
         if division.ahead and not (edge and _arrived(view, now, committed - head) >= drafts):
-            made = max(0, min(drafts + 1, int(step_s / view.here_s)) - left)
+            made = max(0, min(drafts + 1, int(step_s / (view.sharing * view.here_s))) - left)
             made_s += made * view.here_s
             left += max(0, made - 1)
         seconds += survival * (wait_s + step_s)

@@ -259,7 +259,10 @@ class StepCost:
         return best
 
     def line(self, sessions: int) -> tuple[float, float]:
-        """Return base and seconds a row of the line through steps of one and of five rows a session."""
+        """Return base and seconds a row of every session, of the line through steps of one and of five such rows.
+
+        All sessions wait for the rows of each, so that one that weighs its own rows weighs those of `sessions`.
+        """
         few, many = self.seconds(sessions), self.seconds(5 * sessions)
-        row_s = (many - few) / (4 * sessions)
-        return max(0.1 * few, few - row_s * sessions), row_s
+        row_s = (many - few) / 4
+        return max(0.1 * few, few - row_s), row_s

@@ -23,7 +23,8 @@ class VerifierView:
 
     Attributes:
         acceptance: chance that a draft agrees, given that all before it did.
-        step_s: the session's share of a step beside its rows, in seconds.
+        step_s: time of a step beside its rows, in seconds.
+        row_s: time of a row of every session in the step, in seconds.
         drafting_s: time to draft one token at the edge, in seconds.
         round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting, in seconds.
         received: number of drafts that have come and follow the transcript.

@@ -74,6 +74,22 @@ class BothEnds:
             return edge, len(edge)
         return own, same
 
+    def worth_their_rows(self, row_s: float) -> int:
+        """Return how many of the chain's first drafts are worth a row of the step, which takes `row_s` seconds.
+
+        Those made while the target stepped cost nothing then, and were not weighed against it.
+        """
+        chain, of_edge = self.chain()
+        if self._fixed is not None or self._division is None:
+            return len(chain)
+        edge, own = self._received.acceptance, self.local.calibration
+        survival, token_s = 1.0, self._division.costs.token_s
+        for index, draft in enumerate(chain):
+            survival *= edge.rate if index < of_edge else own.chance(draft.confidence)
+            if survival * token_s < row_s:
+                return index
+        return len(chain)
+
     @property
     def drafts_here(self) -> bool:
         """Whether the verifier's own drafter is at work on this text."""
@@ -96,6 +112,7 @@ class BothEnds:
             self.here.waiting_s.add(waited_s)
             if done.drafts:
                 self.here.drafting_s.add((done.seconds - read_s) / len(done.drafts))
+                self.here.job_s.add(done.seconds - read_s)
         self.local.take(done)
 
     def drop(self, waited_s: float) -> None:
@@ -156,7 +173,7 @@ class BothEnds:
                 return self._propose(chain, lacking, 0.0)
             if division is None:
                 return self._propose(chain, lacking, FIRST_SURVIVAL)
-            price_s = (1 + division.price) * here_s + view.row_s
+            price_s = (self.here.num_sharing + division.price) * here_s + view.row_s
             return self._propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
         if division is None or self._fixed is not None:
             return None
@@ -196,7 +213,7 @@ class BothEnds:
             edge_s=edge_s,
             round_trip_s=view.round_trip_s,
             here_s=max(1e-6, self.here.drafting_s.value * acceptance / own),
-            here_wait_s=self.here.waiting_s.value,
+            sharing=self.here.num_sharing,
             branched=self._received.branched.rate,
             branch_drafts=round(self._received.branch_drafts.value),
             price=self.here.price,

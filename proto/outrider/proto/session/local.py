@@ -23,6 +23,7 @@ class DraftingHere:
         calibration: its hits by confidence, over all texts.
         drafting_s: time of a drafted token, in seconds.
         waiting_s: time that a job waits for a free thread, in seconds.
+        job_s: time of a job, in seconds.
     """
 
     name: str
@@ -30,6 +31,12 @@ class DraftingHere:
     calibration: Calibration = field(default_factory=Calibration)
     drafting_s: Smoothed = field(default_factory=lambda: Smoothed(FIRST_DRAFTING_S))
     waiting_s: Smoothed = field(default_factory=Smoothed)
+    job_s: Smoothed = field(default_factory=Smoothed)
+
+    @property
+    def num_sharing(self) -> float:
+        """Number of jobs that share a thread, a new one and those that it finds there: it waits for their time."""
+        return 1 + self.waiting_s.value / self.job_s.value if self.job_s.value else 1.0
 
 
 @dataclass(frozen=True, slots=True)

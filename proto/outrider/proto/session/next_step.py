@@ -87,8 +87,8 @@ class NextStep:
         """Return the drafts [k] to verify in a step now.
 
         Args:
-            step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown, verify all.
-            row_s: time of a row, in seconds.
+            step_s: time of a step beside its rows, in seconds; 0: unknown, verify all.
+            row_s: time of a row of every session in the step, in seconds.
             room: most drafts that the step can use.
             probe: whether to verify one even where none pays.
         """
@@ -97,8 +97,9 @@ class NextStep:
         pays = overtakes(view) if self.ends is None else self.ends.edge_pays
         self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
         chain, of_edge = self.chain()
-        # Drafts made here were weighed one by one when they were made.
-        limit = room if len(chain) > of_edge else min(worthwhile or int(probe), room)
+        if self.ends is not None and len(chain) > of_edge:
+            worthwhile = self.ends.worth_their_rows(row_s)
+        limit = min(worthwhile or int(probe), room)
         block = chain[: max(0, limit)]
         self.of_edge = of_edge
         # The edge's drafter is rewarded for its own drafts alone.

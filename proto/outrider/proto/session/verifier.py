@@ -210,8 +210,8 @@ class VerifierSession:
         """Return the drafts [k] to verify in a step now: no more than pay, are allowed, or the text has room for.
 
         Args:
-            step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown, verify all.
-            row_s: time of a row, in seconds.
+            step_s: time of a step beside its rows, in seconds; 0: unknown, verify all.
+            row_s: time of a row of every session in the step, in seconds: they all wait for the rows of each.
         """
         probe = self.generated % PROBE_EVERY == 0  # a rise of acceptance shows only where drafts are verified
         return self._next.block(step_s, row_s, self.max_useful_drafts, probe=probe)
@@ -243,8 +243,8 @@ class VerifierSession:
         """Return the next job for the verifier's own drafter; `ends.take` answers it, also after the text's end.
 
         Args:
-            step_s: time of a step beside its rows, in seconds; 0: unknown.
-            row_s: time of a row, in seconds.
+            step_s: as in `block`.
+            row_s: as in `block`.
             now: present time, in seconds.
             block: drafts that the step which begins now verifies; None: none begins.
         """
