@@ -156,14 +156,16 @@ def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark)
 @pytest.mark.usefixtures("_near_verifier")
 def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
     record = tmp_path / "mixed.json"
-    mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,colocated,edge,outrider")
+    modes = ["cloud", "colocated", "edge", "outrider"]
+    mixed = ("--mixed", "--replay-edges", "--sessions", "3", "--rtt", "0,20", "--modes", ",".join(modes))
     assert main(["bench", *SMALL, *mixed, "--prompts", prompt, "--json", str(record)]) == 0
     runs = from_json(Benchmark, read_text(record, "json"), "json").runs
-    assert [run.mode for run in runs] == ["cloud", "colocated", "edge", "outrider"]
+    assert [(run.mode, run.replayed) for run in runs] == [(m, replayed) for replayed in (False, True) for m in modes]
     for run in runs:
-        assert run.sessions == 3
+        assert run.sessions == len(run.session_tokens_per_second or ()) == 3
+        assert (run.tokens_per_second or 0) > 0
+    for run in runs[:4]:
         assert run.tokens == 3 * TOKENS
-        assert len(run.session_tokens_per_second or ()) == 3
         assert all(rate > 0 for rate in run.session_tokens_per_second or ())
         assert run.identical_to_cloud
         assert run.arrivals_s is None
@@ -173,6 +175,7 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
     ("arguments", "status", "says"),
     [
         (["--up", "1,2", "--rtt", "5"], 1, "up: has 2 entries where --rtt has 1"),
+        (["--replay-edges"], 1, "replay-edges: replays sessions on unlike links; give --mixed, too"),
         (["--draft-here", "off"], 1, "draft-here: is off, but colocated needs it; leave that out of --modes"),
         (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
         (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from outrider.bench.capacity import search
-from outrider.bench.capacity.crowd import Load, load_of
 from outrider.bench.capacity.record import Capacities, StepModel
 from outrider.bench.capacity.search import Bounds, Search, most_sessions, sizes_to
 from outrider.bench.record import from_json, save
 from outrider.bench.recording import CostSheet, DrafterCosts, TargetCosts
+from outrider.bench.replay.crowd import Load, load_of
 from outrider.bench.replay.optimum import colocated
 from outrider.bench.replay.traced import Policy
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
+from outrider.deploy.link.shape import LinkShape
 
 COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)
 
@@ -31,10 +33,11 @@ def trace(seed: int, tokens: int = 120, right: float = 0.8) -> HitTrace:
 
 
 TRACES = [trace(seed) for seed in range(4)]
+BOTH = Policy(here=True)
 
 
 def load(policy: Policy, sessions: int, rtt_s: float = 0.01, threads: int = 1, costs: Costs = COSTS):
-    return load_of(TRACES, costs, policy, sessions=sessions, rtt_s=rtt_s, threads=threads, seconds=1.5)
+    return load_of(TRACES, costs, policy, sessions=sessions, links=(LinkShape(rtt_s),), threads=threads, seconds=1.5)
 
 
 def test_cloud_streaming_gives_each_session_a_token_a_step() -> None:
@@ -70,6 +73,33 @@ def test_a_drafter_beside_the_target_makes_the_round_trip_unimportant() -> None:
     assert far < 0.7 * near
 
 
+def test_edges_draft_for_likely_misses_within_the_vocabulary() -> None:
+    tokens = 120
+    hits = tuple(i % 3 > 0 for i in range(tokens))
+    one = HitTrace("0", "", "general", "1", 0.0, 20, (7,) * tokens, hits, (0.5,) * tokens, runner_up=(0,) * tokens)
+    found = load_of([one], COSTS, Policy(), sessions=2, links=(LinkShape(0.01),), threads=1, seconds=1.5)
+    assert found.edge_drafting_s > 0
+
+
+def test_sessions_have_the_links_that_are_dealt_out() -> None:
+    links = (LinkShape(0.002), LinkShape(0.2))
+    found = load_of(TRACES, COSTS, Policy(), sessions=4, links=links, threads=1, seconds=1.5)
+    assert found.tokens_per_second == pytest.approx(sum(found.of_sessions) / 4)
+    assert min(found.of_sessions[::2]) > max(found.of_sessions[1::2])
+
+
+@pytest.mark.parametrize("row_ms", [0.1, 0.5, 1.0])
+def test_both_ends_are_not_slowed_by_the_rows_of_each_other(row_ms) -> None:
+    """A draft that pays in a step of its own may not pay where 16 sessions wait for its row."""
+    costs = replace(COSTS, step_s=0.012, row_s=row_ms / 1e3, min_step_s=0.03, drafting_s=4e-4, drafting_here_s=4e-4)
+    cloud, edge, both = (
+        load(policy, 16, costs=costs).tokens_per_second for policy in (Policy(drafting=False), Policy(), BOTH)
+    )
+    beside = max(load(colocated(length), 16, costs=costs).tokens_per_second for length in (1, 2, 4))
+    assert both > 1.05 * max(cloud, beside)
+    assert both > 0.95 * edge
+
+
 @pytest.mark.parametrize("guess", [1, 6, 16, 99])
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 15, 16])
 def test_the_search_finds_the_most_sessions(most: int, guess: int) -> None:
@@ -95,7 +125,7 @@ def test_a_capacity_is_the_median_of_searches_and_keeps_their_range(monkeypatch)
 
     def loaded(*_: object, sessions: int, seed: int, **more: float) -> Load:
         seconds[sessions] = more["seconds"]
-        return Load(0.01 if sessions <= held[seed] else 1.0, 40.0, 1.0, 1.0, 0.0, 0.0)
+        return Load(0.01 if sessions <= held[seed] else 1.0, 40.0, (), 1.0, 1.0, 0.0, 0.0)
 
     monkeypatch.setattr(search, "load_of", loaded)
     searched = Search(TRACES, COSTS, Bounds(0.06, math.inf, 16, 24.0, seeds=3))
@@ -107,7 +137,9 @@ def test_a_capacity_is_the_median_of_searches_and_keeps_their_range(monkeypatch)
 
 def test_another_seed_gives_sessions_other_texts_and_beginnings() -> None:
     one, same, other = (
-        load_of(TRACES, COSTS, Policy(here=True), sessions=3, rtt_s=0.01, threads=1, seconds=1.5, seed=seed)
+        load_of(
+            TRACES, COSTS, Policy(here=True), sessions=3, links=(LinkShape(0.01),), threads=1, seconds=1.5, seed=seed
+        )
         for seed in (0, 0, 1)
     )
     assert one == same

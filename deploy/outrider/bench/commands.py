@@ -63,6 +63,9 @@ class BenchSettings(Settings):
 
     sessions: int = option(1, "prompts decoded at once", check=at_least(1))
     mixed: bool = option(False, "distribute the sessions over all links at once")
+    replay_edges: bool = option(
+        False, "after --mixed, replay its modes with each edge on a machine of its own, outside the verifier's cores"
+    )
     min_step: float = option(
         0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
     )

@@ -22,6 +22,7 @@ from outrider.bench.benchmark.report import write_report
 from outrider.bench.benchmark.runs import (
     Bytes,
     costs_of,
+    costs_together,
     library_run,
     run_of,
     step_fields,
@@ -53,6 +54,7 @@ from outrider.proto.errors import ConfigError
 
 MEASURED = ("cloud", "sync", "colocated", "edge", "outrider")
 WITH_DRAFTER_HERE = ("colocated", "outrider")
+WITHOUT_EDGES = ("cloud", "colocated")  # that draft, and so take time from the steps on the same cores
 LIBRARY = ("hf-generate", "hf-assisted")
 SAMPLE_LENGTH = 4  # drafts before every step where the verifier's drafting is timed
 
@@ -90,10 +92,30 @@ class MeasuredMode:
     carried: Bytes | None = None
 
 
+def described(costs: Costs) -> str:
+    """Return the costs of steps and drafting, for a progress line."""
+    return (
+        f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, {costs.commit_s * 1e3:.1f} ms between "
+        f"steps, drafting {costs.drafting_s * 1e3:.2f} ms a token, beside the target {costs.drafting_here_s * 1e3:.2f}"
+    )
+
+
 def bench(given: Given) -> int:
     """Run `outrider bench`."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         return asyncio.run(Bench(given, Path(folder)).run())
+
+
+def drafting_here(given: Given, modes: Sequence[str]) -> dict[str, Any]:
+    """Return the verifier's settings by which it drafts where a mode needs that, with the edge's drafter."""
+    own = given.fields(VerifierConfig)
+    if own["draft_here"] == "off" or not set(WITH_DRAFTER_HERE) & set(modes):
+        if "colocated" in modes:
+            raise ConfigError("is off, but colocated needs it; leave that out of --modes", field="draft_here")
+        return {"draft_here": "off"}
+    drafter = given.fields(EdgeConfig)["drafter"]
+    named = drafter if drafter not in ("auto", "all", "none") and "," not in drafter else ""
+    return {"draft_here": "on", "draft_with": own["draft_with"] or named}
 
 
 class Bench:
@@ -108,8 +130,10 @@ class Bench:
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
-        self._config = given(VerifierConfig, **self._drafting_here(), min_step_s=options.min_step / 1e3)
+        self._config = given(VerifierConfig, **drafting_here(given, options.modes), min_step_s=options.min_step / 1e3)
         self._check_library(given.fields(EdgeConfig)["drafter"])
+        if options.replay_edges and not options.mixed:
+            raise ConfigError("replays sessions on unlike links; give --mixed, too", field="replay_edges")
         if options.json:
             check_file(options.json, "json")
         if options.report:
@@ -160,17 +184,6 @@ class Bench:
     def _drafts_here(self) -> bool:
         """Whether the verifier has a drafter of its own."""
         return self._config.draft_here == "on"
-
-    def _drafting_here(self) -> dict[str, Any]:
-        """Return the verifier's settings by which it drafts where a mode needs that, with the edge's drafter."""
-        given = self._given.fields(VerifierConfig)
-        if given["draft_here"] == "off" or not set(WITH_DRAFTER_HERE) & set(self._options.modes):
-            if "colocated" in self._options.modes:
-                raise ConfigError("is off, but colocated needs it; leave that out of --modes", field="draft_here")
-            return {"draft_here": "off"}
-        drafter = self._given.fields(EdgeConfig)["drafter"]
-        own = drafter if drafter not in ("auto", "all", "none") and "," not in drafter else ""
-        return {"draft_here": "on", "draft_with": given["draft_with"] or own}
 
     # --- clients ---
 
@@ -239,11 +252,7 @@ class Bench:
         costs = costs_of(drafted, steps, min_step_s=self._config.min_step_s, round_trip_s=round_trip_s)
         if self._drafts_here:
             costs = replace(costs, drafting_here_s=await self._drafting_here_s())
-        self._say(
-            f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
-            f"{costs.drafting_s * 1e3:.2f} ms a token, beside the target {costs.drafting_here_s * 1e3:.2f} ms, "
-            f"gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
-        )
+        self._say(f"{described(costs)}, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip")
         texts = {text.prompt.id: text.tokens for text in plain}
         known = Known(texts, traces, costs, name, drafter.version if drafter else None)
         return replace(known, colocated_length=self._colocated_length(known))
@@ -353,7 +362,7 @@ class Bench:
         """Run all sessions at once, with the links dealt out among them."""
         sessions, record = self._options.sessions, self._links[0].record
         record = replace(record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
-        runs = []
+        runs, alone = [], list[StepTiming]()
         lengths = {"colocated": known.colocated_length}
         for mode in (mode for mode in MEASURED if mode in self._options.modes and mode != "sync"):
             self._say(f"{sessions} sessions on {len(self._links)} links, {mode}")
@@ -361,10 +370,19 @@ class Bench:
                 addresses = [(await self._join(stack, link))[1] for link in self._links]
                 clients = [await self._client(stack, address, mode, lengths.get(mode, 0)) for address in addresses]
                 chosen = zip(range(sessions), itertools.cycle(clients), itertools.cycle(self._prompts), strict=False)
+                await self._verifier.step_timings()
                 texts = await asyncio.gather(*(measure_text(c, prompt, self._sampling) for _, c, prompt in chosen))
+                steps = await self._verifier.step_timings()
+            if mode in WITHOUT_EDGES:
+                alone += steps
             identical = known.identical(texts)
-            fields = fields_of(mode, lengths, self._config.goal) | self._common
+            fields = step_fields(steps, sessions) | fields_of(mode, lengths, self._config.goal) | self._common
             runs.append(run_of(mode, record, texts, None, identical_to_cloud=identical, **fields))
+        if self._options.replay_edges and known.traces:
+            replays = replace(self._replays(known), costs=costs_together(known.costs, alone, sessions))
+            self._say(f"edges on machines of their own, and {described(replays.costs)}")
+            modes = self._options.modes
+            runs += await asyncio.to_thread(replays.together, self._links, sessions, modes, record, self._common)
         return runs
 
     # --- the library ---

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.bench.benchmark.record import BenchmarkRun
-from outrider.bench.benchmark.runs import replayed_run
-from outrider.bench.links import BenchLink
+from outrider.bench.benchmark.runs import load_run, replayed_run
+from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.replay.crowd import LENGTHS, Load, load_of
 from outrider.bench.replay.optimum import best_in_hindsight, best_length, colocated
 from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace
@@ -16,6 +17,7 @@ from outrider.bench.simulator.clock import Costs
 from outrider.proto.types import Goal
 
 WARM_UP_TOKENS = 24
+LOAD_S = 6.0  # that a replay of many sessions measures
 LENGTH_FIELDS = {"sync": "sync_length", "colocated": "drafts_here"}
 
 
@@ -63,16 +65,49 @@ class Replays:
             colocated_length: drafts before every step of a drafter beside the target; 0: leave it out.
             common: fields that all runs have.
         """
+        runs = []
+        for mode, policy in self._policies(colocated_length).items():
+            outcomes = replay(self.traces, link.shape_at, self.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
+            fields = fields_of(mode, {"colocated": colocated_length}, self.goal) | {**common}
+            runs.append(replayed_run(mode, link.record, outcomes, **fields))
+        return runs
+
+    def together(
+        self,
+        links: Sequence[BenchLink],
+        sessions: int,
+        modes: Sequence[str],
+        record: LinkRecord,
+        common: Mapping[str, Any],
+    ) -> list[BenchmarkRun]:
+        """Return those of `modes` with many sessions at once, each edge on a machine of its own (`crowd.load_of`).
+
+        Args:
+            links: links that are dealt out among the sessions.
+            sessions: number of sessions, which go on with text after text.
+            modes: modes of the benchmark.
+            record: record of these links.
+            common: fields that all runs have.
+        """
+        shapes = [link.shape for link in links]
+
+        def loaded(policy: Policy) -> Load:
+            return load_of(self.traces, self.costs, policy, sessions=sessions, links=shapes, threads=1, seconds=LOAD_S)
+
+        length = 0
+        if "colocated" in modes:
+            length = max(LENGTHS, key=lambda length: loaded(colocated(length)).tokens_per_second)
+        return [
+            load_run(mode, record, loaded(policy), **fields_of(mode, {"colocated": length}, self.goal) | {**common})
+            for mode, policy in self._policies(length).items()
+            if mode in modes
+        ]
+
+    def _policies(self, colocated_length: int) -> dict[str, Policy]:
         policies = {"cloud": Policy(drafting=False)}
         if colocated_length:
             policies["colocated"] = colocated(colocated_length)
         if self.here:
             policies["edge"] = Policy(goal=self.goal)
         policies["outrider"] = Policy(goal=self.goal, here=self.here, price=self.price)
-        runs = []
-        for mode, policy in policies.items():
-            policy = replace(policy, logprobs=self.logprobs)
-            outcomes = replay(self.traces, link.shape_at, self.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
-            fields = fields_of(mode, {"colocated": colocated_length}, self.goal) | {**common}
-            runs.append(replayed_run(mode, link.record, outcomes, **fields))
-        return runs
+        return {mode: replace(policy, logprobs=self.logprobs) for mode, policy in policies.items()}

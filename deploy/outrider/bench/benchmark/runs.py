@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -13,6 +14,7 @@ from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import bytes_per_token, latencies, pooled, work_per_token
+from outrider.bench.replay.crowd import Load
 from outrider.bench.replay.record import HitRecorder
 from outrider.bench.replay.traced import ReplayOutcome
 from outrider.bench.replay.traces import HitTrace
@@ -64,7 +66,7 @@ def run_of(
 
 def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
     """Return where the time of usual steps went: those of at least half of the sessions, prompts left out."""
-    usual = [step for step in steps if 2 * step.sessions >= sessions and step.rows <= 17 * step.sessions]
+    usual = _usual(steps, sessions)
     if not usual:
         return {}
     return {
@@ -73,10 +75,42 @@ def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
     }
 
 
+def costs_together(costs: Costs, steps: Sequence[StepTiming], sessions: int) -> Costs:
+    """Return the costs with those of usual steps of many sessions, by their rows; without any, unchanged."""
+    usual = _usual(steps, sessions)
+    if not usual:
+        return costs
+    cost = Line(fade=1.0)
+    for step in usual:
+        cost.add(step.rows, step.forward_s + step.sample_s)
+    return replace(costs, step_s=cost.base, row_s=cost.slope, commit_s=median(step.overhead_s for step in usual))
+
+
+def _usual(steps: Sequence[StepTiming], sessions: int) -> list[StepTiming]:
+    """Return the steps of at least half of the sessions that read no prompt."""
+    return [step for step in steps if 2 * step.sessions >= sessions and step.rows <= 17 * step.sessions]
+
+
 def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[ReplayOutcome], **fields: Any) -> BenchmarkRun:
     """Return a run that was computed from recorded hits."""
     metrics = pooled(outcomes) | work_per_token(outcomes) | latencies(outcomes) | bytes_per_token(outcomes)
     return BenchmarkRun(mode, link, replayed=True, **metrics, **fields)
+
+
+def load_run(mode: str, link: LinkRecord, load: Load, **fields: Any) -> BenchmarkRun:
+    """Return a run of sessions that went on with text after text, computed from recorded hits."""
+    return BenchmarkRun(
+        mode,
+        link,
+        replayed=True,
+        tokens_per_second=sum(load.of_sessions),
+        session_tokens_per_second=load.of_sessions,
+        steps_per_token=load.steps_per_token,
+        rows_per_token=load.rows_per_token,
+        cloud_drafting_ms_per_token=1e3 * load.cloud_drafting_s,
+        edge_drafting_ms_per_token=1e3 * load.edge_drafting_s,
+        **fields,
+    )
 
 
 def library_run(mode: str, texts: Sequence[LibraryText], **fields: Any) -> BenchmarkRun:

@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.bench.capacity.crowd import Load, load_of
 from outrider.bench.capacity.record import HeldSessions, StepModel
+from outrider.bench.replay.crowd import LENGTHS, Load, load_of
 from outrider.bench.replay.optimum import colocated
 from outrider.bench.replay.traced import Policy
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
+from outrider.deploy.link.shape import LinkShape
 
-LENGTHS = (1, 2, 3, 4, 6, 8)  # of co-located drafting; without drafts it is cloud streaming
 PRECISION = 8  # sizes that are tried differ by this part, and by 1 below this number
 CONFIRMED = 1  # sizes beyond the one that failed, of which none may be held
 MIN_SECONDS = 1.5  # that a trial measures, however many its sessions are
@@ -196,7 +196,7 @@ class Search:
                 costs,
                 policy,
                 sessions=sessions,
-                rtt_s=(cell.rtt_ms or 0.0) / 1e3,
+                links=(LinkShape((cell.rtt_ms or 0.0) / 1e3),),
                 threads=cell.threads,
                 seconds=self._bounds.trial_s(sessions),
                 seed=seed,

@@ -16,10 +16,12 @@ from outrider.bench.simulator.simulation import Simulation
 from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.bench.simulator.wire import WireLink
 from outrider.deploy.link.shape import LinkShape
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, VerifierRules
 from outrider.proto.session.local import DraftingHere
 from outrider.proto.types import Open, Sampling
 
+LENGTHS = (1, 2, 3, 4, 6, 8)  # of co-located drafting; without drafts it is cloud streaming
 WARM_UP_S = 1.5  # until measurements have settled
 MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
 _HASH = "0" * 64
@@ -33,6 +35,7 @@ class Load:
         gap_p95_s: 95th percentile of the time between tokens that reach users, in seconds; those of one commit come
             at once.
         tokens_per_second: rate of a session, on average.
+        of_sessions: [sessions] rate of each, in tokens a second.
         steps_per_token: sessions' shares of target steps a token.
         rows_per_token: rows of these steps a token.
         cloud_drafting_s: drafting of the verifier's threads a token, in seconds.
@@ -41,6 +44,7 @@ class Load:
 
     gap_p95_s: float
     tokens_per_second: float
+    of_sessions: tuple[float, ...]
     steps_per_token: float
     rows_per_token: float
     cloud_drafting_s: float
@@ -67,7 +71,7 @@ def load_of(
     policy: Policy,
     *,
     sessions: int,
-    rtt_s: float,
+    links: Sequence[LinkShape],
     threads: int,
     seconds: float,
     seed: int = 0,
@@ -82,7 +86,7 @@ def load_of(
         costs: costs of the machines.
         policy: policy of all edges and of the verifier.
         sessions: number of sessions, each on an edge of its own.
-        rtt_s: round-trip time of all links, whose rates have no limit, in seconds.
+        links: links that are dealt out among the sessions.
         threads: threads of the verifier that draft, where `policy.here`.
         seconds: time that is measured after a warm-up.
         seed: seed of the first session's text, and of the moments at which sessions begin, which lie in the first half
@@ -97,7 +101,8 @@ def load_of(
         beside = {str(number): _text(trace, number, costs.here) for number, trace in enumerate(endless)}
         local = LocalThreads(clock, DraftingHere("here", policy.price), beside.__getitem__, threads)
     verifier = SimulatedVerifier(clock, _rules(texts, policy), ManyTexts(texts), costs, local=local)
-    simulations = [_simulation(clock, verifier, text, policy, costs, rtt_s) for text in texts]
+    dealt_out = zip(texts, itertools.cycle(links), strict=False)
+    simulations = [_simulation(clock, verifier, text, policy, costs, link) for text, link in dealt_out]
     for simulation in simulations:
         clock.at(rng.uniform(0.0, WARM_UP_S / 2), simulation.begin)
     while clock.now < end_s:
@@ -114,6 +119,7 @@ def _measured(simulations: Sequence[Simulation], local: LocalThreads | None, sec
     return Load(
         gap_p95_s=gaps[int(0.95 * (len(gaps) - 1))] if gaps else seconds,
         tokens_per_second=sum(map(len, measured)) / seconds / len(simulations),
+        of_sessions=tuple(len(arrivals) / seconds for arrivals in measured),
         steps_per_token=steps / tokens,
         rows_per_token=(steps + sum(count.verified for count in counts)) / tokens,
         cloud_drafting_s=(local.busy_s if local is not None else 0.0) / tokens,
@@ -139,7 +145,7 @@ def _text(trace: HitTrace, number: int, costs: Costs) -> TracedText:
 
 
 def _simulation(
-    clock: VirtualClock, verifier: SimulatedVerifier, text: TracedText, policy: Policy, costs: Costs, rtt_s: float
+    clock: VirtualClock, verifier: SimulatedVerifier, text: TracedText, policy: Policy, costs: Costs, shape: LinkShape
 ) -> Simulation:
     frame = Open(
         model="reference",
@@ -151,7 +157,7 @@ def _simulation(
         patience=policy.patience,
         drafts_here=policy.drafts_here,
     )
-    edge, shape = EdgeSession(frame, policy.window), LinkShape(rtt_s)
+    edge = EdgeSession(frame, policy.window)
     link = WireLink(clock, lambda _: shape, costs, edge.statistics, random.Random(0))
     return Simulation(clock, edge, verifier, text, lambda _: link)
 
@@ -161,7 +167,8 @@ def _rules(texts: Sequence[TracedText], policy: Policy) -> VerifierRules:
         name="verifier",
         model="reference",
         tokenizer_sha256=_HASH,
-        vocab_size=max(max(text.tokens) for text in texts) + 2,  # a miss is the right token plus one
+        # A miss is the right token plus one, a runner-up more.
+        vocab_size=max(max(text.tokens) for text in texts) + 2 + RUNNERS_UP,
         context_length=max(len(text.tokens) for text in texts),
         eos_tokens=frozenset(),
         max_drafts=policy.max_drafts,
