@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outrider.bench.commands import LearnDemoSettings
+from outrider.bench.learning import live
 from outrider.bench.learning.live import decoded_texts, up_options
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.text_writer import TextRequest
 from outrider.deploy.cli import main, parse
 from outrider.drafters import find_package
-from outrider.edge import Completion
+from outrider.edge import Completion, EdgeConfig
+from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, FinishReason, Sampling
 
@@ -49,6 +53,48 @@ def test_versions_of_an_earlier_run_are_not_learned_on(tmp_path: Path, capsys) -
     (tmp_path / "drafters").mkdir()
     assert main(["learn-demo", "sums.jsonl", "--learn-folder", str(tmp_path)]) == 1
     assert "learn-folder" in capsys.readouterr().err
+
+
+def test_windows_are_of_texts_as_they_end_and_one_that_fails_ends_them(monkeypatch) -> None:
+    running = []
+
+    class Edge:
+        """It takes as long for a text as its seed says, and fails on the seed 13."""
+
+        def __init__(self, _: EdgeConfig) -> None:
+            pass
+
+        async def __aenter__(self) -> Edge:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def complete(self, _: tuple[int, ...], sampling: Sampling) -> Completion:
+            running.append(sampling.seed)
+            most.append(len(running))
+            for _ in range(sampling.seed):
+                await asyncio.sleep(0)
+            running.remove(sampling.seed)
+            if sampling.seed == 13:
+                raise Unavailable("the verifier is gone")
+            return Completion(1, (CommittedToken(7),), (), "", FinishReason.LENGTH, EdgeStatistics(steps=1), 1.0, 0.1)
+
+    class Watch:
+        async def window(self, served, _since: float, tokens: int) -> tuple[list[int], int]:
+            return [text.request.sampling.seed for text in served], tokens
+
+    async def windows(*seeds: int) -> list[tuple[list[int], int]]:
+        requests = [TextRequest((1,), Sampling(seed=seed)) for seed in seeds]
+        options = LearnDemoSettings(stream=Path("x"), texts=len(seeds), every=2, sessions=2)
+        return [found async for found in live._windows(EdgeConfig(coordinator="a:1"), requests, options, Watch())]
+
+    most: list[int] = []
+    monkeypatch.setattr(live, "Client", Edge)
+    assert asyncio.run(windows(30, 5, 10, 2, 4)) == [([5, 10], 2), ([2, 4], 4), ([30], 5)]
+    assert max(most) == 2
+    with pytest.raises(Unavailable, match="gone"):
+        asyncio.run(windows(1, 2, 13, 3, 4))
 
 
 @pytest.mark.ray

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,27 +235,28 @@ async def _compared(
 
 
 async def _windows(
-    config: EdgeConfig, requests: Iterable[TextRequest], options: LearnDemoSettings, watch: _Watch
+    config: EdgeConfig, requests: Sequence[TextRequest], options: LearnDemoSettings, watch: _Watch
 ) -> AsyncIterator[ServingWindow]:
     """Decode the requests, some at once, and yield each window of texts that have ended one after the other."""
-    waiting, ended, served = iter(requests), asyncio.Queue[_Served](), 0
-    async with Client(config) as client, asyncio.TaskGroup() as group:
+    room, served = asyncio.Semaphore(options.sessions), 0
+    async with Client(config) as client:
 
-        async def session() -> None:
-            for request in waiting:
+        async def text(request: TextRequest) -> _Served:
+            async with room:
                 result = await client.complete(request.prompt, request.sampling)
-                ended.put_nowait(_Served(request, result, time.monotonic()))
+            return _Served(request, result, time.monotonic())
 
         began = time.monotonic()
-        for _ in range(options.sessions):
-            group.create_task(session())
-        for number in itertools.count(1):
-            left = options.texts - (number - 1) * options.every
-            if left <= 0:
-                return
-            window = [await ended.get() for _ in range(min(options.every, left))]
-            served += sum(len(text.result.tokens) for text in window)
-            yield await watch.window(window, began, served)
+        tasks = [asyncio.create_task(text(request)) for request in requests]
+        try:
+            ended = asyncio.as_completed(tasks)
+            while window := [await each for each in itertools.islice(ended, options.every)]:
+                served += sum(len(each.result.tokens) for each in window)
+                yield await watch.window(window, began, served)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def decoded_texts(texts: Sequence[DecodedText]) -> DecodedTexts:
