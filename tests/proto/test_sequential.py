@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.sequential import (
-    CLASS_ERROR,
     CLIP,
     ERROR,
     MARGIN,
@@ -143,8 +142,24 @@ def test_a_good_version_is_hardly_ever_retired() -> None:
     rng = np.random.default_rng(7)
     runs = 400
     retired = sum(texts_until(Verdict.WORSE, normal(0.0, 0.1)(rng, 200)) is not None for _ in range(runs))
-    # Over all texts, and in the one kind of text.
-    assert retired <= 2 * ERROR * runs + 3 * math.sqrt(2 * ERROR * runs)
+    assert retired <= ERROR * runs + 3 * math.sqrt(ERROR * runs)
+
+
+def test_the_errors_that_retire_a_version_add_up_to_those_of_its_number_however_many_kinds_come() -> None:
+    """Each kind's share is fixed when it first comes: later kinds do not change it, and all fit into a half."""
+    for number in (1, 4):
+        half = candidate_error(number) / 2
+        shares = [candidate_error(place, half) for place in range(1, 17)]
+        assert half + sum(shares) < candidate_error(number)
+        for place, share in enumerate(shares, 1):
+            test = PairedTest(number)
+            for kind in range(16):
+                test.add(0.0, kind)
+            evidence = test._of_class[place - 1].below
+            evidence.max_log_wealth = -math.log(share) - 1e-6
+            assert test.lost_class is None
+            evidence.max_log_wealth = -math.log(share)
+            assert test.lost_class == place - 1
 
 
 def test_later_candidates_need_more_evidence() -> None:
@@ -172,7 +187,22 @@ def test_a_kind_of_text_that_loses_two_hundredths_is_no_price_for_gains_elsewher
             if test.verdict is Verdict.WORSE:
                 assert test.lost_class == CODE
                 break
-    assert better <= runs * CLASS_ERROR + 3 * math.sqrt(runs * CLASS_ERROR)
+    assert better <= runs * ERROR + 3 * math.sqrt(runs * ERROR)
+
+
+def test_a_kind_that_loses_hardly_ever_passes_in_any_of_many_candidates() -> None:
+    """The kind loses what the margin is, no less, and all else gains: the worst case of the bound."""
+    rng = np.random.default_rng(11)
+    fleets, passed = 60, 0
+    for _ in range(fleets):
+        for number in range(1, 6):
+            test = PairedTest(number)
+            for gain in rng.normal(-MARGIN, 0.05, 150):
+                test.add(0.1, PROSE)
+                test.add(float(gain), CODE)
+            assert test.gains
+            passed += test.verdict is Verdict.BETTER
+    assert passed <= fleets * ERROR + 3 * math.sqrt(fleets * ERROR)
 
 
 def test_without_the_kinds_the_same_version_would_pass() -> None:

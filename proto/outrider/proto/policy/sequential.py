@@ -12,6 +12,11 @@ that let K grow fastest if the texts to come are like those so far: mean over me
 
 A trainer makes candidate after candidate, each with its own chance of passing by luck. Candidate j is tested with
 alpha_j = alpha 6 / (pi^2 j^2), which add up to alpha: the chance that any worthless candidate ever passes.
+
+A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses the margin.
+One that fails in one of these needs that very test to err, so each takes all of alpha_j (Berger 1982, intersection of
+unions). A candidate is retired if any test says so; there the errors add up, and alpha_j is divided: half for all texts
+together, and of the rest a share 6 / (pi^2 k^2) for the k-th kind that came, fixed before its first bet.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from typing import Self
 
 from outrider.proto.errors import InvalidArgument
 
-ERROR = 0.01  # chance that any candidate ever passes without being better, or that a good version is ever retired
-CLASS_ERROR = 0.05  # chance that a kind of text passes for kept though it loses the margin
+# Chance that any candidate ever passes without being better or while a kind of text loses the margin, and that one
+# which is no worse anywhere is ever retired.
+ERROR = 0.01
 MARGIN = 0.01  # limit of the loss of hit rate in any kind of text
 CLIP = 0.25  # limit of the difference of hit rates of one text, so that none weighs too much
 MAX_STAKE = 0.75
@@ -34,7 +40,7 @@ _DOUBT = 0.25  # mean square before the first text
 
 
 def candidate_error(number: int, error: float = ERROR) -> float:
-    """Return alpha_j of the j-th candidate, j = `number` >= 1; they add up to `error`."""
+    """Return alpha_j of the j-th candidate, or kind of text, j = `number` >= 1; they add up to `error`."""
     return error * 6 / (math.pi * number) ** 2
 
 
@@ -157,17 +163,23 @@ class PairedTest:
     @property
     def verdict(self) -> Verdict:
         """Outcome so far; a version that is shown to be worse somewhere is never better."""
-        if self.lost_class is not None or self._all.below.shows(candidate_error(self.number)):
+        if self.lost_class is not None or self._all.below.shows(candidate_error(self.number) / 2):
             return Verdict.WORSE
-        if self._all.above.shows(candidate_error(self.number)) and not self.doubtful_classes:
+        if self.gains and not self.doubtful_classes:
             return Verdict.BETTER
         return Verdict.OPEN
 
     @property
+    def gains(self) -> bool:
+        """Whether the version is shown to hit more over all texts."""
+        return self._all.above.shows(candidate_error(self.number))
+
+    @property
     def lost_class(self) -> int | None:
         """Kind of text that is shown to lose more than the margin; None: there is none."""
-        error = candidate_error(self.number) / max(1, len(self._of_class))
-        lost = (which for which, evidence in self._of_class.items() if evidence.below.shows(error))
+        error = candidate_error(self.number) / 2
+        kinds = enumerate(self._of_class.items(), 1)
+        lost = (which for place, (which, each) in kinds if each.below.shows(candidate_error(place, error)))
         return next(lost, None)
 
     @property
@@ -179,7 +191,7 @@ class PairedTest:
         return frozenset(
             which
             for which in common | self._kept
-            if which not in self._of_class or not self._of_class[which].above.shows(CLASS_ERROR)
+            if which not in self._of_class or not self._of_class[which].above.shows(candidate_error(self.number))
         )
 
     def rows(self) -> list[list[float]]:
