@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +22,9 @@ from outrider.cloud.learning.actor import TrainerActor
 from outrider.cloud.learning.learner import Learner, drafters_folder
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trial import JudgeMemory, TrialJournal
+from outrider.drafters import ProposalRule
+from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import load_package
 from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.salts import salted
@@ -30,11 +38,21 @@ def settings(folder: Path, **changes: object) -> TrainerSettings:
     return TrainerSettings(folder=folder, **(quick | {"min_keys": 1, "publish_every": 6} | changes))
 
 
+def even() -> Callable[[], float]:
+    """Return a clock by which all drafting takes the same time."""
+    return count(step=0.001).__next__
+
+
 def texts(first: int, count: int) -> list[bytes]:
     return [
         text_record(TARGET, vocab=VOCAB, seed=number, length=16, key=f"key-{number % 9}", at_s=time.time()).encode()
         for number in range(first, first + count)
     ]
+
+
+def take_all(learner: Learner, records: list[bytes]) -> None:
+    for data in records:
+        learner.take(data)
 
 
 def teach(learner: Learner, rounds: int, first: int = 0) -> None:
@@ -50,7 +68,7 @@ def one_thread() -> None:
 
 
 def test_a_drafter_that_has_learned_is_published_once_fresh_texts_show_it(tmp_path: Path) -> None:
-    learner = Learner(settings(tmp_path))
+    learner = Learner(settings(tmp_path), clock=even())
     published = tmp_path / "drafters" / "general"
     teach(learner, 6)
     assert learner.judge.test is not None
@@ -59,13 +77,13 @@ def test_a_drafter_that_has_learned_is_published_once_fresh_texts_show_it(tmp_pa
     (folder, *_) = sorted(published.iterdir())
     assert load_package(folder).parent == learner.trainer.package.version
     assert learner.status()["counts"]["versions"] >= 1
-    again = Learner(settings(tmp_path))
+    again = Learner(settings(tmp_path), clock=even())
     assert again.judge.current.version == load_package(published / str(again.trainer.state.sequence)).version
     assert again.judge.candidates == again.trainer.state.counts["candidates"] >= 1
 
 
 def test_a_poisoned_candidate_is_never_published_and_training_goes_back(tmp_path: Path, monkeypatch) -> None:
-    learner = Learner(settings(tmp_path))
+    learner = Learner(settings(tmp_path), clock=even())
     trainer, published = learner.trainer, tmp_path / "drafters" / "general"
     teach(learner, 26)
     versions = {folder.name for folder in published.iterdir()}
@@ -92,8 +110,150 @@ def test_a_poisoned_candidate_is_never_published_and_training_goes_back(tmp_path
     assert all(np.array_equal(b, good[name][1]) for name, (_, b) in now.items())
 
 
+# --- restarts ---
+
+
+def in_trial(folder: Path, seen: int = 5) -> Learner:
+    """Return a learner whose candidate has been judged on `seen` texts, of which no checkpoint knows."""
+    learner = Learner(settings(folder), clock=even())
+    teach(learner, 6)
+    assert learner.judge.test is not None
+    for data in texts(3000, seen):
+        learner.take(data)
+    assert learner.judge.test.texts == seen
+    return learner
+
+
+def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_path: Path) -> None:
+    learner = in_trial(tmp_path / "on")
+    number, rows = learner.judge.candidates, learner.judge.test.rows()
+    candidate = learner._candidate
+    shutil.copytree(tmp_path / "on", tmp_path / "again")
+    again = Learner(settings(tmp_path / "again"), clock=even())
+    assert again.judge.test is not None
+    assert (again.judge.test.rows(), again.judge.candidates) == (rows, number)
+    assert again.judge.current.version == learner.judge.current.version
+    for data in texts(3000, 5):  # a verifier that sends them once more
+        again.take(data)
+    assert again.judge.test.texts == 5
+    for data in texts(4000, 100):
+        for each in (learner, again):
+            each.take(data)
+    assert learner.trainer.state.sequence == again.trainer.state.sequence == candidate.sequence
+    assert learner.judge.candidates == again.judge.candidates
+    assert again.judge.test is None
+    # What it goes back to now is what it has published, as far as half precision tells.
+    for name, (_, b) in again.trainer._published.items():
+        assert np.allclose(b, candidate.matrices[name][1], atol=1e-3)
+
+
+def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(tmp_path: Path, monkeypatch) -> None:
+    learner = in_trial(tmp_path)
+    monkeypatch.setattr(learner, "_decide", lambda: None)
+    for data in texts(4000, 100):
+        learner.take(data)
+    again = Learner(settings(tmp_path), clock=even())
+    assert again.judge.test is None
+    assert again.trainer.state.sequence == learner._candidate.sequence
+    assert load_package(tmp_path / "drafters" / "general" / str(again.trainer.state.sequence))
+
+
+def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(tmp_path: Path, monkeypatch) -> None:
+    learner = in_trial(tmp_path)
+    sequence = learner._candidate.sequence
+    monkeypatch.setattr(learner.trainer, "save", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        take_all(learner, texts(4000, 100))
+    assert [path.name for path in (tmp_path / "drafters" / "general").iterdir()] == [str(sequence)]
+    for _ in range(2):  # the first of them writes a checkpoint
+        again = Learner(settings(tmp_path), clock=even())
+        assert again.judge.test is None
+        assert again.trainer.state.sequence == sequence
+        assert again.trainer.state.counts["versions"] == 1
+        assert again.judge.current.version == load_package(tmp_path / "drafters" / "general" / str(sequence)).version
+    assert again.judge.candidates == 1
+
+
+@pytest.mark.parametrize("lost", ["journal", "package", "other journal"])
+def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(tmp_path: Path, lost: str) -> None:
+    learner = in_trial(tmp_path)
+    if lost == "package":
+        shutil.rmtree(tmp_path / "candidates")
+    elif lost == "journal":
+        (tmp_path / "trial.jsonl").unlink()
+    else:
+        TrialJournal(tmp_path / "trial.jsonl").begin(99)
+    again = Learner(settings(tmp_path), clock=even())
+    assert again.judge.test is None
+    assert again.trainer.state.counts["candidates dropped"] == 1
+    assert again.judge.candidates == learner.judge.candidates == 1, "the next needs as much more evidence"
+    teach(again, 7, first=7000)
+    assert again.judge.test is not None
+    assert again.judge.test.number == 2
+
+
+def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(tmp_path: Path) -> None:
+    learner = in_trial(tmp_path)
+    (whole,) = tmp_path.glob("checkpoint-*")
+    cut = tmp_path / "checkpoint-99999999"
+    shutil.copytree(whole, cut)
+    (cut / "tensors.safetensors").write_bytes((cut / "tensors.safetensors").read_bytes()[:-100])
+    again = Learner(settings(tmp_path), clock=even())
+    assert again.judge.test.rows() == learner.judge.test.rows()
+    shutil.rmtree(whole)
+    fresh = Learner(settings(tmp_path), clock=even())
+    assert fresh.judge.test is None
+    assert fresh.trainer.memory == JudgeMemory()
+
+
+def test_what_is_kept_of_texts_is_hashes_and_numbers(tmp_path: Path) -> None:
+    in_trial(tmp_path)
+    _, *lines = (tmp_path / "trial.jsonl").read_text().splitlines()
+    for line in lines:
+        difference, slowdown, kind, key, names = json.loads(line)
+        assert -1 <= difference <= 1
+        assert slowdown == pytest.approx(1.0)
+        assert kind == 0
+        assert [len(each) for each in (key, *names)] == [32, 32, 32]
+
+
+def test_a_slower_candidate_is_never_published_and_training_goes_back(tmp_path: Path) -> None:
+    work = [0.0]
+
+    class Slow:
+        """The drafter of the candidate, each of whose tokens takes a fifth longer."""
+
+        def __init__(self, drafter: OnnxDrafter, token_s: float) -> None:
+            self.drafter, self.token_s, self.version = drafter, token_s, drafter.version
+
+        def open(self, rule: ProposalRule) -> Any:
+            state = self.drafter.open(rule)
+            propose = state.propose
+
+            def timed(n: int) -> Any:
+                work[0] += n * self.token_s
+                return propose(n)
+
+            state.propose = timed
+            return state
+
+    learner = Learner(settings(tmp_path), clock=lambda: work[0])
+    learner.judge.current = Slow(learner.judge.current, 0.001)
+    teach(learner, 6)
+    learner.judge._candidate = Slow(learner.judge._candidate, 0.0012)
+    for data in texts(4000, 100):
+        learner.take(data)
+    assert learner.trainer.state.counts["candidates dropped"] == 1
+    assert not (tmp_path / "drafters" / "general").exists()
+    now = learner.trainer.drafter.matrices()
+    assert not any(b.any() for _, b in now.values()), "as the parent has them"
+
+
+# --- around it ---
+
+
 def test_without_enough_keys_no_candidate_is_made(tmp_path: Path) -> None:
-    few, enough = (Learner(settings(tmp_path / str(keys), min_keys=keys)) for keys in (10, 9))
+    few, enough = (Learner(settings(tmp_path / str(keys), min_keys=keys), clock=even()) for keys in (10, 9))
     for learner in (few, enough):
         teach(learner, 8)
     assert few.judge.test is None
@@ -105,14 +265,14 @@ def test_rehearsal_comes_from_a_file_and_a_broken_one_is_refused(tmp_path: Path)
     file = tmp_path / "corpus.lessons"
     write_records(file, corpus)
     assert [record.sampling.seed for record in read_records(file)] == [0, 1, 2]
-    learner = Learner(settings(tmp_path / "a", rehearsal=(file,)))
+    learner = Learner(settings(tmp_path / "a", rehearsal=(file,)), clock=even())
     assert learner.trainer.buffer.rehearsed_keys == {salted(b"", "corpus")}
     for broken in (file.read_bytes()[:-5], b"\xff" * 50, b"ab"):
         (tmp_path / "broken").write_bytes(broken)
         with pytest.raises(InvalidArgument):
             read_records(tmp_path / "broken")
     with pytest.raises(InvalidArgument, match="cannot read"):
-        Learner(settings(tmp_path / "b", rehearsal=(tmp_path / "nowhere",)))
+        Learner(settings(tmp_path / "b", rehearsal=(tmp_path / "nowhere",)), clock=even())
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_a_good_version_is_hardly_ever_retired() -> None:
     assert retired <= ERROR * runs + 3 * math.sqrt(ERROR * runs)
 
 
-def test_the_errors_that_retire_a_version_add_up_to_those_of_its_number_however_many_kinds_come() -> None:
+def test_the_errors_that_retire_a_version_add_up_however_many_kinds_come() -> None:
     """Each kind's share is fixed when it first comes: later kinds do not change it, and all fit into a half."""
     for number in (1, 4):
         half = candidate_error(number) / 2

@@ -2,7 +2,7 @@
 
 With the shared noise a drafter's proposal at a position is a function of the text before it, the seed and the position;
 it would be accepted if it is the text's token. So a text with its sampling gives the hits of any drafter, whoever
-drafted it: `hits_of`. Candidate and current drafter are compared on the same tokens (`PairedTest`).
+drafted it: `reading_of`. Candidate and current drafter are compared on the same tokens (`PairedTest`).
 
 A text counts only if no candidate was trained on any part of it. `ShadowJudge` sees to that: records reach training
 through `take` alone, which judges first and lets go afterwards. A candidate was made before the records that judge it
@@ -12,23 +12,25 @@ came; a text of which anything came before, or that equals an earlier one, judge
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Collection
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.trial import NAME_BYTES, JudgedText, JudgeMemory, OpenTrial, TrialJournal
 from outrider.drafters.proposals import ProposalRule
-from outrider.drafters.protocol import Drafter
+from outrider.drafters.protocol import Drafter, DraftState
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.sequential import PairedTest, Verdict
+from outrider.proto.policy.sequential import PaceTest, PairedTest, Verdict, candidate_error
 
 MAX_TOKENS = 256  # of one text
 MIN_TOKENS = 8
 MAX_TEXTS = 2000  # that a candidate is judged on; one that is no better by then is dropped
-MAX_SEEN = 1 << 17
 KEY_WEIGHT = 2.0  # limit of a key's share of the texts, in equal shares of all keys that came
+TIMED_TOKENS = 8  # that are drafted for their time, twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,45 @@ class ShadowText:
         return cls(tokens, record.first_generated, rule)
 
 
-def hits_of(drafter: Drafter, text: ShadowText) -> np.ndarray:
-    """Return whether the drafter's proposal at each generated position [g] is the text's token: [g] bool.
+@dataclass(frozen=True, slots=True)
+class ShadowReading:
+    """A drafter's reading of a text.
 
-    These are the bits that decoding the same text with this drafter gives. A steered drafter is judged unsteered.
+    Attributes:
+        hits: [g] bool, whether its proposal at each generated position is the text's token.
+        draft_s: time to draft a token of it, seconds; 0: it drafted none.
+    """
+
+    hits: np.ndarray
+    draft_s: float
+
+
+def reading_of(drafter: Drafter, text: ShadowText, clock: Callable[[], float] = time.thread_time) -> ShadowReading:
+    """Return what the drafter would have proposed all along a text, and how long it takes to draft its beginning.
+
+    The hits are the bits that decoding the same text with this drafter gives. A steered drafter is judged unsteered.
+
+    Args:
+        drafter: any.
+        text: text with its sampling.
+        clock: seconds that this thread has worked; a wall clock counts what others do meanwhile.
     """
     state = drafter.open(text.rule)
     try:
         prompt, generated = text.tokens[: text.first_generated].tolist(), text.tokens[text.first_generated :].tolist()
         state.extend(prompt)
         proposed = state.propose_forced(generated)
+        draft_s = min(_draft_s(state, len(prompt), clock) for _ in range(2))
     finally:
         state.close()
-    hits: np.ndarray = np.array([draft.id for draft in proposed]) == np.array(generated)
-    return hits
+    return ShadowReading(np.array([draft.id for draft in proposed]) == np.array(generated), draft_s)
+
+
+def _draft_s(state: DraftState, length: int, clock: Callable[[], float]) -> float:
+    state.truncate(length)
+    began = clock()
+    drafts = state.propose(TIMED_TOKENS)
+    return (clock() - began) / len(drafts) if drafts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +104,14 @@ class Judgement:
 
     Attributes:
         better: whether it may be published.
+        worse: whether training should go back to the version before: it hits less, or takes longer.
         why: reason in a few words.
         texts: texts that it was judged on.
         difference: mean difference of hit rates.
     """
 
     better: bool
+    worse: bool
     why: str
     texts: int
     difference: float
@@ -91,19 +120,37 @@ class Judgement:
 class ShadowJudge:
     """The only way of records to training: each is judged on by the candidate of that time, if it is fresh.
 
+    A candidate is better only if it hits more, keeps its hit rate in every kind of text that is common or was when the
+    trial began, and takes no longer to draft.
+
     Args:
         current: drafter that candidates are compared with.
         candidates: candidates judged before, in earlier runs too; each further one needs more evidence.
         kept: kinds of text that must be known to keep their hit rate, however rare they are.
+        memory: what outlives the process, for whoever saves it.
+        journal: file of the trial; None: it is not to be resumed.
+        clock: seconds that this thread has worked.
     """
 
-    def __init__(self, current: Drafter, *, candidates: int = 0, kept: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        current: Drafter,
+        *,
+        candidates: int = 0,
+        kept: Collection[int] = (),
+        memory: JudgeMemory | None = None,
+        journal: TrialJournal | None = None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self.current = current
         self.candidates = candidates
+        self.memory = memory if memory is not None else JudgeMemory()
         self._kept = kept
+        self._journal = journal
+        self._clock = clock
         self._candidate: Drafter | None = None
         self._test = PairedTest()
-        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._pace = PaceTest()
         self._texts_of_key: Counter[bytes] = Counter()
         self._keys: set[bytes] = set()
 
@@ -112,53 +159,98 @@ class ShadowJudge:
         """Comparison of the candidate with the current drafter; None without a candidate."""
         return self._test if self._candidate is not None else None
 
-    def begin(self, candidate: Drafter) -> None:
+    def begin(self, candidate: Drafter, sequence: int = 0) -> None:
         """Judge this candidate from now on; it must not change any more.
+
+        Args:
+            candidate: drafter with the adapter in question.
+            sequence: number of its package, by which its trial is resumed.
 
         Raises:
             InvalidArgument: another is being judged.
         """
         if self._candidate is not None:
             raise InvalidArgument("is being judged; one candidate at a time", field="candidate")
-        self.candidates += 1
-        self._candidate = candidate
-        self._test = PairedTest(self.candidates, self._kept)
-        self._texts_of_key.clear()
+        kept = tuple(sorted({*self._kept, *self.memory.common()}))
+        if self._journal is not None:
+            self._journal.begin(sequence)
+        self.memory.trial = OpenTrial(sequence, self.candidates + 1, kept)
+        self._open(candidate, self.memory.trial)
+
+    def resume(self, candidate: Drafter, trial: OpenTrial, texts: Iterable[JudgedText]) -> None:
+        """Go on with a trial after the texts that it has had."""
+        self._open(candidate, trial)
+        for text in texts:
+            self.memory.see(text.names)
+            self._keys.add(text.key)
+            self._count(text)
 
     def take(self, record: LessonRecord) -> LessonRecord:
         """Judge the candidate on a new record if that is allowed, and return the record for training."""
-        fresh = self._see(record)
+        names = _names(record)
+        fresh = self.memory.see(names)
         self._keys.add(record.key_salt)
-        if self._candidate is not None and fresh and self._may_count(record.key_salt):
-            text = ShadowText.of(record)
-            if text is not None:
-                gained = hits_of(self._candidate, text).mean() - hits_of(self.current, text).mean()
-                self._test.add(float(gained), record.prompt_class)
-                self._texts_of_key[record.key_salt] += 1
+        text = ShadowText.of(record) if fresh else None
+        if text is None:
+            return record
+        self.memory.count(record.prompt_class)
+        if self._candidate is not None and self._may_count(record.key_salt):
+            difference, slowdown = self._compared(self._candidate, text)
+            judged = JudgedText(difference, slowdown, record.prompt_class, record.key_salt, names)
+            if self._journal is not None:
+                self._journal.append(judged)
+            self._count(judged)
         return record
 
     def judgement(self) -> Judgement | None:
         """Return the end of the candidate's trial, and make one that is better the current drafter; None: not yet."""
         test, candidate = self._test, self._candidate
-        if candidate is None or (test.verdict is Verdict.OPEN and test.texts < MAX_TEXTS):
+        if candidate is None:
             return None
-        better = test.verdict is Verdict.BETTER
-        if better:
+        verdict, why = self._verdict()
+        if verdict is Verdict.OPEN and test.texts < MAX_TEXTS:
+            return None
+        if verdict is Verdict.BETTER:
             self.current = candidate
-        self._candidate = None
-        return Judgement(better, _reason(test), test.texts, test.difference)
+        self._candidate = self.memory.trial = None
+        worse = test.difference < 0 or self._pace.shows_slower(candidate_error(test.number))
+        return Judgement(verdict is Verdict.BETTER, worse, why, test.texts, test.difference)
 
-    def _see(self, record: LessonRecord) -> bool:
-        """Note the record, and return whether its session and its beginning are new."""
-        begin = record.tokens[: record.first_generated + MIN_TOKENS].tobytes()
-        names = (b"s" + record.session_salt, b"t" + hashlib.sha256(begin).digest())
-        fresh = not any(name in self._seen for name in names)
-        for name in names:
-            self._seen[name] = None
-            self._seen.move_to_end(name)
-        while len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
-        return fresh
+    def _open(self, candidate: Drafter, trial: OpenTrial) -> None:
+        self.candidates = trial.number
+        self._candidate = candidate
+        self._test, self._pace = PairedTest(trial.number, trial.kept), PaceTest()
+        self._texts_of_key.clear()
+
+    def _compared(self, candidate: Drafter, text: ShadowText) -> tuple[float, float]:
+        """Return the difference of hit rates and the ratio of times; either is first in turn, since caches are cold."""
+        order = [candidate, self.current][:: -1 if self._test.texts % 2 else 1]
+        found = {id(drafter): reading_of(drafter, text, self._clock) for drafter in order}
+        own, other = found[id(candidate)], found[id(self.current)]
+        slowdown = own.draft_s / other.draft_s if own.draft_s > 0 and other.draft_s > 0 else 0.0
+        return float(own.hits.mean() - other.hits.mean()), slowdown
+
+    def _count(self, text: JudgedText) -> None:
+        self._test.add(text.difference, text.prompt_class)
+        if text.slowdown:
+            self._pace.add(text.slowdown)
+        self._texts_of_key[text.key] += 1
+
+    def _verdict(self) -> tuple[Verdict, str]:
+        """Return the outcome so far, and the reason for it in a few words."""
+        test, error = self._test, candidate_error(self._test.number)
+        hits = f"hits {test.difference:+.3f} in {test.texts} texts"
+        if self._pace.shows_slower(error):
+            return Verdict.WORSE, f"drafting takes {self._pace.slowdown:.2f} times as long"
+        if test.verdict is Verdict.WORSE:
+            return Verdict.WORSE, hits + (f" of class {test.lost_class}" if test.lost_class is not None else "")
+        if not test.gains:
+            return Verdict.OPEN, f"{hits}, which shows nothing"
+        if doubtful := test.doubtful_classes:
+            return Verdict.OPEN, f"{hits}, and may lose in {', '.join(f'class {each}' for each in sorted(doubtful))}"
+        if not self._pace.shows_kept(error):
+            return Verdict.OPEN, f"{hits}, and may draft more slowly"
+        return Verdict.BETTER, hits
 
     def _may_count(self, key: bytes) -> bool:
         """Return whether a key has fewer texts than its share allows, so that one that floods decides nothing alone."""
@@ -166,7 +258,7 @@ class ShadowJudge:
         return self._texts_of_key[key] < 1 + KEY_WEIGHT * total / max(1, len(self._keys))
 
 
-def _reason(test: PairedTest) -> str:
-    where = f" of class {test.lost_class}" if test.lost_class is not None else ""
-    said = f"hits {test.difference:+.3f} in {test.texts} texts{where}"
-    return said if test.verdict is not Verdict.OPEN else f"{said}, which shows nothing"
+def _names(record: LessonRecord) -> tuple[bytes, ...]:
+    """Return hashes of a record's session and of the beginning of its text."""
+    begin = record.tokens[: record.first_generated + MIN_TOKENS].tobytes()
+    return tuple(hashlib.sha256(name).digest()[:NAME_BYTES] for name in (b"s" + record.session_salt, b"t" + begin))

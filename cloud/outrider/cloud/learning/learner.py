@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from outrider.cloud.learning.judge import ShadowJudge
 from outrider.cloud.learning.record_file import read_records
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer, VersionCandidate
+from outrider.cloud.learning.trial import TrialJournal
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
-from outrider.proto.errors import InvalidArgument, OutriderError
+from outrider.proto.errors import InvalidArgument, NotFound, OutriderError
 
 log = logging.getLogger(__name__)
 
@@ -23,22 +26,32 @@ class Learner:
     """A trainer, and the judge that its records go through.
 
     A candidate is made every so many updates, judged on records that come later, and published if it proves better;
-    then the next is compared with it. One that does not is dropped, and training goes on from the last version.
+    then the next is compared with it. One that does not is dropped, and training goes on from the last version. A trial
+    goes on after a restart with all texts that it has had.
 
     Args:
         settings: those of the trainer.
+        clock: seconds that this thread has worked, by which drafting is timed.
 
     Raises:
         OutriderError: the drafter cannot be trained on, or the file of rehearsal cannot be read.
     """
 
-    def __init__(self, settings: TrainerSettings) -> None:
+    def __init__(self, settings: TrainerSettings, *, clock: Callable[[], float] = time.thread_time) -> None:
         rehearsal = [record for path in settings.rehearsal for record in read_records(path)]
         self.trainer = Trainer(settings, rehearsal)
         self._candidate: VersionCandidate | None = None
         self._tried_at = self.trainer.state.updates
         candidates = self.trainer.state.counts["candidates"]
-        self.judge = ShadowJudge(_loaded(self._newest()), candidates=candidates)
+        self._journal = TrialJournal(settings.folder / "trial.jsonl")
+        self.judge = ShadowJudge(
+            _loaded(self._newest()),
+            candidates=candidates,
+            memory=self.trainer.memory,
+            journal=self._journal,
+            clock=clock,
+        )
+        self._resume()
 
     def take(self, data: bytes) -> bool:
         """Judge on an encoded record, and keep it to learn from; return whether it was one."""
@@ -98,13 +111,36 @@ class Learner:
         candidate = self.trainer.write_candidate()
         if candidate is None:
             return
-        self.trainer.save()  # the number of candidates counts for the evidence that the next one needs
         try:
-            self.judge.begin(_loaded(load_package(candidate.folder)))
+            self.judge.begin(_loaded(load_package(candidate.folder)), candidate.sequence)
         except OutriderError as error:
             self._drop(candidate, str(error))
             return
         self._candidate = candidate
+        self.trainer.save()  # with the trial, and the number of candidates, by which the next one needs more evidence
+
+    def _resume(self) -> None:
+        """Go on with the trial that was under way when an earlier run ended."""
+        trainer, trial = self.trainer, self.trainer.memory.trial
+        if trial is None:
+            return
+        candidate = trainer.find_candidate(trial.sequence)
+        try:
+            if candidate is None:
+                raise NotFound("its package is gone", field="candidate")
+            loaded = _loaded(load_package(candidate.folder))
+            if trainer.is_published(candidate):  # it died between the package's move and its checkpoint
+                trainer.memory.trial, self.judge.current = None, loaded
+                trainer.publish(candidate)
+                return
+            self.judge.resume(loaded, trial, self._journal.resume(trial.sequence))
+        except (OutriderError, OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("the trial of version %d cannot be resumed: %s", trial.sequence, error)
+            trainer.memory.trial = None
+            trainer.state.counts["candidates dropped"] += 1
+            return
+        self._candidate = candidate
+        self._decide()
 
     def _decide(self) -> None:
         """Publish or drop the candidate if it was judged."""
@@ -117,14 +153,15 @@ class Learner:
         if judgement.better:
             self.trainer.publish(candidate)
             return
-        self._drop(candidate, judgement.why)
-        if judgement.difference < 0:
+        if judgement.worse:
             self.trainer.go_back()  # and not where it was only too early to tell
+        self._drop(candidate, judgement.why)
 
     def _drop(self, candidate: VersionCandidate, why: str) -> None:
         log.warning("version %d of %s was dropped: %s", candidate.sequence, self.trainer.package.name, why)
-        shutil.rmtree(candidate.folder, ignore_errors=True)
         self.trainer.state.counts["candidates dropped"] += 1
+        self.trainer.save()  # before the package goes: a trial that is over must not begin again
+        shutil.rmtree(candidate.folder, ignore_errors=True)
 
 
 def _loaded(package: DrafterPackage) -> OnnxDrafter:

@@ -27,9 +27,10 @@ from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trial import JudgeMemory
 from outrider.drafters.adapters import LowRank, read_adapter, write_adapter_package
-from outrider.drafters.packages import DrafterPackage, LearnedFrom, find_package
-from outrider.proto.errors import InvalidArgument, ModelRefused
+from outrider.drafters.packages import DrafterPackage, LearnedFrom, find_package, load_package
+from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 
 CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"
 MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
@@ -83,6 +84,9 @@ class Trainer:
         settings: what to train, and how.
         rehearsal: records of the drafter's own corpus.
 
+    Attributes:
+        memory: that of the judge of its candidates, which is saved with its own state.
+
     Raises:
         ModelRefused: the drafter cannot be trained on.
         NotFound, DataLoss, InvalidArgument: there is no such drafter, or its package is broken.
@@ -96,7 +100,9 @@ class Trainer:
         self.loss = LOSSES[settings.loss]()
         self.buffer = Buffer(rehearsal, seed=settings.seed, rehearsed=settings.rehearsed)
         self.state = TrainerState(sequence=self.package.sequence)
-        self._start = self._adapter_of_parent()
+        self.memory = JudgeMemory()
+        self._first = self.drafter.matrices()
+        self._start = self._adapter_of(self.package)
         self._published = self._start
         self._forget_updates(self._start)
         settings.folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +175,7 @@ class Trainer:
         last version published.
         """
         state, matrices, name = self.state, self.published_matrices(), self.package.name
-        home = self.settings.folder / "candidates"
+        home = self._candidates()
         shutil.rmtree(home, ignore_errors=True)
         sequence = max([state.sequence, self.package.sequence, *self._sequences()]) + 1
         learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
@@ -192,16 +198,34 @@ class Trainer:
         return sum(positions >= least for positions in keys.values()) >= self.settings.min_keys
 
     def publish(self, candidate: VersionCandidate) -> Path:
-        """Move a candidate to where catalogues look, `drafters/NAME/SEQUENCE` in the trainer's folder; return that."""
+        """Move a candidate to where catalogues look, `drafters/NAME/SEQUENCE` in the trainer's folder; return that.
+
+        One that is there already, since a trainer died next, is taken for published.
+        """
         state = self.state
-        home = self._home()
-        home.mkdir(parents=True, exist_ok=True)
-        folder = candidate.folder.rename(home / str(candidate.sequence))
+        folder = self._home() / str(candidate.sequence)
+        if candidate.folder != folder:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            candidate.folder.rename(folder)
         state.sequence = candidate.sequence
         state.counts["versions"] += 1
         self._published = candidate.matrices
         self.save()
         return folder
+
+    def find_candidate(self, sequence: int) -> VersionCandidate | None:
+        """Return the candidate of this number, published or not, that an earlier run has written; None: it is gone."""
+        for home in (self._home(), self._candidates()):
+            folder = home / str(sequence)
+            try:
+                return VersionCandidate(folder, sequence, self._adapter_of(load_package(folder)))
+            except OutriderError:
+                continue
+        return None
+
+    def is_published(self, candidate: VersionCandidate) -> bool:
+        """Return whether the candidate is where catalogues look."""
+        return candidate.folder.parent == self._home()
 
     def go_back(self) -> None:
         """Go on from the last version published, or from the parent."""
@@ -209,6 +233,9 @@ class Trainer:
 
     def _home(self) -> Path:
         return self.settings.folder / "drafters" / self.package.name
+
+    def _candidates(self) -> Path:
+        return self.settings.folder / "candidates"
 
     def _sequences(self) -> list[int]:
         """Return the numbers of the versions that are there: one may have been published just before a crash."""
@@ -223,7 +250,7 @@ class Trainer:
         unfinished.mkdir()
         save_file(self._tensors(), unfinished / TENSORS)
         saved = {each.name: getattr(self.state, each.name) for each in fields(self.state)}
-        saved |= {"means": self.loss.means}
+        saved |= {"means": self.loss.means, "judge": self.memory.saved()}
         saved |= {"parent": self.package.version, "loss": self.settings.loss, "rank": self.settings.rank}
         (unfinished / STATE).write_text(json.dumps(saved), encoding="utf-8")
         older = [path for path in folder.glob(f"{CHECKPOINT}*") if path != final]
@@ -233,10 +260,10 @@ class Trainer:
             shutil.rmtree(path, ignore_errors=True)
         return final
 
-    def _adapter_of_parent(self) -> dict[str, LowRank]:
-        """Return the drafter's first matrices, whose product is the adapter of the package, or 0."""
-        matrices = self.drafter.matrices()
-        for name, (a, b) in (read_adapter(self.package) if self.package.adapter else {}).items():
+    def _adapter_of(self, package: DrafterPackage) -> dict[str, LowRank]:
+        """Return the drafter's first matrices with those of the package's adapter in them: their product is that's."""
+        matrices = {name: (a.copy(), b.copy()) for name, (a, b) in self._first.items()}
+        for name, (a, b) in (read_adapter(package) if package.adapter else {}).items():
             own_a, own_b = matrices[name]
             own_a[: len(a)], own_b[:, : len(a)] = a, b
         return matrices
@@ -251,13 +278,16 @@ class Trainer:
                 if same != (self.package.version, settings.loss, settings.rank):
                     log.warning("%s is of another drafter or loss, and is passed over", path)
                     continue
-                self._restore(load_file(path / TENSORS))
+                tensors = load_file(path / TENSORS)
+                self.memory = JudgeMemory.restored(saved.pop("judge"), tensors["seen"].numpy())
+                self._restore(tensors)
                 counters = {name: Counter(saved[name]) for name in ("classes", "counts", "keys")}
                 self.state = TrainerState(**saved | counters)
                 self.loss.means.update(self.state.means)
                 return
             except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
                 log.warning("%s cannot be read: %s", path, error)
+                self.memory = JudgeMemory()
                 self._forget_updates(self._start)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -272,6 +302,7 @@ class Trainer:
             for kind, group in groups.items()
             for index, tensor in enumerate(group)
         }
+        tensors["seen"] = torch.from_numpy(self.memory.saved_names().copy())
         for index, moments in self._optimizer.state_dict()["state"].items():
             tensors |= {f"{name}.{index}": value.detach().clone() for name, value in moments.items()}
         return tensors

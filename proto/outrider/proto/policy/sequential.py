@@ -36,6 +36,8 @@ MARGIN = 0.01  # limit of the loss of hit rate in any kind of text
 CLIP = 0.25  # limit of the difference of hit rates of one text, so that none weighs too much
 MAX_STAKE = 0.75
 MIN_CLASS_SHARE = 0.05  # share of texts from which on a kind of text must be known to keep its hit rate
+MAX_SLOWDOWN = 1.05  # of drafting a token, against the version before
+_SLOWDOWN_CLIP = 0.1  # of its logarithm
 _DOUBT = 0.25  # mean square before the first text
 
 
@@ -212,3 +214,36 @@ class PairedTest:
         restored._of_class = found
         restored._difference = float(difference)
         return restored
+
+
+class PaceTest:
+    """Comparison of a version's time to draft a token with that of its parent, one ratio a text.
+
+    It bets on both sides of the limit `MAX_SLOWDOWN`, with logarithms, which noise of both times leaves in the middle.
+    """
+
+    def __init__(self) -> None:
+        self._below, self._above = SignTest(), SignTest()
+        self._logs = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Geometric mean of the ratios; 1 without any."""
+        return math.exp(self._logs / max(1, self._below.count))
+
+    def add(self, slowdown: float) -> None:
+        """Count a ratio of times, own over parent's; raises `InvalidArgument` unless it is finite and above 0."""
+        if not 0 < slowdown < math.inf:
+            raise InvalidArgument(f"must be finite and above 0, not {slowdown}", field="slowdown")
+        spare = (math.log(MAX_SLOWDOWN) - math.log(slowdown)) / _SLOWDOWN_CLIP
+        self._below.add(min(1.0, max(-1.0, spare)))
+        self._above.add(min(1.0, max(-1.0, -spare)))
+        self._logs += math.log(slowdown)
+
+    def shows_kept(self, error: float) -> bool:
+        """Return whether drafting is shown to take less than the limit; wrong with a chance of `error`, ever."""
+        return self._below.shows(error)
+
+    def shows_slower(self, error: float) -> bool:
+        """Return whether drafting is shown to take more than the limit; wrong with a chance of `error`, ever."""
+        return self._above.shows(error)
