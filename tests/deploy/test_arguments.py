@@ -38,6 +38,7 @@ TEXTS = {
     "draft-with": "ngram",
     "draft-price": "2",
     "learn-cpu-share": "0.25",
+    "learn-max-load": "0.5",
     "learn-rehearsed": "0.25",
     "rehearsed": "0.25",
 }

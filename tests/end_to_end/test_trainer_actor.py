@@ -138,7 +138,10 @@ def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(t
             while (await info())["steps"] < 1:
                 assert time.monotonic() < end
                 assert await texts(share=True) == expected
-            assert (await info())["counts"]["candidates"] >= 1
+            learning = await info()
+            assert learning["counts"]["candidates"] >= 1
+            assert learning["verifiers"] == 1, "whose load it looks at"
+            assert 0 <= learning["load"] <= 1
             ray.kill(cluster.trainer, no_restart=True)
             assert await texts(share=True) == expected
 

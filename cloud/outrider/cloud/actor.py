@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -84,6 +85,12 @@ class VerifierActor:
     def info(self) -> dict[str, Any]:
         """Return what the coordinator places sessions by; `incarnation` changes with every restart."""
         return self._submit(_report(self._server)).result() | {"incarnation": self._incarnation}
+
+    def cpu_s(self) -> tuple[str, float]:
+        """Return the id of this node, and the processor time of this process in seconds; a trainer asks."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), time.process_time()
 
     def recipe(self) -> tuple[VerifierConfig, bytes, dict[str, Any]]:
         """Return what starts another actor like this one: its config, the lease secret, and Ray's options."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from outrider.cloud.learning.settings import TrainerSettings
 
 NAMESPACE = "outrider"  # as verifiers have
+VERIFIER_PREFIX = "outrider-verifier-"
+LOAD_WITHIN_S = 1.0
 TRAINER_PREFIX = "outrider-trainer-"
 MEMORY_BYTES = 2 << 30
 CONCURRENT_CALLS = 8
@@ -33,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainerActor:
-    """An actor that learns in a thread of its own, and only with the time that others leave.
+    """An actor that learns in a thread of its own, and only with the time that verifiers on its node leave.
 
     All methods block, so Ray calls them in threads. The class works without Ray. What goes wrong in learning ends the
     process: Ray starts another, which goes on from the last checkpoint. Records are in memory alone and are lost then.
@@ -46,6 +49,7 @@ class TrainerActor:
         import torch
 
         from outrider.cloud.learning.cpu_share import CpuShare
+        from outrider.cloud.learning.idle import IdleGate
         from outrider.cloud.learning.learner import Learner
 
         if log_level:
@@ -54,6 +58,8 @@ class TrainerActor:
         torch.set_num_threads(1)
         self._learner = Learner(settings)
         self._share = CpuShare(settings.cpu_share, time.monotonic, time.process_time)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._gate = IdleGate(verifiers_cpu_s, time.monotonic, cores, settings.max_load, settings.patience_s)
         self._inbox: deque[bytes] = deque()
         self._inbox_bytes = 0
         self._changed = threading.Condition()
@@ -85,7 +91,9 @@ class TrainerActor:
     def info(self) -> dict[str, Any]:
         """Return plain values about the learning so far."""
         with self._learning:
-            return self._learner.status() | {"pid": os.getpid()}
+            gate = self._gate
+            idle = {"gate": gate.state, "load": gate.load, "waited_s": gate.waited_s, "hurried": gate.hurried}
+            return self._learner.status() | idle | {"verifiers": gate.watched, "pid": os.getpid()}
 
     def stop(self) -> None:
         """Write a checkpoint and learn no more; the actor stays, to be killed."""
@@ -104,14 +112,19 @@ class TrainerActor:
             os._exit(1)
 
     def _learn(self) -> None:
-        """Take what came, and make the steps that it and the share of a core allow."""
+        """Take what came, and make the steps that it, the share of a core and the load of verifiers allow."""
         with self._learning:
             self._take_all()
         while not self._stopped.wait(self._share.wait_s()):
             with self._learning:
                 self._take_all()
-                if not self._learner.step(time.time()):
-                    return
+                ready = self._learner.trainer.ready()
+            if not ready:
+                self._gate.rest()
+            if not ready or not self._gate.opens():
+                return
+            with self._learning:
+                self._learner.step(time.time())
 
     def _take_all(self) -> None:
         while True:
@@ -122,6 +135,27 @@ class TrainerActor:
                 self._inbox_bytes -= len(record)
                 self._changed.notify_all()
             self._learner.take(record)
+
+
+def verifiers_cpu_s() -> dict[str, float]:
+    """Return the processor time that each verifier on this node has used, in seconds by its actor's name.
+
+    Those that do not answer in time are left out, as they load or have ended; without Ray there are none.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return {}
+    node = ray.get_runtime_context().get_node_id()
+    try:
+        there = ray.util.list_named_actors(all_namespaces=True)
+        names = [each["name"] for each in there if each["namespace"] == NAMESPACE]
+        names = [name for name in names if name.startswith(VERIFIER_PREFIX)]
+        asked = {ray.get_actor(name, namespace=NAMESPACE).cpu_s.remote(): name for name in names}
+        answered, _ = ray.wait([*asked], num_returns=len(asked), timeout=LOAD_WITHIN_S) if asked else ([], [])
+        said = {asked[answer]: ray.get(answer) for answer in answered}
+    except (ray.exceptions.RayError, ValueError):  # one has just ended
+        return {}
+    return {name: seconds for name, (where, seconds) in said.items() if where == node}
 
 
 class TrainerLink:

@@ -30,6 +30,13 @@ class TrainerSettings(Settings):
     cpu_share: float = option(
         0.5, "share of one core that training may take", flag="learn-cpu-share", group=LEARNING, check=between(0, 1)
     )
+    max_load: float = option(
+        0.7,
+        "share of the cores beside it that verifiers may take before training waits; 1: it never waits",
+        flag="learn-max-load",
+        group=LEARNING,
+        check=between(0, 1),
+    )
     folder: Path = option(
         Path("learned"), "folder for checkpoints and new versions", flag="learn-folder", metavar="DIR", group=LEARNING
     )
@@ -62,3 +69,4 @@ class TrainerSettings(Settings):
     clip: float = 1.0
     average: float = 0.99
     checkpoint_every: int = 8
+    patience_s: float = 60.0  # of waiting for idle time, after which a step is made

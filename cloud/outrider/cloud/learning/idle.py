@@ -1,0 +1,93 @@
+"""A gate that lets training run while the verifiers beside it leave enough of the machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+LOOK_S = 2.0
+WAITING, OPEN, RESTING = "waiting for idle time", "training", "nothing to learn from"
+
+log = logging.getLogger(__name__)
+
+
+class IdleGate:
+    """Leave for one training step after the other.
+
+    Training waits while verifiers take more than a share of the machine, but not for ever: after `patience_s` of it one
+    step is made whatever they do, so a fleet that never idles is still learned from, a little.
+
+    Args:
+        cpu_s: returns the processor time that each verifier on this machine has used so far, in seconds by name.
+        clock: seconds that pass.
+        cores: processor cores of this machine.
+        max_load: share of them that verifiers may take, 0 to 1; at 1 training never waits.
+        patience_s: seconds of waiting after which a step is made.
+
+    Attributes:
+        load: share of the cores that verifiers took lately, 0 to 1; None: not known yet.
+        watched: verifiers that said what they use.
+        state: what training does at present, in a few words.
+        hurried: steps made though there was no idle time.
+    """
+
+    def __init__(
+        self,
+        cpu_s: Callable[[], Mapping[str, float]],
+        clock: Callable[[], float],
+        cores: int,
+        max_load: float,
+        patience_s: float,
+    ) -> None:
+        self._cpu_s, self._clock = cpu_s, clock
+        self._cores, self._max_load, self._patience_s = cores, max_load, patience_s
+        self._used: Mapping[str, float] | None = None
+        self._looked_at = 0.0
+        self._waiting_since: float | None = None
+        self.load: float | None = None
+        self.watched = 0
+        self.state = RESTING
+        self.hurried = 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the next step has waited for."""
+        return 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
+
+    def rest(self) -> None:
+        """Note that there is nothing to learn from, so nothing waits."""
+        self.state, self._waiting_since = RESTING, None
+
+    def opens(self) -> bool:
+        """Return whether a step may be made now; ask again in a while if not."""
+        if self._max_load < 1:
+            self._look()
+        if self._max_load >= 1 or (self.load is not None and self.load <= self._max_load):
+            self.state, self._waiting_since = OPEN, None
+            return True
+        now = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        self.state = WAITING
+        if now - self._waiting_since < self._patience_s:
+            return False
+        self._waiting_since = now
+        self.hurried += 1
+        log.warning("no idle time for %g s, as verifiers take %.0f %% of it", self._patience_s, 100 * (self.load or 0))
+        return True
+
+    def _look(self) -> None:
+        """Measure the load since the last look, if that was long enough ago."""
+        now = self._clock()
+        if self._used is not None and now - self._looked_at < LOOK_S:
+            return
+        used, before = self._cpu_s(), self._used
+        if before is not None:
+            # One that has restarted counts from there, and one that is new from now.
+            spent = sum(
+                seconds - before[name] if seconds >= before[name] else seconds
+                for name, seconds in used.items()
+                if name in before
+            )
+            self.load = min(1.0, spent / ((now - self._looked_at) * self._cores))
+        self._used, self._looked_at, self.watched = used, now, len(used)
