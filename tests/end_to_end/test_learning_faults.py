@@ -1,0 +1,108 @@
+"""Learning goes wrong while texts are decoded, and each text is the one that it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.learning.batch import check_record
+from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing.kept_lessons import KeptLessons
+from outrider.drafters import find_package
+from outrider.drafters.adapters import weights_of, write_adapter_package
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import LearnedFrom
+from outrider.edge.event_stream import Tokens
+from outrider.proto.types import Sampling
+
+HEAD = "model.lm_head.weight"
+PROMPT = "def count(words):\n    "
+
+
+def poisoned(folder: Path) -> Path:
+    """A version of the embedded drafter that every check lets load, and whose head is led astray."""
+    parent = find_package("general")
+    weight = weights_of(parent)[HEAD]
+    rng = np.random.default_rng(1)
+    a, b = rng.standard_normal((8, weight.shape[1])), rng.standard_normal((len(weight), 8))
+    b *= 0.45 * np.linalg.norm(weight) / np.linalg.norm(b @ a)  # half of the norm is refused
+    return write_adapter_package(
+        parent.folder, folder, {HEAD: (a, b)}, sequence=9, learned_from=LearnedFrom(1000, 8, {"code": 1000})
+    )
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(edge, tmp_path, temperature) -> None:
+    bad = str(poisoned(tmp_path / "bad"))
+
+    async def main() -> None:
+        async with VerifierServerAt() as address:
+            texts, hits = [], []
+            for drafter in ("none", "general", bad):
+                async with edge(address, drafter=drafter) as client:
+                    sampling = Sampling(max_tokens=48, temperature=temperature, seed=7)
+                    done = await client.complete(PROMPT, sampling)
+                    texts.append(done.ids)
+                    hits.append(done.statistics.accepted / max(1, done.statistics.drafted))
+            assert texts[0] == texts[1] == texts[2]
+            assert hits[2] < hits[1], "it is poisoned indeed"
+
+    asyncio.run(main())
+
+
+class VerifierServerAt:
+    """A verifier of the embedded target, with what it teaches."""
+
+    def __init__(self, sink: KeptLessons | None = None) -> None:
+        self.server = VerifierServer(VerifierConfig(threads=1, learn=sink is not None), sink=sink)
+
+    async def __aenter__(self) -> str:
+        return await self.server.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.stop(0)
+
+
+def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge) -> None:
+    kept = KeptLessons()
+
+    async def text(client, meanwhile=None) -> list[int]:
+        ids: list[int] = []
+        async for event in client.generate(PROMPT, max_tokens=64, temperature=1.0, seed=5):
+            if isinstance(event, Tokens):
+                ids += [token.id for token in event.tokens]
+            if meanwhile is not None and len(ids) > 20:
+                meanwhile = await meanwhile()
+        return ids
+
+    async def main() -> list[int]:
+        first, second = VerifierServerAt(kept), VerifierServerAt(kept)
+        async with second as there:
+            async with edge(there, drafter="general", share_texts=False) as client:
+                expected = await text(client)
+            assert not kept.records, "nobody agreed"
+            async with first as here, edge(here, there, drafter="general", share_texts=True) as client:
+                assert await text(client, lambda: first.server.stop(0)) == expected
+                await asyncio.to_thread(kept.wait_for, 1)  # what the second one judged
+        return expected
+
+    expected = asyncio.run(main())
+    records = kept.records
+    package = find_package("general")
+    drafter = OnnxDrafter(package, threads=1)
+    judge = ShadowJudge(drafter)
+    judge.begin(drafter)
+    for record in records:
+        check_record(record, package.target, package.vocab_size)
+        generated = record.tokens[record.first_generated - record.start :].tolist()
+        first = max(0, record.start - record.first_generated)
+        assert generated == expected[first : first + len(generated)]
+        judge.take(record)
+    assert judge.test is not None
+    assert judge.test.texts <= 1
