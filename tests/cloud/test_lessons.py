@@ -46,7 +46,8 @@ def target() -> Target:
 
 def make_engine(target: Target, sink: LessonSink | None = None, **options: Any) -> Engine:
     rules = VerifierRules("v", "tiny", target.tokenizer_sha256, VOCAB, CONTEXT, target.eos_tokens)
-    collector = LessonCollector("tiny", sink, options.pop("rate", 1e6), **options) if sink is not None else None
+    options = {"positions_s": 1e6, "max_share": 1e6, **options}  # all rows, unless a test says otherwise
+    collector = LessonCollector("tiny", sink, **options) if sink is not None else None
     engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=8), lessons=collector)
     engine.start()
     return engine
@@ -409,7 +410,7 @@ def test_logits_that_nobody_reads_are_dropped_oldest_first_and_counted(engines, 
 
 def test_the_rate_is_kept_and_what_is_kept_stands_for_the_rest(engines) -> None:
     kept, rate = KeptLessons(), 40.0
-    engine = engines(kept, rate=rate)
+    engine = engines(kept, positions_s=rate)
     text, began, rows = plain_text(engine), time.monotonic(), 0
     for key in range(8):
         edge = DraftingOutbox(engine, key, PROMPT, drafter_of(text))

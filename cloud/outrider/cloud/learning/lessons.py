@@ -2,7 +2,8 @@
 
 After a step has committed its tokens, the engine's thread chooses rows and copies their logits (`take`). All else
 happens in a thread of its own: finding the likeliest tokens, packing records, handing them to a sink. No text waits for
-any of it, and where one end is slower than the other the oldest lessons are dropped, and counted.
+any of it, and where one end is slower than the other the oldest lessons are dropped, and counted. Both threads measure
+their own CPU time, and where it exceeds a share of the steps' fewer rows are chosen (`LessonBudget`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from enum import Enum
 import torch
 
 from outrider.cloud.learning.inclusion import Inclusion
+from outrider.cloud.learning.lesson_budget import MAX_SHARE, LessonBudget
 from outrider.cloud.learning.packing import JudgedBlock, StepRows, TextPart, pack, read_steps
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
@@ -137,6 +139,7 @@ class LessonCollector(NoLessons):
         positions_s: float,
         *,
         secret: bytes = b"",
+        max_share: float = MAX_SHARE,
         count: Callable[[LessonKind | Lost, int], None] = lambda _, __: None,
     ) -> None:
         """Hand lessons to `sink`.
@@ -144,14 +147,19 @@ class LessonCollector(NoLessons):
         Args:
             model: id of the target.
             sink: whoever learns.
-            positions_s: rows a second that are kept, on average.
+            positions_s: rows a second that are kept, on average, at most.
             secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
+            max_share: limit of the CPU time that lessons take, as a share of that of the steps.
             count: called in the collector's thread with rows that were handed over, by kind, or lost.
         """
         self._model = model
         self._secret = secret
         self._count = count
-        self._inclusion = Inclusion(positions_s, time.monotonic())
+        now = time.monotonic()
+        self._budget = LessonBudget(max_share, now)
+        self._inclusion = Inclusion(lambda now: min(positions_s, self._budget.rows_s(now)), now)
+        self._left_s = 0.0  # CPU time of the engine's thread when it last left here
+        self._thread_spent_s = self._thread_billed_s = 0.0  # written by the collector's thread and by the engine's
         self._permits: dict[int, bytes] = {}  # salts of API keys, by stream
         self._texts: dict[int, _Text] = {}
         self._queue: deque[StepRows | TextPart] = deque()
@@ -177,12 +185,21 @@ class LessonCollector(NoLessons):
         """Choose rows of a step and copy what the target said in them; the last rows of a text make its record."""
         if logits is None or not self._permits:
             return
+        began_s = time.thread_time()
+        kept = 0
         try:
-            self._take(logits, judged)
+            kept = self._take(logits, judged, began_s)
         except Exception:  # a defect, of which no text knows
             log.exception("the lessons of a step are lost")
+        self._left_s = time.thread_time()
+        self._budget.spend(self._left_s - began_s, kept)
 
-    def _take(self, logits: torch.Tensor, judged: Sequence[StepLessons]) -> None:
+    def _take(self, logits: torch.Tensor, judged: Sequence[StepLessons], began_s: float) -> int:
+        """Return how many rows are kept."""
+        spent_s = self._thread_spent_s
+        self._budget.spend(spent_s - self._thread_billed_s)
+        self._thread_billed_s = spent_s
+        paid = self._budget.step(began_s - self._left_s)
         kinds: list[int] = []
         taught: list[tuple[_Text, StepLessons, Commit, int, int, int]] = []
         row = 0
@@ -194,13 +211,14 @@ class LessonCollector(NoLessons):
                 taught.append((text, each, each.commit, row, first, len(kinds)))
             row += len(each.verified.tokens_by_target)
         if not taught:
-            return
-        kept, weights = self._inclusion.draw(kinds, time.monotonic())
-        if len(kept):
-            self._copy(logits, taught, kinds, kept.tolist(), weights.tolist())
+            return 0
+        kept, weights = self._inclusion.draw(kinds, time.monotonic(), paid=paid)
+        if kept:
+            self._copy(logits, taught, kinds, kept, weights)
         for text, each, commit, *_ in taught:
             if commit.finish is not None or text.is_full():
                 self._hand_over(each.key, text)
+        return len(kept)
 
     def end(self, key: int) -> None:
         """Make a record of what a turn has left, which has ended without a step."""
@@ -322,13 +340,16 @@ class LessonCollector(NoLessons):
         with contextlib.suppress(OSError, AttributeError):  # where a thread cannot have a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not self._stopping.wait(TICK_S):
+            began_s, worked = time.thread_time(), True
             try:
-                self._turn()
+                worked = self._turn()
             except Exception:  # the thread's top loop must go on
                 log.exception("lessons were lost by a defect")
+            if worked:  # an idle night is no debt
+                self._thread_spent_s += time.thread_time() - began_s
 
-    def _turn(self) -> None:
-        """Read what has come, pack it, and push what is packed."""
+    def _turn(self) -> bool:
+        """Read what has come, pack it, and push what is packed; return whether there was anything."""
         taken: list[StepRows | TextPart] = []
         while len(taken) < MAX_QUEUED and (item := self._next()) is not None:
             taken.append(item)
@@ -341,8 +362,9 @@ class LessonCollector(NoLessons):
         now, wall_s = time.monotonic(), time.time()
         self._delivery.take_answer(now)
         self._forget(wall_s)
-        self._delivery.push(now, wall_s)
+        pushed = self._delivery.push(now, wall_s)
         self._count_losses()
+        return pushed or bool(taken)
 
     def _pack(self, part: TextPart) -> None:
         rows = sum(len(block.rows) for block in part.blocks)

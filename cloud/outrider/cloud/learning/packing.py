@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from outrider.cloud.learning.record import MAX_DRAFTERS, MAX_NAME, NO_DRAFTER, T
 from outrider.proto.types import Sampling
 
 _LEAST_LOGP = -60000.0  # the least that a float16 can say
+_SLICE = 1 << 17  # logits that are read at once, so that they stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,53 @@ class Teaching:
 @torch.inference_mode()
 def teaching(logits: torch.Tensor) -> Teaching:
     """Return the likeliest tokens of each row of logits [m, vocab] with log p, and the log of what the rest has."""
-    top = logits.topk(min(TOP, logits.shape[1]), dim=-1)
-    best = top.values[:, :1]
-    mass = (logits - best).exp_().sum(dim=-1, dtype=torch.float64)
-    of_top = (top.values - best).double().exp().sum(dim=-1)
-    log_sums = best + mass.log().float()[:, None]
+    if logits.is_cuda:
+        return _teaching(logits)
+    parts = [_teaching(part) for part in logits.split(max(1, _SLICE // logits.shape[1]))]
+    if len(parts) == 1:
+        return parts[0]
+    names = [each.name for each in fields(Teaching)]
+    return Teaching(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def _teaching(logits: torch.Tensor) -> Teaching:
+    top, top_ids = _likeliest(logits, min(TOP, logits.shape[1]))
+    best = top[:, :1]
+    mass = (logits - best).exp_().sum(dim=-1)
+    of_top = (top - best).exp().sum(dim=-1)
+    log_sums = best + mass.log()[:, None]
     whole = logits.shape[1] <= TOP
     rest = torch.full_like(mass, -math.inf) if whole else ((mass - of_top).clamp(min=0.0) / mass).log()
     # Rounding may make them a little more than 0.
-    top_logp = (top.values - log_sums).clamp(_LEAST_LOGP, 0.0).half()
+    top_logp = (top - log_sums).clamp(_LEAST_LOGP, 0.0).half()
     finite = log_sums[:, 0].isfinite() & top_logp.isfinite().all(dim=-1)
     return Teaching(
-        top.indices.cpu().numpy().astype(np.uint32),
+        top_ids.cpu().numpy().astype(np.uint32),
         top_logp.cpu().numpy(),
         rest.clamp(max=0.0).float().cpu().numpy(),
         finite.cpu().numpy(),
     )
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest `count` of each row of logits [m, vocab], in order, and their places.
+
+    They are among the `count` columns with the largest maxima, if a row is cut into columns; on a CPU, to look for
+    these and then in them takes a third of the time of a search through all.
+    """
+    vocab = logits.shape[1]
+    height = round(math.sqrt(vocab / count))
+    width = vocab // height
+    if height < 4:
+        top = logits.topk(count, dim=-1)
+        return top.values, top.indices
+    columns = logits[:, : height * width].unflatten(1, (height, width)).amax(dim=1).topk(count, sorted=False).indices
+    rows = torch.arange(0, height * width, width, device=logits.device)
+    places = (columns[:, None, :] + rows[:, None]).flatten(1)
+    left_over = torch.arange(height * width, vocab, device=logits.device)
+    places = torch.cat([places, left_over.expand(len(logits), -1)], dim=1)
+    top = logits.gather(1, places).topk(count, dim=-1)
+    return top.values, places.gather(1, top.indices)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +117,7 @@ def read_steps(steps: Iterable[StepRows]) -> None:
         first += len(logits)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class JudgedBlock:
     """A block that a step verified, of which at least one row is kept.
 
@@ -152,29 +184,23 @@ def pack(part: TextPart) -> tuple[LessonRecord | None, int, int]:
     Beside it stand two numbers of rows that are left out: those whose step was dropped unread, and those whose logits
     were no numbers.
     """
-    blocks, places, unread, broken = list[JudgedBlock](), list[np.ndarray](), 0, 0
-    for block in part.blocks:
-        count = len(block.rows)
-        if block.step.said is None:
-            unread += count
-            continue
-        good = np.flatnonzero(block.step.said.finite[block.first : block.first + count])
-        broken += count - len(good)
-        if len(good):
-            blocks.append(block)
-            places.append(good)
-    if not blocks:
-        return None, unread, broken
-    names, made_by = _names(blocks)
+    blocks = [block for block in part.blocks if block.step.said is not None]
+    unread = sum(len(block.rows) for block in part.blocks) - sum(len(block.rows) for block in blocks)
 
     def of_rows(values: str, dtype: type) -> np.ndarray:
-        pairs = zip(blocks, places, strict=True)
-        return np.concatenate([np.asarray(getattr(block, values), dtype)[good] for block, good in pairs])
+        return np.array([value for block in blocks for value in getattr(block, values)], dtype)
 
     def said(values: str) -> np.ndarray:
-        pairs = zip(blocks, places, strict=True)
-        return np.concatenate([getattr(block.step.said, values)[block.first + good] for block, good in pairs])
+        return np.concatenate([
+            getattr(block.step.said, values)[block.first : block.first + len(block.rows)] for block in blocks
+        ])  # fmt: skip
 
+    good = np.flatnonzero(said("finite")) if blocks else np.empty(0)
+    row_block = np.repeat(np.arange(len(blocks), dtype=np.uint32), [len(block.rows) for block in blocks])
+    broken = len(row_block) - len(good)
+    if not len(good):
+        return None, unread, broken
+    names, made_by = _names(blocks)
     record = LessonRecord(
         model=part.model,
         session_salt=part.session_salt,
@@ -190,14 +216,14 @@ def pack(part: TextPart) -> tuple[LessonRecord | None, int, int]:
         block_ends=np.cumsum([len(block.drafts) for block in blocks]).astype(np.uint32),
         drafts=np.array([draft for block in blocks for draft in block.drafts], np.uint32),
         drafted_by=np.array(made_by, np.uint8),
-        row_block=np.repeat(np.arange(len(blocks), dtype=np.uint32), [len(good) for good in places]),
-        row_index=of_rows("rows", np.uint32),
-        kinds=of_rows("kinds", np.uint8),
-        targets=of_rows("targets", np.uint32),
-        top_ids=said("top_ids"),
-        top_logp=said("top_logp"),
-        rest_logp=said("rest_logp"),
-        weights=of_rows("weights", np.float32),
+        row_block=row_block[good],
+        row_index=of_rows("rows", np.uint32)[good],
+        kinds=of_rows("kinds", np.uint8)[good],
+        targets=of_rows("targets", np.uint32)[good],
+        top_ids=said("top_ids")[good],
+        top_logp=said("top_logp")[good],
+        rest_logp=said("rest_logp")[good],
+        weights=of_rows("weights", np.float32)[good],
     )
     return record, unread, broken
 

@@ -89,8 +89,8 @@ class Delivery:
         while self._waiting_bytes > MAX_WAITING_BYTES:
             self.counts.crowded_out += self._pop().rows
 
-    def push(self, now: float, wall_s: float) -> None:
-        """Push what waits, if nothing is unanswered.
+    def push(self, now: float, wall_s: float) -> bool:
+        """Push what waits, if nothing is unanswered, and return whether that was tried.
 
         Args:
             now: present time on any clock that never goes back, in seconds.
@@ -99,7 +99,7 @@ class Delivery:
         while self._waiting and self._waiting[0].at_s < wall_s - MAX_AGE_S:
             self.counts.expired += self._pop().rows
         if self._flight is not None or not self._waiting or now < self._not_before:
-            return
+            return False
         batch = [self._pop()]
         while self._waiting and sum(len(each.data) for each in (*batch, self._waiting[0])) <= MAX_PUSH_BYTES:
             batch.append(self._pop())
@@ -108,6 +108,7 @@ class Delivery:
             self._flight = self._sink.push(tuple([each.data for each in batch]))
         except Exception as error:  # a sink may be anything, and a text knows nothing of it
             self._lose(error, now)
+        return True
 
     def forget(self, key_salt: bytes) -> None:
         """Drop what waits of a key."""
