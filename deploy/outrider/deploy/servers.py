@@ -45,7 +45,7 @@ async def _up(given: Given) -> int:
         logger.warning("the verifiers listen on 127.0.0.1: edges on other machines need --relay")
     learning = given(TrainerSettings) if config.learn else None
     if learning is not None and not asked["api_keys"]:
-        learning = replace(learning, min_keys=1)  # all texts are one key's, and all edges are
+        learning = replace(learning, min_keys=1, key_share=1.0)  # all texts are one key's, and all edges are
     coordinator = asked | {"tls": tls}
     async with local_cluster(config, verifiers=verifiers, coordinator=coordinator, trainer=learning) as running:
         print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")

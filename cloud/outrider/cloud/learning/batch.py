@@ -10,7 +10,7 @@ import torch
 
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.losses import JudgedRows, Loss
-from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.record import TOP, LessonKind, LessonRecord
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import TorchNoise
 from outrider.proto.types import Noise
@@ -44,14 +44,14 @@ def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: 
         return None
     passages.sort(key=lambda passage: len(passage.tokens))
     log_q = torch.cat([_read(drafter, part) for part in _parts(passages)])
-    rows = _from_records(passages, log_q)
+    rows = _from_records(passages, log_q, None if loss.reads_target else 0)
     if loss.needs_noise or loss.on_policy:
         rows = _with_noise(rows, passages, loss)
     return rows
 
 
-def check_record(record: LessonRecord, model: str, vocab: int) -> None:
-    """Raise InvalidArgument unless the record is about this target and its tokens.
+def check_record(record: LessonRecord, model: str, vocab: int, *, reads_target: bool = True) -> None:
+    """Raise InvalidArgument unless the record is about this target and its tokens, and has what the loss reads.
 
     `LessonRecord` has checked all else.
     """
@@ -60,6 +60,9 @@ def check_record(record: LessonRecord, model: str, vocab: int) -> None:
     for name in ("tokens", "drafts", "targets", "top_ids"):
         if getattr(record, name).max(initial=0) >= vocab:
             raise InvalidArgument(f"holds a token beyond the vocabulary of {vocab}", field=f"lessons.{name}")
+    top, needed = record.top_ids.shape[1], min(TOP, vocab)
+    if reads_target and top != needed:
+        raise InvalidArgument(f"has {top} tokens a row where this loss reads {needed}", field="lessons.top_ids")
 
 
 def _passages(record: LessonRecord, *, suffixes: bool) -> Iterator[_Passage]:
@@ -106,9 +109,13 @@ def _read(drafter: AdaptedDrafter, passages: Sequence[_Passage]) -> torch.Tensor
     return log_q
 
 
-def _from_records(passages: Sequence[_Passage], log_q: torch.Tensor) -> JudgedRows:
+def _from_records(passages: Sequence[_Passage], log_q: torch.Tensor, top: int | None) -> JudgedRows:
+    """Return the rows with the `top` likeliest tokens of the target, or all that the records have."""
+
     def gathered(name: str, dtype: torch.dtype) -> torch.Tensor:
         parts = [np.asarray(getattr(passage.record, name))[passage.rows] for passage in passages]
+        if name.startswith("top_"):
+            parts = [part[:, :top] for part in parts]
         return torch.from_numpy(np.concatenate(parts).astype(_NUMPY[dtype]))
 
     greedy = [np.full(len(passage.rows), passage.record.sampling.temperature == 0) for passage in passages]

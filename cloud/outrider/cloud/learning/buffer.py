@@ -15,10 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import REHEARSED
+from outrider.cloud.learning.settings import KEY_SHARE, REHEARSED
 
 CLASS_POSITIONS = 100_000  # about 33 MB
-KEY_SHARE = 0.05  # of a class
 NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
 RETENTION_S = 24 * 3600.0
 

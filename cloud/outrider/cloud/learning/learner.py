@@ -33,6 +33,9 @@ class Learner:
         settings: those of the trainer.
         clock: seconds that this thread has worked, by which drafting is timed.
 
+    Attributes:
+        newest: newest version that proved better, or the parent.
+
     Raises:
         OutriderError: the drafter cannot be trained on, or the file of rehearsal cannot be read.
     """
@@ -44,8 +47,9 @@ class Learner:
         self._tried_at = self.trainer.state.updates
         candidates = self.trainer.state.counts["candidates"]
         self._journal = TrialJournal(settings.folder / "trial.jsonl")
+        self.newest = self._newest()
         self.judge = ShadowJudge(
-            _loaded(self._newest()),
+            _loaded(self.newest),
             candidates=candidates,
             memory=self.trainer.memory,
             journal=self._journal,
@@ -89,6 +93,8 @@ class Learner:
         return {
             "drafter": self.trainer.package.name,
             "model": self.trainer.package.target,
+            "version": self.newest.version,
+            "folder": str(self.newest.folder),
             "sequence": state.sequence,
             "steps": state.step,
             "positions": state.positions,
@@ -100,10 +106,11 @@ class Learner:
         }
 
     def _newest(self) -> DrafterPackage:
-        """Return the newest version that was published here, or the parent."""
+        """Return the newest version that was published here from this parent, or the parent."""
         trainer = self.trainer
         folder = trainer.settings.folder / "drafters" / trainer.package.name / str(trainer.state.sequence)
-        return load_package(folder) if folder.is_dir() else trainer.package
+        newest = load_package(folder) if folder.is_dir() else trainer.package
+        return newest if newest.parent == trainer.package.version else trainer.package
 
     def _begin(self) -> None:
         """Make a candidate, and let the records to come judge it."""
@@ -151,7 +158,7 @@ class Learner:
         self._tried_at = self.trainer.state.updates
         log.info("version %d of %s: %s", candidate.sequence, self.trainer.package.name, asdict(judgement))
         if judgement.better:
-            self.trainer.publish(candidate)
+            self.newest = load_package(self.trainer.publish(candidate))
             return
         if judgement.worse:
             self.trainer.go_back()  # and not where it was only too early to tell

@@ -134,12 +134,14 @@ class Loss(ABC):
         needs_noise: whether `JudgedRows.noise` must be given.
         on_policy: whether it wants drafts judged as the drafter of today would make them.
         reads_suffixes: whether it learns from SUFFIX positions.
+        reads_target: whether it needs the target's probabilities; else tokens are enough.
         means: running means that it keeps, which a checkpoint saves.
     """
 
     needs_noise: ClassVar[bool] = False
     on_policy: ClassVar[bool] = False
     reads_suffixes: ClassVar[bool] = False
+    reads_target: ClassVar[bool] = True
     means: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     def __call__(self, rows: JudgedRows, step: int) -> torch.Tensor:
@@ -266,6 +268,8 @@ class ReverseThenReward(Loss):
 class CrossEntropy(Loss):
     """`ce`: the mean of -ln q(y) over positions that follow text; it needs no target but its tokens."""
 
+    reads_target = False
+
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
         return -rows.mean(rows.log_q_of(rows.committed), rows.kinds != LessonKind.SUFFIX)
 
@@ -277,6 +281,7 @@ class CoupledCrossEntropy(Loss):
     """
 
     needs_noise = True
+    reads_target = False
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
         if rows.noise is None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outrider.proto.settings import Settings, above, at_least, between, no_empty_text, option
 
 LEARNING = "learning while serving"
 LOSS_NAMES = ("kl", "osd", "opd", "dvi", "dvi-exact", "pg", "ce", "cce", "coupled")  # of `losses`
 RANK = 8
+OWN: Mapping[
+    str, Any
+] = {  # of an edge that learns from its own texts, of which it has tokens and seeds, and fewer than a fleet
+    "loss": "cce",
+    "publish_every": 8,
+    "min_keys": 1,
+    "key_share": 1.0,
+}
+KEY_SHARE = 0.05  # of the sample of a class, which one key has at most
 REHEARSED = 0.5  # of a batch; with a tenth, a stream of one domain cost the others .05 of their hits
 
 
@@ -62,6 +73,7 @@ class TrainerSettings(Settings):
         check=at_least(1),
     )
     seed: int = option(0, "seed of all random numbers", flag="learn-seed", group=LEARNING, check=at_least(0))
+    key_share: float = KEY_SHARE
     rank: int = RANK
     texts: int = 8
     positions: int = 1536

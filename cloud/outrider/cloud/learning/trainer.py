@@ -98,7 +98,7 @@ class Trainer:
         rank = max(settings.rank, self.package.adapter.rank if self.package.adapter else 0)
         self.drafter = AdaptedDrafter(load_parent(self.package), rank=rank, seed=settings.seed)
         self.loss = LOSSES[settings.loss]()
-        self.buffer = Buffer(rehearsal, seed=settings.seed, rehearsed=settings.rehearsed)
+        self.buffer = Buffer(rehearsal, seed=settings.seed, rehearsed=settings.rehearsed, key_share=settings.key_share)
         self.state = TrainerState(sequence=self.package.sequence)
         self.memory = JudgeMemory()
         self._first = self.drafter.matrices()
@@ -121,7 +121,8 @@ class Trainer:
         """
         try:
             record = LessonRecord.decode(data)
-            check_record(record, self.package.target, self.drafter.vocab_size)
+            reads_target = self.loss.reads_target
+            check_record(record, self.package.target, self.drafter.vocab_size, reads_target=reads_target)
         except InvalidArgument:
             self.state.counts["records refused"] += 1
             raise

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from outrider.cloud.family_index import load_causal_lm, load_tokenizer, resolve_target
-from outrider.cloud.learning.record import NO_DRAFTER, TOP, LessonKind, LessonRecord
+from outrider.cloud.learning.own_text import record_of_text
+from outrider.cloud.learning.record import TOP, LessonRecord
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.target import Target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
@@ -107,28 +108,14 @@ class StreamWriter:
         """Return a text's record, all its rows, none of which had a draft; `log_p` [n, vocab] are the target's."""
         top = log_p.topk(min(TOP, log_p.shape[1]))
         rest = (1 - top.values.exp().sum(-1)).clamp(min=1e-9, max=1.0).log()
-        n, first = len(text), text.prompt_length
-        return LessonRecord(
+        top_ids, top_logp = top.indices.numpy().astype(np.uint32), top.values.clamp(max=0).to(torch.float16).numpy()
+        return record_of_text(
+            text.transcript,
+            text.prompt_length,
+            text.request.sampling,
             model=self._name,
             session_salt=salted(b"", f"{prompt_class}-{text.request.id}"),
             key_salt=salted(b"", f"key-{prompt_class}-{int(text.request.id) % KEYS}"),
             prompt_class=prompt_class,
-            drafters=(),
-            sampling=text.request.sampling,
-            at_s=0.0,
-            start=0,
-            first_generated=first,
-            tokens=np.array(text.transcript, dtype=np.uint32),
-            block_starts=np.arange(first, first + n, dtype=np.uint32),
-            block_ends=np.zeros(n, np.uint32),
-            drafts=np.zeros(0, np.uint32),
-            drafted_by=np.full(0, NO_DRAFTER, np.uint8),
-            row_block=np.arange(n, dtype=np.uint32),
-            row_index=np.zeros(n, np.uint32),
-            kinds=np.full(n, LessonKind.OWN, np.uint8),
-            targets=np.array(text.tokens, dtype=np.uint32),
-            top_ids=top.indices.numpy().astype(np.uint32),
-            top_logp=top.values.clamp(max=0).to(torch.float16).numpy(),
-            rest_logp=rest.float().numpy(),
-            weights=np.ones(n, np.float32),
+            teacher=(top_ids, top_logp, rest.float().numpy()),
         )
