@@ -132,6 +132,11 @@ def test_the_command_runs_each_arm_once_and_goes_on_where_it_ended(tmp_path: Pat
     runs = json.loads(record.read_text())["runs"]
     assert [each["arm"] for each in runs] == ["kl", "ce"]
     assert runs[0] == run
+    assert main([*line, "--losses", "kl", "--here"]) == 0
+    own, same = json.loads(record.read_text())["runs"]
+    assert same == run
+    assert (own["arm"], own["rehearsed"], own["steps"]) == ("here", 0.0, 1)
+    assert own["after"] == own["before"] == run["before"], "nothing has proved better yet"
     shown = capsys.readouterr().out
     assert "share of hits" in shown
     assert shown.splitlines()[2].count("regret") == 1

@@ -370,6 +370,9 @@ class LearnBenchSettings(Settings):
     rehearsed: tuple[float, ...] = listed(
         (REHEARSED,), "shares of a batch that are rehearsed, with --kept", check=between(0, 1)
     )
+    here: bool = option(
+        False, "learn too as `outrider edge --learn-here` does: from tokens alone, drafting with what proved better"
+    )
     tokens: int = option(60_000, "tokens of a stream at most, 96 a text", check=at_least(1))
     fresh: int = option(256, "texts of 96 tokens of each domain to measure on", check=at_least(2))
     seeds: int = option(5, "runs of each loss, with different orders of the stream", check=at_least(1))

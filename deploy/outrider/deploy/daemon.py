@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from typing import TYPE_CHECKING
 
 from outrider.deploy.arguments import Given
+from outrider.deploy.commands.edge import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.deploy.learn_here import LearningHere
 
 
 def edge(given: Given) -> int:
@@ -25,13 +30,31 @@ async def _edge(given: Given) -> int:
             raise
         raise ConfigError(f"needs the package {error.name}; pip install 'outrider[edge]'") from error
 
-    daemon = Daemon(given(DaemonConfig, tls=serving_tls(given)), Client(given(EdgeConfig, api_key=api_key(given))))
+    client = Client(given(EdgeConfig, api_key=api_key(given)))
+    learning = _learning(given, client)
+    daemon = Daemon(given(DaemonConfig, tls=serving_tls(given)), client)
     stopping, hurried = asyncio.Event(), daemon.limiter.cut
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
     loop.add_signal_handler(signal.SIGHUP, daemon.reload)
     print(f"edge daemon on {await daemon.start()}", flush=True)
+    learns = asyncio.create_task(learning.run()) if learning is not None else None
     await stopping.wait()
+    if learns is not None:
+        learns.cancel()
+        await asyncio.gather(learns, return_exceptions=True)
     await daemon.stop()
     return 0
+
+
+def _learning(given: Given, client: Client) -> LearningHere | None:
+    asked = given(LearnHereSettings)
+    if not asked.learn_here:
+        return None
+    from outrider.deploy.learn_here import LearningHere, check_packages
+
+    check_packages()
+    return LearningHere(
+        client.own_learning, cpu_share=asked.learn_cpu_share, folder=asked.learn_here_folder, logs=given.logging
+    )

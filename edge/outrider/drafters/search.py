@@ -137,12 +137,21 @@ class DrafterSearch:
         return self._member(package, partial(self._cache.ensure, offer, self._fetch), name)
 
     def _member(self, package: DrafterPackage, check: Callable[[], DrafterPackage], name: str = "") -> Member:
-        from outrider.drafters.onnx import OnnxDrafter
+        return _member(package, check, self._threads, name)
 
-        def load() -> Drafter:
-            return OnnxDrafter(check(), threads=self._threads, name=name)
 
-        return Member(name or package.name, package.version, package.graph_bytes, load, package.steering, package)
+def own_member(package: DrafterPackage, threads: int) -> Member:
+    """Return the drafter of a package that is here, with so many threads of ONNX Runtime."""
+    return _member(package, partial(load_package, package.folder), threads)
+
+
+def _member(package: DrafterPackage, check: Callable[[], DrafterPackage], threads: int, name: str = "") -> Member:
+    from outrider.drafters.onnx import OnnxDrafter
+
+    def load() -> Drafter:
+        return OnnxDrafter(check(), threads=threads, name=name)
+
+    return Member(name or package.name, package.version, package.graph_bytes, load, package.steering, package)
 
 
 def _compares(version: DrafterPackage, current: DrafterPackage) -> bool:

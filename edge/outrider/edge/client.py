@@ -24,6 +24,7 @@ from outrider.edge.decoding import Decoding, Observer, Subject
 from outrider.edge.event_stream import Completion, Event, Finished, collect, stream_events, within
 from outrider.edge.history import TextHistory
 from outrider.edge.link import Channels
+from outrider.edge.own_learning import OwnLearning
 from outrider.edge.prediction import Prediction, indexed_prediction
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.prepared import Prepared
@@ -40,6 +41,9 @@ from outrider.proto.types import Learning, LeaseRequest, Open, Sampling, Version
 
 class Client:
     """Client that decodes texts on verifiers and drafts here, many at once in one event loop.
+
+    Attributes:
+        own_learning: learning from this client's texts on this machine.
 
     Args:
         config: target, drafters and policies.
@@ -65,6 +69,7 @@ class Client:
         self._channels = Channels(config.security)
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         self._history = TextHistory(config)
+        self.own_learning = OwnLearning(self._prepared)
         self._battery = Battery(config.battery)
 
     async def __aenter__(self) -> Self:
@@ -326,5 +331,6 @@ class Client:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
         ready = self._prepared.ready_now()
         self._history.learn(ready, session, machine, seconds)
+        self.own_learning.ended(ready, session, machine)
         if ready.local_texts is not None:
             ready.local_texts.keep(machine.transcript[machine.prompt_length :])

@@ -97,14 +97,15 @@ class TextHistory:
     ) -> SessionReport:
         statistics = machine.statistics
         (drafter, version), *_ = machine.drafters  # the text's, though texts that begin now may have others
-        versions = dict(machine.drafters)
-        versions.pop(RETRIEVAL, None)  # its hits would tell of this edge's documents, and others have other ones
+        # Hits of what copies, or has learned, here would tell of this edge's texts, and nobody else has these versions.
+        own = ready.own_versions
+        versions = {name: each for name, each in machine.drafters if name != RETRIEVAL and each not in own}
         return SessionReport(
             session=session,
             model=ready.model,
             verifier=machine.verifier,
             drafter=published_name(drafter),
-            drafter_version=version,
+            drafter_version="" if version in own else version,
             committed_tokens=statistics.committed,
             accepted_tokens=statistics.accepted - statistics.accepted_here,
             drafted_tokens=statistics.drafted,

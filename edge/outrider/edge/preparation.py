@@ -17,7 +17,7 @@ from outrider.drafters import DrafterCache, DrafterPackage, RetrievalDrafter
 from outrider.drafters.packages import FOR_ANY_SUBJECT
 from outrider.drafters.pool import BROKEN, DrafterPool, Member
 from outrider.drafters.protocol import Drafter
-from outrider.drafters.search import RETRIEVAL, DrafterSearch
+from outrider.drafters.search import RETRIEVAL, DrafterSearch, own_member
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.control import CoordinatorClient, file_fetcher
@@ -25,6 +25,7 @@ from outrider.edge.kept_answers import KeptAnswers
 from outrider.edge.local_texts import LocalFiles, LocalTexts
 from outrider.edge.pending import FoundDrafters, PendingDrafter
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
+from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
     ConfigError,
     ModelRefused,
@@ -54,6 +55,7 @@ class Ready:
         pending: first drafter while it loads, until `with_drafters`; None: nothing loads.
         chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
         local_texts: texts of this machine that drafts are copied from; None: none.
+        own_versions: versions of drafters that were trained on this machine.
     """
 
     route: Route
@@ -65,6 +67,7 @@ class Ready:
     chat_template: str = ""
     pending: PendingDrafter | None = None
     local_texts: LocalTexts | None = None
+    own_versions: frozenset[str] = frozenset()
 
     @property
     def drafter(self) -> Drafter | None:
@@ -150,6 +153,10 @@ class Preparation:
         coordinator: client of the coordinator that the config names; None: it names none.
         route: replaces the config's.
         drafters: replace the config's unless empty.
+
+    Attributes:
+        learnable: package of the first drafter that can learn, as others have it too; None: there is none yet.
+        own: version that was trained here from one of the drafters; None: there is none.
     """
 
     def __init__(
@@ -163,6 +170,9 @@ class Preparation:
         self._coordinator = coordinator
         self._route = route
         self._drafters = drafters
+        self._offers: tuple[DrafterManifest, ...] = ()  # the newest
+        self.learnable: DrafterPackage | None = None
+        self.own: DrafterPackage | None = None
         self._cache = DrafterCache(config.cache)
 
     async def run(self) -> Ready:
@@ -282,16 +292,18 @@ class Preparation:
         return self._coordinator.watch_drafters(tokenizer_sha256)
 
     def renewed(
-        self, pool: DrafterPool | None, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str
+        self, pool: DrafterPool | None, offers: tuple[DrafterManifest, ...] | None, tokenizer_sha256: str
     ) -> DrafterPool | None:
         """Return a pool of what the coordinator offers now, for the texts to come; None: it offers what is in `pool`.
 
-        Blocks while new versions load. What cannot be had stays as it is; see `DrafterPool.renewed`.
+        Without `offers` they are what they were, and a version that was trained here may be new. Blocks while new
+        versions load. What cannot be had stays as it is; see `DrafterPool.renewed`.
 
         Raises:
             OutriderError, OSError: none of the drafters can be had.
         """
-        found, limit_bytes = self._members(_any_subject_first(offers), tokenizer_sha256)
+        offers = self._offers if offers is None else _any_subject_first(offers)
+        found, limit_bytes = self._members(offers, tokenizer_sha256)
         if pool is None:
             return self._loaded(found, limit_bytes, None).drafters
         known = list(zip(pool.names, pool.versions, strict=True))
@@ -306,8 +318,18 @@ class Preparation:
 
     def _members(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
         """Return the requested drafters, and the limit of their memory in bytes."""
+        self._offers = offers
         find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
-        return find(offers, tokenizer_sha256)
+        found, limit_bytes = find(offers, tokenizer_sha256)
+        plain = (member for member in found if member.steering is None and ON_TRIAL not in member.name)
+        self.learnable = next((member.package for member in plain if member.package is not None), None)
+        return [self._own_version(member) or member for member in found], limit_bytes
+
+    def _own_version(self, parent: Member) -> Member | None:
+        own = self.own
+        if own is None or (own.name, own.parent) != (parent.name, parent.version):
+            return None
+        return own_member(own, self._config.threads)
 
     def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
         """Return the drafters that the config names."""

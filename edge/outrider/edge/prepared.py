@@ -7,6 +7,7 @@ import logging
 import uuid
 from dataclasses import replace
 
+from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.pool import DrafterPool
 from outrider.edge.config import EdgeConfig
 from outrider.edge.link import Channels
@@ -43,6 +44,7 @@ class Prepared:
         self._lock = asyncio.Lock()
         self._loading: asyncio.Task[Ready] | None = None  # waits for the first drafter
         self._watching: asyncio.Task[None] | None = None  # for other drafters of the coordinator
+        self._renewing = asyncio.Lock()
 
     async def find(self, channels: Channels) -> Ready:
         """Find everything, once, and leave a large drafter to load; see `Preparation.run`."""
@@ -100,6 +102,21 @@ class Prepared:
     async def _load(self, ready: Ready) -> Ready:
         return self._take(await ready.with_drafters())
 
+    @property
+    def learnable(self) -> DrafterPackage | None:
+        """Package of the first drafter that can learn, without what was learned here; None: there is none yet."""
+        return self._preparation.learnable
+
+    async def take_own(self, package: DrafterPackage) -> None:
+        """Give the texts to come a version that was trained here, for as long as its parent would be in its place."""
+        if self._loading is not None:
+            await asyncio.wait((self._loading,))
+        async with self._renewing:
+            ready = self.ready_now()
+            self.ready = replace(ready, own_versions=ready.own_versions | {package.version})
+            self._preparation.own = package
+            await self._renew(None)
+
     async def _watch(self, ready: Ready) -> None:
         """Give the texts to come the drafters that the coordinator offers; texts that run keep theirs."""
         if self._loading is not None:
@@ -107,12 +124,13 @@ class Prepared:
         while True:
             try:
                 async for offers in self._preparation.offers(ready.tokenizer_sha256):
-                    await self._renew(offers)
+                    async with self._renewing:
+                        await self._renew(offers)
             except OutriderError as error:
                 log.info("the coordinator's drafters are not watched: %s", error)
             await asyncio.sleep(WATCH_AGAIN_S)
 
-    async def _renew(self, offers: tuple[DrafterManifest, ...]) -> None:
+    async def _renew(self, offers: tuple[DrafterManifest, ...] | None) -> None:
         ready = self.ready
         if ready is None:
             return

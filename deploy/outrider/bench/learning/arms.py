@@ -7,19 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
 from outrider.bench.learning.hits import TextHits, hits_of
 from outrider.bench.learning.record import LearningRun
 from outrider.cloud.learning.adapted import AdaptedDrafter
+from outrider.cloud.learning.learner import Learner
+from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.settings import OWN, TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
+from outrider.drafters.adapters import read_adapter
+from outrider.proto.salts import SALT_BYTES
 
 TEXTS_A_MEASUREMENT = 4  # of the eight of a step
 CURVE_POINTS = 16
+HERE = "here"  # the arm of an edge that learns from its own texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +64,70 @@ def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Befo
         before: hits of the drafter as it begins.
     """
     with TemporaryDirectory() as folder:
-        settings = TrainerSettings(
-            drafter=package, loss=trial.arm, seed=trial.seed, rehearsed=trial.rehearsed, folder=Path(folder)
+        pupil = (_OwnPupil if trial.arm == HERE else _Pupil)(trial, package, Path(folder), texts.rehearsal)
+        return _run(trial, pupil, texts, before)
+
+
+class _Pupil:
+    """A trainer whose weights are measured as they are."""
+
+    def __init__(
+        self, trial: LearningTrial, package: str, folder: Path, rehearsal: Sequence[LessonRecord], **changes: Any
+    ) -> None:
+        settings: dict[str, Any] = {"loss": trial.arm, "seed": trial.seed, "rehearsed": trial.rehearsed} | changes
+        self.settings = TrainerSettings(drafter=package, folder=folder, **settings)
+        self.trainer = self._trainer(rehearsal)
+
+    def _trainer(self, rehearsal: Sequence[LessonRecord]) -> Trainer:
+        return Trainer(self.settings, rehearsal)
+
+    def take(self, record: LessonRecord) -> None:
+        """Take a text to learn from."""
+        self.trainer.buffer.add(record)
+
+    def step(self) -> None:
+        """Make a step."""
+        self.trainer.step()
+
+    def serve_by(self, drafter: AdaptedDrafter) -> None:
+        """Load what would draft now into `drafter`."""
+        drafter.load(self.trainer.published_matrices())
+
+
+class _OwnPupil(_Pupil):
+    """An edge that learns here: from the tokens alone, of one key; what has proved better drafts."""
+
+    def __init__(self, trial: LearningTrial, package: str, folder: Path, rehearsal: Sequence[LessonRecord]) -> None:
+        super().__init__(trial, package, folder, rehearsal, **OWN)
+
+    def _trainer(self, rehearsal: Sequence[LessonRecord]) -> Trainer:  # noqa: ARG002 - an edge has nothing to rehearse
+        self._learner = Learner(self.settings)
+        return self._learner.trainer
+
+    def take(self, record: LessonRecord) -> None:
+        own = record_of_text(
+            record.tokens.tolist(),
+            record.first_generated,
+            record.sampling,
+            model=self.trainer.package.target,
+            session_salt=record.session_salt,
+            key_salt=bytes(SALT_BYTES),
+            prompt_class=record.prompt_class,
+            at_s=record.at_s,
         )
-        trainer = Trainer(settings, texts.rehearsal)
+        self._learner.take(own.encode())
+
+    def step(self) -> None:
+        self._learner.step(0.0)
+
+    def serve_by(self, drafter: AdaptedDrafter) -> None:
+        if self._learner.newest.adapter is not None:
+            matrices = drafter.matrices()
+            drafter.load(matrices | read_adapter(self._learner.newest))
+
+
+def _run(trial: LearningTrial, pupil: _Pupil, texts: StreamTexts, before: Before) -> LearningRun:
+    trainer = pupil.trainer
     served = AdaptedDrafter(load_parent(trainer.package), rank=trainer.drafter.rank)
     order = np.random.default_rng([trial.seed, 9]).permutation(len(texts.stream))
     waiting: list[LessonRecord] = []
@@ -69,19 +135,21 @@ def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Befo
     tokens, cpu_s = 0, 0.0
     for index in order.tolist():
         record = texts.stream[index]
-        trainer.buffer.add(record)
+        began = time.process_time()
+        pupil.take(record)
+        cpu_s += time.process_time() - began
         waiting.append(record)
         tokens += len(record)
         if not trainer.ready():
             continue
-        served.load(trainer.published_matrices())
+        pupil.serve_by(served)
         found = hits_of(served, waiting[:TEXTS_A_MEASUREMENT])
         curve.append((tokens, int(found.positions.sum()), float(found.hits.sum())))
         waiting.clear()
         began = time.process_time()
-        trainer.step()
+        pupil.step()
         cpu_s += time.process_time() - began
-    served.load(trainer.published_matrices())
+    pupil.serve_by(served)
     after = hits_of(served, texts.fresh)
     kept = {name: hits_of(served, records) for name, records in texts.kept.items()}
     exponent, half = regret(curve, before.fresh.share(), after.share())

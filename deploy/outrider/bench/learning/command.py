@@ -14,7 +14,7 @@ from rich.table import Table
 
 from outrider.bench.commands import LearnBenchSettings
 from outrider.bench.environment import command_line
-from outrider.bench.learning.arms import Before, LearningTrial, StreamTexts, measure_start, run_arm
+from outrider.bench.learning.arms import HERE, Before, LearningTrial, StreamTexts, measure_start, run_arm
 from outrider.bench.learning.plots import draw_curves
 from outrider.bench.learning.record import LearningRun, LearningRuns
 from outrider.bench.learning.stream import TEXT_TOKENS, StreamPlan, StreamWriter
@@ -73,6 +73,9 @@ def _runs(options: LearnBenchSettings, texts: Mapping[str, StreamTexts], console
 
 def _trials(options: LearnBenchSettings) -> Iterator[LearningTrial]:
     """Yield the runs to make, those of the first seed first."""
+    own = itertools.product(range(options.seeds if options.here else 0), options.streams)
+    for seed, stream in own:
+        yield LearningTrial(domain_name(stream), "warm", HERE, 0.0, seed)
     for seed, rehearsed, stream in itertools.product(range(options.seeds), options.rehearsed, options.streams):
         starts = ["warm"] + (["cold"] if options.cold and seed < options.cold_seeds else [])
         for start, arm in itertools.product(starts, options.losses):

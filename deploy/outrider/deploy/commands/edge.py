@@ -11,9 +11,10 @@ from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, SHARING, E
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
-from outrider.proto.settings import Settings, at_least, option
+from outrider.proto.settings import Settings, at_least, between, option
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
+LEARNING_HERE = "learning on this machine"
 GRAMMAR = "grammar (the text follows it, and ends where it does; give one)"
 
 
@@ -76,6 +77,33 @@ class KeySettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnHereSettings(Settings):
+    """Learning from an edge's own texts on its own machine."""
+
+    learn_here: bool = option(
+        False,
+        "train the drafter here, from texts that pass; nothing of them leaves this machine; needs 'outrider[cloud]'",
+        group=LEARNING_HERE,
+    )
+    learn_here_folder: Path | None = option(
+        None,
+        "folder of what --learn-here has learned, so that it survives a restart; weights, which may tell of the texts, "
+        "and no text; not set: forgotten on exit",
+        metavar="DIR",
+        group=LEARNING_HERE,
+    )
+
+    learn_cpu_share: float = option(
+        0.5, "share of one core that training may take", group=LEARNING_HERE, check=between(0, 1)
+    )
+
+    def check_together(self) -> None:
+        """Refuse a folder for nothing."""
+        if self.learn_here_folder is not None and not self.learn_here:
+            raise ConfigError("needs --learn-here; give both", field="learn_here_folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings(Settings):
     """Output of the findings."""
 
@@ -109,6 +137,7 @@ EDGE = Command(
         edge_part(*WHERE, "chat_template"),
         part(DaemonConfig),
         edge_part(DRAFTING, "battery", SHARING),
+        part(LearnHereSettings),
         part(ServerTls, defaults={"cert": None, "key": None}),
         part(
             EdgeConfig,

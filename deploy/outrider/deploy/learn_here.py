@@ -1,0 +1,159 @@
+"""Learning of an edge from its own texts, which leave neither its machine nor, unless a folder is given, its memory.
+
+Texts wait here, few megabytes of them, until the trainer takes them; versions that proved better on later texts of this
+edge come back. The trainer is another process (`here_trainer`), so whatever happens to it, texts go on as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import logging
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from outrider.cloud.learning.own_text import record_of_text
+from outrider.deploy.child import Child
+from outrider.drafters.packages import DrafterPackage
+from outrider.edge.own_learning import OwnLearning, OwnText
+from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
+from outrider.proto.salts import salted
+
+NEEDED = ("torch", "transformers", "onnx", "safetensors")
+LOOK_EVERY_S = 2.0
+AGAIN_S = 60.0  # after the trainer failed
+MAX_WAITING_BYTES = 4 << 20
+MAX_PUSH_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+def check_packages() -> None:
+    """Raise ConfigError unless what training needs is installed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"needs the packages {', '.join(missing)}; pip install 'outrider[edge,cloud]'", field="learn_here"
+        )
+
+
+class _TrainerProcess(Child):
+    """A trainer of one drafter, in a process of its own."""
+
+    def __init__(self, begin: Mapping[str, Any]) -> None:
+        super().__init__("outrider.deploy.here_trainer", "the trainer of this edge")
+        self._begin = begin
+        self.info: dict[str, Any] = {}
+
+    async def prepare(self) -> None:
+        """Load the drafter."""
+        self.info = await self.ask(self._begin)
+
+    async def learn(self, records: list[bytes]) -> None:
+        """Hand records over, and ask what has been learned."""
+        self.info = await self.ask({"do": "learn", "records": [base64.b64encode(each).decode() for each in records]})
+
+
+class LearningHere:
+    """Learning beside one client; `run` it in a task, with the client open.
+
+    Args:
+        learning: the client's.
+        cpu_share: share of one core that training may take.
+        folder: folder of what is learned; None: it is forgotten when `run` ends.
+        logs: log_level and log_format of the trainer.
+    """
+
+    def __init__(
+        self, learning: OwnLearning, *, cpu_share: float, folder: Path | None, logs: Mapping[str, str]
+    ) -> None:
+        self._learning = learning
+        self._cpu_share = cpu_share
+        self._folder = folder.expanduser() if folder is not None else None
+        self._logs = {"log_level": "", "log_format": "text"} | dict(logs)
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self.dropped = 0
+        """Number of texts that were dropped since the trainer was behind."""
+        self.info: dict[str, Any] = {}
+        """What the trainer has said last."""
+        learning.trainer = self
+
+    def take(self, text: OwnText) -> None:
+        """Let a text wait for the trainer; the oldest give way where too many wait."""
+        parent = self._learning.parent
+        if parent is None:
+            return
+        try:
+            encoded = record_of_text(
+                text.tokens,
+                text.first_generated,
+                text.sampling,
+                model=parent.target,
+                session_salt=salted(b"", text.session),
+                key_salt=salted(b"", "here"),
+                prompt_class=text.prompt_class,
+                at_s=time.time(),
+            ).encode()
+        except InvalidArgument as error:
+            log.debug("nothing is learned from a text: %s", error)
+            return
+        self._waiting.append(encoded)
+        self._waiting_bytes += len(encoded)
+        while self._waiting_bytes > MAX_WAITING_BYTES:
+            self._pop()
+            self.dropped += 1
+
+    async def run(self) -> None:
+        """Learn for ever; a trainer that fails is started again after a while."""
+        with ExitStack() as stack:
+            folder = self._folder
+            if folder is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-learn-here-")))
+            while True:
+                while (parent := self._learning.parent) is None:  # noqa: ASYNC110 - nothing tells when it is there
+                    await asyncio.sleep(LOOK_EVERY_S)
+                try:
+                    await self._learn_from(parent, folder)
+                except (OutriderError, OSError) as error:
+                    log.warning("learning here pauses for %g s: %s", AGAIN_S, error)
+                    await asyncio.sleep(AGAIN_S)
+
+    async def _learn_from(self, parent: DrafterPackage, folder: Path) -> None:
+        """Train a drafter until another version takes its place."""
+        begin = {
+            "do": "begin",
+            "drafter": str(parent.folder),
+            "folder": str(folder),
+            "forget": self._folder is None,
+            "cpu_share": self._cpu_share,
+            **self._logs,
+        }
+        drafts_with = parent.version
+        async with _TrainerProcess(begin) as process:
+            log.info("training %s@%s from this edge's texts", parent.name, parent.version)
+            while (now := self._learning.parent) is not None and now.version == parent.version:
+                self.info = process.info
+                if process.info["version"] != drafts_with:
+                    drafts_with = process.info["version"]
+                    await self._learning.draft_with(Path(process.info["folder"]))
+                    log.info("drafting with version %d that was trained here", process.info["sequence"])
+                await asyncio.sleep(LOOK_EVERY_S)
+                await process.learn(self._next())
+
+    def _next(self) -> list[bytes]:
+        records: list[bytes] = []
+        while self._waiting and sum(map(len, records)) < MAX_PUSH_BYTES:
+            records.append(self._pop())
+        return records
+
+    def _pop(self) -> bytes:
+        oldest = self._waiting.popleft()
+        self._waiting_bytes -= len(oldest)
+        return oldest

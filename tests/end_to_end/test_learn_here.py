@@ -1,0 +1,225 @@
+"""An edge learns from its own texts: it drafts better, texts stay the same, and a dead trainer harms nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.cloud.testing import save_tiny_target
+from outrider.deploy import learn_here
+from outrider.deploy.learn_here import LearningHere
+from outrider.drafters import find_package
+from outrider.drafters.adapters import write_adapter_package
+from outrider.drafters.packages import LearnedFrom, load_package, sha256_of
+from outrider.drafters.tensor_file import write_tensors
+from outrider.edge import Client
+from outrider.edge.decoding import Observer
+from outrider.edge.routes import DirectRoute
+from outrider.proto.errors import OutriderError
+from outrider.proto.types import Draft, EdgeFrame, SessionReport
+
+WORDS = tuple("the of and to in is that for it as was with be by on not he his but at are this have from".split())  # noqa: SIM905
+HEAD = "model.lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tokenizer_file) -> Path:
+    return save_tiny_target(
+        tmp_path_factory.mktemp("tiny"),
+        tokenizer=tokenizer_file.read_text(encoding="utf-8"),
+        vocab_size=8192,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learn_here, "LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(learn_here, "AGAIN_S", 0.1)
+
+
+class Named(Observer):
+    """Keeps the versions that drafts name."""
+
+    def __init__(self) -> None:
+        self.versions: set[str] = set()
+
+    def sent(self, frame: EdgeFrame, at: float) -> None:
+        if isinstance(frame, Draft) and frame.drafter:
+            self.versions.add(frame.drafter_version)
+
+
+@asynccontextmanager
+async def learning(client: Client, folder: Path | None, **changes: Any) -> AsyncIterator[LearningHere]:
+    made = LearningHere(client.own_learning, cpu_share=1.0, folder=folder, logs={}, **changes)
+    task = asyncio.create_task(made.run())
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def texts(client: Client, first: int, count: int, observer: Observer | None = None) -> list[tuple[int, ...]]:
+    """Texts of their own prompts, half at T = 0 and half at T = 1, some at a time."""
+
+    async def one(number: int) -> tuple[int, ...]:
+        rng = np.random.default_rng(number)
+        prompt = " ".join(rng.choice(WORDS, 6))
+        ids: list[int] = []
+        sampling = {"temperature": float(number % 2), "seed": number, "max_tokens": 24, "ignore_eos": True}
+        async for event in client.generate(prompt, observer=observer, **sampling):
+            ids += getattr(event, "ids", ())
+        return tuple(ids)
+
+    made: list[tuple[int, ...]] = []
+    for number in range(first, first + count, 8):
+        made += await asyncio.gather(*(one(each) for each in range(number, min(number + 8, first + count))))
+    return made
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - another process learns
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[SessionReport]:
+    """What is told of texts that have ended."""
+    told: list[SessionReport] = []
+
+    async def report(_: object, each: SessionReport) -> None:
+        told.append(each)
+
+    monkeypatch.setattr(DirectRoute, "report", report)
+    return told
+
+
+def test_texts_are_the_same_while_a_trainer_learns_dies_and_comes_back(serving, edge, tiny) -> None:
+    async def main() -> None:
+        async with serving(target=str(tiny), model="tiny") as address:
+            async with edge(address, model="tiny", drafter="none") as client:
+                plain = await texts(client, 0, 8)
+            async with edge(address, model="tiny", drafter="general") as client, learning(client, None) as made:
+                assert await texts(client, 0, 8) == plain
+                await until(lambda: made.info.get("counts", {}).get("records") == 8)
+                killed, folder = made.info["pid"], Path(made.info["folder"])
+                os.kill(killed, signal.SIGKILL)
+                assert await texts(client, 0, 8) == plain
+                await until(lambda: made.info["pid"] != killed)
+                assert client.drafter is not None
+                assert client.drafter.version == made.info["version"] == load_package(folder).version
+
+    asyncio.run(main())
+
+
+@pytest.mark.soak
+def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny, tmp_path: Path) -> None:
+    parent, folder = find_package("general").version, tmp_path / "learned"
+
+    async def main() -> None:
+        async with serving(target=str(tiny), model="tiny") as address:
+            where = {"model": "tiny", "drafter": "general"}
+            async with edge(address, model="tiny", drafter="none") as client:
+                plain = await texts(client, 0, 8)
+            async with edge(address, **where) as client:
+                before = Named()
+                assert await texts(client, 0, 8, before) == plain
+                assert before.versions <= {parent}
+                async with learning(client, folder) as made:
+                    number = 8
+                    killed = 0
+                    while client.drafter is None or client.drafter.version == parent:
+                        assert number < 2000, made.info
+                        await texts(client, number, 24)
+                        number += 24
+                        await until(lambda: not made._waiting)
+                        if not killed and made.info.get("steps", 0) >= 8:
+                            killed = made.info["pid"]
+                            os.kill(killed, signal.SIGKILL)
+                            await texts(client, number, 8)
+                            await until(lambda pid=killed: made.info["pid"] != pid)
+                            assert made.info["steps"] >= 8, "it goes on from its checkpoint"
+                    version = client.drafter.version
+                    assert load_package(Path(made.info["folder"])).parent == parent
+                    assert killed
+                    after = Named()
+                    assert await texts(client, 0, 8, after) == plain
+                    assert after.versions == {version}
+            assert (folder.stat().st_mode & 0o777) == 0o700
+            async with edge(address, **where) as client, learning(client, folder):
+                await until(lambda: client.drafter is not None and client.drafter.version == version)
+                assert await texts(client, 0, 8) == plain
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_an_own_version_drafts_and_is_told_to_nobody_and_a_broken_one_is_refused(
+    serving, edge, tmp_path: Path, caplog, reports
+) -> None:
+    parent, rng = find_package("general"), np.random.default_rng(1)
+    good = tmp_path / "good"
+    matrices = {HEAD: (rng.standard_normal((8, 192)) / 192, rng.standard_normal((8192, 8)) * 0.05)}
+    write_adapter_package(parent.folder, good, matrices, sequence=1, learned_from=LearnedFrom(1, 1, {}))
+
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="general") as client:
+            own, named = client.own_learning, Named()
+            assert own.parent is not None
+            plain = await texts(client, 0, 4, named)
+            assert named.versions == {parent.version}
+            await until(lambda: len(reports) == 4)
+            assert {each.drafter_version for each in reports} == {parent.version}
+            reports.clear()
+            assert own.parent.version == parent.version
+            await own.draft_with(good)
+            version = load_package(good).version
+            assert client.drafter is not None
+            assert client.drafter.version == version != parent.version
+            assert own.parent.version == parent.version, "what learns next has the same parent"
+            named = Named()
+            assert await texts(client, 0, 4, named) == plain
+            assert named.versions == {version}
+            await until(lambda: len(reports) == 4)
+            told = {(each.drafter, each.drafter_version, each.drafter_hits) for each in reports}
+            assert told == {("general", "", ())}
+            path = good / "adapter.safetensors"
+            content = path.read_bytes()
+            write_tensors(path, {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16)})
+            with pytest.raises(OutriderError, match="adapter"):
+                await own.draft_with(good)
+            path.write_bytes(content)
+            bad = poisoned(tmp_path, good)
+            await own.draft_with(bad)
+            assert "not finite" in caplog.text
+            assert client.drafter.version == version, "the one before stays"
+
+    asyncio.run(main())
+
+
+def poisoned(folder: Path, good: Path) -> Path:
+    """A version whose hashes are right and whose numbers are not."""
+    bad = folder / "bad"
+    shutil.copytree(good, bad)
+    path = bad / "adapter.safetensors"
+    path.unlink()
+    tensors = {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16), f"{HEAD}.B": np.ones((8192, 8), np.float16)}
+    write_tensors(path, tensors)
+    manifest = json.loads((bad / "manifest.json").read_text()) | {"version": "bad0bad0bad0"}
+    manifest["files"][path.name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+    (bad / "manifest.json").write_text(json.dumps(manifest))
+    return bad
