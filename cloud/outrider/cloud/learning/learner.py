@@ -138,7 +138,7 @@ class Learner:
             loaded = _loaded(load_package(candidate.folder))
             if trainer.is_published(candidate):  # it died between the package's move and its checkpoint
                 trainer.memory.trial, self.judge.current = None, loaded
-                trainer.publish(candidate)
+                self.newest = load_package(trainer.publish(candidate))
                 return
             self.judge.resume(loaded, trial, self._journal.resume(trial.sequence))
         except (OutriderError, OSError, ValueError, KeyError, TypeError) as error:
