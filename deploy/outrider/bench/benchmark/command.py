@@ -330,7 +330,8 @@ class Bench:
         by_domain = grouped(texts, lambda text: text.prompt.domain)
         if len(by_domain) > 1 and self._options.sessions == 1:
             for domain, own in by_domain.items():
-                runs.append(run_of(arm.mode, link.record, own, None, domain=domain, **fields))
+                run = run_of(arm.mode, link.record, own, None, domain=domain, **fields)
+                runs.append(replace(run, token_gaps_ms=None))
         return runs
 
     # --- replay ---

@@ -69,7 +69,7 @@ class BenchmarkRun:
         window_mean: unverified tokens in flight, on average.
         vector_age_mean: positions between a steering vector and the token before the drafts made with it, on average
             over steered drafting jobs; None: there were none.
-        token_gaps_ms: [101] 0, 1, … 100 % quantiles of the gaps.
+        token_gaps_ms: [101] 0, 1, … 100 % quantiles of the gaps; None: those of a domain, which no plot shows.
         session_tokens_per_second: [sessions] rate of each text or session, in order.
         forward_ms_p50, sample_ms_p50: median times of the model's forward pass in a target step, and of sampling.
         overhead_ms_p50: median time of all else between two steps but waiting: events, planning, commits, threads.
