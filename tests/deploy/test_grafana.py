@@ -122,6 +122,12 @@ def test_every_query_names_metrics_and_labels_that_exist(root) -> None:
     assert {title: wrong for title, query in asked if (wrong := faults(query, series))} == {}
 
 
+def test_the_dashboard_shows_lessons_and_those_that_were_lost_by_why(root) -> None:
+    shown = [expression for _, expression in queries(dashboard_of(root))]
+    for name, label in (("verifier_lessons_total", "kind"), ("verifier_lost_lessons_total", "reason")):
+        assert any(f"outrider:{name}{{" in expression and f"by ({label})" in expression for expression in shown)
+
+
 def test_no_two_panels_share_a_number_or_a_place(root) -> None:
     panels = dashboard_of(root)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -229,7 +235,7 @@ def test_running_processes_export_what_the_dashboard_queries_with_its_labels(roo
     http = {metric.shown_name for metric in metrics_by_part()["Edge daemon's HTTP"]}
     base = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
     assert base - http <= shown
-    only_when_it_happens = ("loss", "refused", "failed", "relay_", "speedup", "link_seconds")
+    only_when_it_happens = ("loss", "refused", "failed", "relay_", "speedup", "link_seconds", "lessons_")
     silent = {name for name in asked - with_values if not any(part in name for part in only_when_it_happens)}
     assert silent - {name for name in asked if re.sub(r"_(bucket|count|sum)$", "", name) in http} == set()
 
