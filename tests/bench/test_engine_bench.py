@@ -190,7 +190,7 @@ def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, caps
     assert costs[2] is None, "no text follows"
     for cost in costs[:2]:
         assert cost is not None
-        assert min(cost.step_ratio, cost.cpu_ratio) > 0
+        assert min(cost.step_ratio, cost.cpu_ratio, cost.engine_share, cost.thread_share) > 0
         assert cost.positions > 0
         assert cost.turns == 2
     for result in record.results:

@@ -44,6 +44,12 @@ def target() -> Target:
     return Target(tiny_llama(sharpness=60.0), word_tokenizer(VOCAB), kv_tokens=8192, page_size=16)
 
 
+@pytest.fixture(autouse=True)
+def quick_turns(monkeypatch) -> None:
+    """Let collectors look for lessons often, so that no test waits for them."""
+    monkeypatch.setattr(lessons, "TICK_S", 0.005)
+
+
 def make_engine(target: Target, sink: LessonSink | None = None, **options: Any) -> Engine:
     rules = VerifierRules("v", "tiny", target.tokenizer_sha256, VOCAB, CONTEXT, target.eos_tokens)
     options = {"positions_s": 1e6, "max_share": 1e6, **options}  # all rows, unless a test says otherwise
@@ -135,6 +141,22 @@ def test_likeliest_tokens_and_the_rest_are_those_of_the_raw_logits() -> None:
     assert np.abs(np.exp(said.top_logp.astype(float)) - best.values.numpy()).max() < 2e-3
     assert np.exp(said.rest_logp) == pytest.approx(1 - best.values.sum(-1).numpy(), abs=1e-5)
     assert said.finite.all()
+
+
+@pytest.mark.parametrize("vocab", [64, 65, 1024, 1500, 8192, 8207])
+def test_likeliest_tokens_are_found_by_columns_whatever_the_vocabulary(vocab) -> None:
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    logits[0] = 0.0  # ties
+    logits[1, -70:] += 50.0  # all at one place, the left-over columns among them
+    logits[2] = torch.arange(vocab)
+    said = teaching(logits)
+    probability = torch.softmax(logits.double(), -1)
+    best = probability.topk(64, dim=-1)
+    assert np.array_equal(said.top_ids[1:], best.indices[1:].numpy())
+    assert len(set(said.top_ids[0].tolist())) == 64
+    assert np.abs(np.exp(said.top_logp.astype(float)) - best.values.numpy()).max() < 2e-3
+    if vocab > 64:
+        assert np.exp(said.rest_logp) == pytest.approx(1 - best.values.sum(-1).numpy(), abs=1e-5)
 
 
 def test_rows_of_penalised_texts_hold_the_logits_before_the_penalty(target, engines) -> None:
@@ -319,26 +341,38 @@ class Failing(Silent):
         return answer
 
 
+PROMPTS = ((5, 6, 7), (9, 8), (11, 12, 13, 14))
+SETTINGS = tuple(Sampling(temperature=float(hot), seed=5, max_tokens=120, ignore_eos=True) for hot in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def texts_alone(target) -> list[list[list[int]]]:
+    """The texts of each of `SETTINGS` after each of `PROMPTS`, by an engine without lessons."""
+    engine = make_engine(target)
+    try:
+        return [[plain_text(engine, prompt, sampling) for prompt in PROMPTS] for sampling in SETTINGS]
+    finally:
+        engine.stop()
+
+
 @pytest.mark.parametrize("make", [None, KeptLessons, Silent, Stuck, Dead, Failing])
-def test_texts_are_the_same_without_lessons_with_them_and_with_any_sink(engines, monkeypatch, make) -> None:
-    monkeypatch.setattr(lessons, "TICK_S", 0.002)
+def test_texts_are_the_same_without_lessons_with_them_and_with_any_sink(
+    engines, texts_alone, monkeypatch, make
+) -> None:
     monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
     monkeypatch.setattr(sink, "RETRY_S", 0.0)
     monkeypatch.setattr(lessons, "STOP_WITHIN_S", 0.1)
     taking = make() if make else None
-    engine, alone = engines(taking), engines()
-    prompts = [(5, 6, 7), (9, 8), (11, 12, 13, 14)]
-    for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature=temperature, seed=5, max_tokens=120, ignore_eos=True)
-        texts = [plain_text(alone, prompt, sampling) for prompt in prompts]
+    engine = engines(taking)
+    for sampling, texts in zip(SETTINGS, texts_alone, strict=True):
         edges = [
             DraftingOutbox(engine, key, prompt, drafter_of(texts[key], wrong_every=5))
-            for key, prompt in enumerate(prompts)
+            for key, prompt in enumerate(PROMPTS)
         ]
         for key, edge in enumerate(edges):
-            edge.open(sampling, session=f"t{temperature:.0f}-{key}")
+            edge.open(sampling, session=f"t{sampling.temperature:.0f}-{key}")
         assert [edge.end() for edge in edges] == texts
-        for key in range(len(prompts)):
+        for key in range(len(PROMPTS)):
             engine.post_close(key)
     until = time.monotonic() + 30
     while isinstance(taking, Silent) and not taking.pushes and time.monotonic() < until:
@@ -368,7 +402,6 @@ def counting(counted: Counted) -> Callable[[LessonKind | Lost, int], None]:
 
 
 def test_a_silent_sink_gets_one_push_and_the_rest_is_dropped_and_counted(engines, monkeypatch) -> None:
-    monkeypatch.setattr(lessons, "TICK_S", 0.002)
     monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
     monkeypatch.setattr(sink, "MAX_WAITING_BYTES", 30_000)
     counted, silent = Counted(), Silent()
@@ -385,7 +418,6 @@ def test_a_silent_sink_gets_one_push_and_the_rest_is_dropped_and_counted(engines
 
 
 def test_logits_that_nobody_reads_are_dropped_oldest_first_and_counted(engines, monkeypatch) -> None:
-    monkeypatch.setattr(lessons, "TICK_S", 0.002)
     monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
     monkeypatch.setattr(lessons, "MAX_QUEUED_BYTES", 10 * VOCAB * 4)
     counted, stuck = Counted(), Stuck()
@@ -409,10 +441,10 @@ def test_logits_that_nobody_reads_are_dropped_oldest_first_and_counted(engines, 
 
 
 def test_the_rate_is_kept_and_what_is_kept_stands_for_the_rest(engines) -> None:
-    kept, rate = KeptLessons(), 40.0
+    kept, rate = KeptLessons(), 10.0
     engine = engines(kept, positions_s=rate)
     text, began, rows = plain_text(engine), time.monotonic(), 0
-    for key in range(8):
+    for key in range(4):
         edge = DraftingOutbox(engine, key, PROMPT, drafter_of(text))
         edge.open(SAMPLING)
         edge.end()
@@ -433,6 +465,20 @@ def test_records_older_than_a_day_are_dropped(engines, monkeypatch) -> None:
     while not counted[Lost.AGE]:
         time.sleep(0.005)
     assert kept.records == []
+
+
+def test_lessons_beyond_their_share_are_fewer_and_records_still_whole(engines) -> None:
+    kept, all_kept = KeptLessons(), KeptLessons()
+    shared, free = engines(kept, max_share=0.02), engines(all_kept)
+    sampling = Sampling(temperature=1.0, seed=5, max_tokens=400, ignore_eos=True)
+    for engine in (shared, free):
+        edge = DraftingOutbox(engine, 1, PROMPT)
+        edge.open(sampling)
+        edge.end()
+    (every,) = all_kept.wait_for(1)
+    (some,) = kept.wait_for(1)
+    assert 0 < len(some) < len(every) == sampling.max_tokens
+    assert some.tokens.tolist() == every.tokens.tolist()
 
 
 def test_rows_that_are_no_numbers_are_left_out() -> None:
@@ -465,7 +511,6 @@ def test_a_key_is_forgotten_here_and_at_the_sink_and_others_are_not(engines) -> 
 
 
 def test_what_has_not_been_pushed_is_forgotten_too(engines, monkeypatch) -> None:
-    monkeypatch.setattr(lessons, "TICK_S", 0.002)
     counted, silent = Counted(), Silent()
     answers: list[Future[object]] = []
 

@@ -8,9 +8,7 @@ their own CPU time, and where it exceeds a share of the steps' fewer rows are ch
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -37,7 +35,6 @@ MAX_QUEUED_BYTES = 64 << 20  # of logits that wait for their reading
 MAX_QUEUED = 4096  # steps and parts of texts
 TICK_S = 0.1
 STOP_WITHIN_S = 2.0
-NICE = 10
 
 log = logging.getLogger(__name__)
 
@@ -323,6 +320,12 @@ class LessonCollector(NoLessons):
 
     # --- any thread ---
 
+    def cpu_shares(self) -> tuple[float, float]:
+        """Return what lessons have cost in the engine's thread and in that beside it, over the steps' CPU time."""
+        steps_s = max(self._budget.steps_s, 1e-9)
+        here_s = self._budget.spent_s - self._thread_billed_s
+        return here_s / steps_s, self._thread_spent_s / steps_s
+
     def forget(self, api_key: str) -> Future[int]:
         """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
         forgetting = _Forgetting(key_salt(self._secret, api_key))
@@ -337,8 +340,7 @@ class LessonCollector(NoLessons):
     # --- the collector's thread ---
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # where a thread cannot have a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        # At the engine's priority: at a lower one it could be put off while it holds the interpreter's lock.
         while not self._stopping.wait(TICK_S):
             began_s, worked = time.thread_time(), True
             try:

@@ -39,7 +39,10 @@ def aims(record: EngineRecord) -> Iterator[Aim]:
             yield Aim("1x5 / 1x1", five.engines[OURS].step_ms / one.engines[OURS].step_ms, 1.2)
     for result in record.results:
         if result.learning is not None:
-            yield Aim(f"{result.name}, lessons kept / not", result.learning.step_ratio, 1.02)
+            cost = result.learning
+            yield Aim(f"{result.name}, lessons kept / not, wall clock", cost.step_ratio, 1.02)
+            yield Aim(f"{result.name}, lessons kept / not, CPU time", cost.cpu_ratio, 1.02)
+            yield Aim(f"{result.name}, lessons / step, CPU time", cost.engine_share + cost.thread_share, 0.02)
     if sixteen := cases.get("16x1"):
         for engine in (VLLM, VLLM_COMPILED):
             if theirs := sixteen.engines.get(engine):

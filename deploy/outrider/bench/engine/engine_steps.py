@@ -180,7 +180,11 @@ def learning_cost(target: Target, case: Case, steps: int, sampling: Sampling, tu
         for engine in engines.values():
             engine.stop()
     return LearningCost(
-        _ratio(walls["on"], walls["off"]), _ratio(cpus["on"], cpus["off"]), sum(map(len, kept.records)), turns
+        _ratio(walls["on"], walls["off"]),
+        _ratio(cpus["on"], cpus["off"]),
+        *collector.cpu_shares(),
+        sum(map(len, kept.records)),
+        turns,
     )
 
 

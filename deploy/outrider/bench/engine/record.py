@@ -50,12 +50,16 @@ class LearningCost:
     Attributes:
         step_ratio: median over turns of the mean step's time, by the wall clock, with lessons over that without.
         cpu_ratio: the same of the process's CPU time for the whole texts, the collector's thread included.
+        engine_share: CPU time of lessons in the engine's thread, as they measure it, over that of the steps.
+        thread_share: the same of the collector's thread.
         positions: positions that were kept.
         turns: turns of each engine.
     """
 
     step_ratio: Metric
     cpu_ratio: Metric
+    engine_share: Metric
+    thread_share: Metric
     positions: Count
     turns: Count
 

@@ -18,6 +18,8 @@ LEGEND = (
     "tokens to tokens, ours without planning; / ours: median over turns"
 )
 
+_LEARNING = "step: wall clock; CPU time: of the process; %: CPU time of lessons in either thread over that of the steps"
+
 
 def table(record: EngineRecord) -> Group:
     """Return the parts of our steps, the engines beside each other, and the aims."""
@@ -41,16 +43,17 @@ def _grids(record: EngineRecord) -> Iterator[Grid]:
         "\n".join(_notes(record)),
     )
     if learning := [_learning(result.name, cost) for result in record.results if (cost := result.learning)]:
-        yield Grid(
-            "Lessons kept / not kept", ("sessions x rows", "step", "CPU time", "positions", "turns"), 1, [learning]
-        )
+        columns = "sessions x rows", "step", "CPU time", "engine, %", "beside it, %", "positions", "turns"
+        yield Grid("Lessons kept / not kept", columns, 1, [learning], _LEARNING)
     if rows := [(aim.text, number(aim.ratio, 2), f"{aim.at_most:g}", "yes" if aim.reached else "no")
                 for aim in aims(record)]:  # fmt: skip
         yield Grid("Aims", ("ours / theirs", "measured", "at most", "reached"), 1, [rows])
 
 
 def _learning(name: str, cost: LearningCost) -> Sequence[str]:
-    return name, number(cost.step_ratio, 3), number(cost.cpu_ratio, 3), str(cost.positions), str(cost.turns)
+    ratios = (number(ratio, 3) for ratio in (cost.step_ratio, cost.cpu_ratio))
+    shares = (number(1e2 * share, 2) for share in (cost.engine_share, cost.thread_share))
+    return name, *ratios, *shares, str(cost.positions), str(cost.turns)
 
 
 def _clock(clock: str) -> str:
