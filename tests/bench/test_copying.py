@@ -38,8 +38,17 @@ def test_every_mode_gives_the_same_text_and_copies_take_the_fewest_steps(tmp_pat
     assert [(run["mode"], run["run"], run["tokens"]) for run in runs] == [
         ("cloud", 0, 32),
         ("drafter", 0, 32),
+        ("colocated", 0, 32),
+        ("both", 0, 32),
         ("copied", 4, 32),
+        ("both-copied", 4, 32),
     ]
     assert all(run["identical"] for run in runs)
-    assert runs[2]["steps_per_token"] < runs[0]["steps_per_token"] == 1.0
-    assert "with drafts copied, edits of 4" in capsys.readouterr().out
+    cloud, drafter, colocated, both, copied, both_copied = runs
+    assert copied["steps_per_token"] < cloud["steps_per_token"] == 1.0
+    assert both_copied["steps_per_token"] < 1.0
+    assert colocated["here_share"] > 0
+    assert [run["here_share"] for run in (cloud, drafter, copied)] == [0, 0, 0], "the verifier drafts nothing there"
+    assert [run["retrieval_share"] for run in (cloud, drafter, colocated, both)] == [0, 0, 0, 0]
+    assert min(copied["retrieval_share"], both_copied["retrieval_share"]) > 0
+    assert "edge, copying, edits of 4" in capsys.readouterr().out

@@ -145,6 +145,9 @@ class CopySettings(Settings):
         0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
     )
     max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
+    colocated_drafts: int = option(
+        11, "drafts before every step where the verifier's drafter is alone", check=between(1, 255)
+    )
     json: Path | None = option(None, "file to write the record to")
 
     def check_together(self) -> None:

@@ -1,5 +1,8 @@
 """`outrider copy-bench`: texts that repeat most of a local document, with and without drafts copied from it.
 
+The document is the edge's alone. The verifier has a drafter of its own, which some modes use, so that the records show
+whom a session prefers where the edge's copies hit more than either end's models.
+
 A small target cannot be relied on to edit a file when asked to. So the document is made from the text: the target's own
 answer, of which a share of the tokens is replaced, inserted or deleted in runs. The text that comes is this document
 with edits, as it would be after a prompt that asks for them; the prompt itself does not hold it.
@@ -32,15 +35,30 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
+from outrider.drafters.search import RETRIEVAL
 from outrider.edge import Client, EdgeConfig, Sampling
 
 WARM_UP_TOKENS = 24
-MODES = {"cloud": "cloud streaming", "drafter": "the drafter alone", "copied": "with drafts copied"}
+MODES = {
+    "cloud": "cloud streaming",
+    "drafter": "edge",
+    "colocated": "beside the target",
+    "both": "both ends",
+    "copied": "edge, copying",
+    "both-copied": "both ends, copying",
+}
+"""Titles of the modes; the edge has a document in the last two."""
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class CopyRun:
-    """One mode over one link; `run` is the length of edits in tokens, 0 for a mode that reads no document."""
+    """One mode over one link.
+
+    Attributes:
+        run: length of edits in tokens; 0: a mode without a document.
+        retrieval_share: share of the tokens that came while the copying drafter was the edge's active one.
+        here_share: share of the tokens that the verifier's own drafter drafted.
+    """
 
     mode: str
     link: LinkRecord
@@ -48,18 +66,26 @@ class CopyRun:
     tokens: Count
     tokens_per_second: Metric
     steps_per_token: Metric
+    retrieval_share: Metric
+    here_share: Metric
     identical: bool
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class CopyRecord:
-    """All runs, and what made them; `edited` is the share of tokens in which documents differ from the texts."""
+    """All runs, and what made them.
+
+    Attributes:
+        edited: share of tokens in which documents differ from the texts.
+        drafts_here: drafts before every step where the verifier's drafter is alone.
+    """
 
     environment: Environment
     edited: Metric
     min_step_ms: Metric
     temperature: Metric
     max_drafts: Count
+    drafts_here: Count
     runs: Sequence[CopyRun]
 
 
@@ -83,7 +109,7 @@ class _Bench:
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
         self._config = given(
-            VerifierConfig, min_step_s=options.min_step / 1e3, max_drafts=options.max_drafts, draft_here="off"
+            VerifierConfig, min_step_s=options.min_step / 1e3, max_drafts=options.max_drafts, draft_here="on"
         )
         self._verifier = VerifierProcess(self._config, folder / "tokenizer.json")
 
@@ -103,13 +129,19 @@ class _Bench:
             prompts=len(self._prompts),
         )
         return CopyRecord(
-            made_in, options.edited, options.min_step, self._sampling.temperature, options.max_drafts, tuple(runs)
+            made_in,
+            options.edited,
+            options.min_step,
+            self._sampling.temperature,
+            options.max_drafts,
+            options.colocated_drafts,
+            tuple(runs),
         )
 
     async def _write_documents(self) -> dict[str, tuple[int, ...]]:
         """Decode every text, write its documents, one for each length of edits, and return the tokens by prompt."""
         async with AsyncExitStack() as stack:
-            client = await self._client(stack, self._verifier.address, drafter="none")
+            client = await self._client(stack, self._verifier.address, drafter="none", drafts_here=0)
             texts = await asyncio.gather(*(measure_text(client, prompt, self._sampling) for prompt in self._prompts))
             for run in self._options.run:
                 self._documents(run).mkdir()
@@ -129,11 +161,17 @@ class _Bench:
                 emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
                 address = (await stack.enter_async_context(emulator)).address
             arms = {
-                ("cloud", 0): await self._client(stack, address, drafter="none"),
-                ("drafter", 0): await self._client(stack, address),
+                ("cloud", 0): await self._client(stack, address, drafter="none", drafts_here=0),
+                ("drafter", 0): await self._client(stack, address, drafts_here=0),
+                ("colocated", 0): await self._client(
+                    stack, address, drafter="none", drafts_here=self._options.colocated_drafts
+                ),
+                ("both", 0): await self._client(stack, address),
             }
             for run in self._options.run:
-                arms["copied", run] = await self._client(stack, address, draft_from=(self._documents(run),))
+                document = (self._documents(run),)
+                arms["copied", run] = await self._client(stack, address, draft_from=document, drafts_here=0)
+                arms["both-copied", run] = await self._client(stack, address, draft_from=document)
             texts: dict[tuple[str, int], list[Measured]] = {arm: [] for arm in arms}
             # Each prompt in all modes before the next one, so that a slow moment of the machine meets them all.
             for prompt in self._prompts:
@@ -185,6 +223,8 @@ def _run_of(
         tokens,
         round(tokens / sum(text.seconds for text in texts), 2),
         round(sum(text.statistics.steps for text in texts) / tokens, 4),
+        round(sum(text.statistics.of(RETRIEVAL).committed for text in texts) / tokens, 4),
+        round(sum(text.statistics.accepted_here for text in texts) / tokens, 4),
         all(text.tokens == plain[text.prompt.id] for text in texts),
     )
 
@@ -201,10 +241,15 @@ def table(record: CopyRecord) -> Any:
                 number(run.tokens_per_second, 1),
                 number(run.tokens_per_second / cloud.tokens_per_second, 2),
                 number(run.steps_per_token, 3),
+                f"{run.retrieval_share:.0%}",
+                f"{run.here_share:.0%}",
                 "yes" if run.identical else "NO",
             )
         )
-    headings = ("link", "mode", "tokens/s", "of cloud", "steps/token", "same text")
+    headings = ("link", "mode", "tokens/s", "of cloud", "steps/token", "retrieval", "here", "same text")
     title = f"Texts that repeat {1 - record.edited:.0%} of a local document, T = {record.temperature:g}"
-    legend = "edits of N: the document differs where N tokens in a row were replaced, inserted or deleted."
+    legend = (
+        "edits of N: the document differs where N tokens in a row were replaced, inserted or deleted; retrieval: "
+        "tokens that came while the edge drafted by copying; here: tokens that the verifier's own drafter drafted"
+    )
     return draw([Grid(title, headings, 2, list(blocks.values()))], legend)
