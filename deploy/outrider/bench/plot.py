@@ -15,7 +15,7 @@ from outrider.bench.record import write
 from outrider.proto.errors import ConfigError
 
 DPI = 150
-PALETTE = 64  # colours of a PNG
+PALETTE = 32  # colours of a PNG
 COLOURS = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b8559b", "#b88600", "#56b4e9")
 GREY, *HUES = COLOURS
 INK, FAINT = "#222222", "#d9d9d9"
