@@ -50,6 +50,7 @@ def judged(
         greedy=torch.full((n,), greedy),
         weights=torch.ones(n, dtype=torch.float64),
         noise=torch.zeros(n, vocab, dtype=torch.float64),
+        log_parent=torch.full((n, vocab), 1 / vocab, dtype=torch.float64).log(),
     )
 
 
@@ -79,6 +80,7 @@ def a_block() -> JudgedRows:
     ("name", "expected"),
     [
         ("kl", kl(P, Q)),
+        ("kl-tail", kl(P, Q)),  # there is no rest
         ("osd", kl(P, Q)),
         # g^1 and g^2 weigh two equal divergences, so their mean is one of them.
         ("opd", (kl(P, Q) + kl(Q, P)) / 2),
@@ -107,6 +109,7 @@ def test_every_loss_of_no_position_is_zero_and_has_a_gradient() -> None:
     ("name", "learns"),
     [
         ("kl", [True, True, False]),
+        ("kl-tail", [True, True, False]),
         ("osd", [False, True, False]),
         ("opd", [True, True, True]),
         ("dvi", [True, True, False]),
@@ -126,7 +129,7 @@ def test_a_loss_learns_from_its_positions_alone(name: str, learns: list[bool]) -
 def test_the_positions_that_a_mask_leaves_out_may_hold_anything() -> None:
     rows = a_block()
     broken = replace(rows, log_p=torch.where(rows.kinds[:, None] == LessonKind.SUFFIX, -math.inf, rows.log_p))
-    for name in ("kl", "osd", "dvi", "pg", "coupled"):
+    for name in ("kl", "kl-tail", "osd", "dvi", "pg", "coupled"):
         assert value(LOSSES[name](), broken, 100) == pytest.approx(value(LOSSES[name](), rows, 100)), name
 
 
@@ -134,7 +137,7 @@ def test_a_weight_counts_a_position_as_often() -> None:
     twice = judged([Q, (0.5, 0.5), (0.5, 0.5)], [P] * 3, [LessonKind.MISSED] * 3)
     weighted = judged([Q, (0.5, 0.5)], [P] * 2, [LessonKind.MISSED] * 2)
     weighted = replace(weighted, weights=torch.tensor([1.0, 2.0], dtype=torch.float64))
-    for name in ("kl", "osd", "dvi", "pg", "ce", "coupled"):
+    for name in ("kl", "kl-tail", "osd", "dvi", "pg", "ce", "coupled"):
         assert value(LOSSES[name](), weighted, 0) == pytest.approx(value(LOSSES[name](), twice, 0)), name
 
 
@@ -151,6 +154,30 @@ def test_the_rest_counts_as_one_token_and_without_it_the_divergence_is_another()
     slope = float(forward_kl(moved) - forward_kl(top).detach()) / 1e-6
     assert float(gradient[0, 0]) == pytest.approx(slope, abs=1e-4)
     assert slope == pytest.approx(-0.5 + 0.5 * 0.2 / 0.8, abs=1e-4)
+
+
+def test_the_rest_keeps_the_shape_that_the_parent_has_there() -> None:
+    q = (0.4, 0.3, 0.1, 0.2)
+    rows = judged([q], [(0.5, 0.3)], [LessonKind.OWN])
+    parent = torch.tensor([[0.1, 0.1, 0.6, 0.2]], dtype=torch.float64)
+    rest = torch.tensor([0.2], dtype=torch.float64).log()
+    rows = replace(rows, top=torch.tensor([[0, 1]]), log_rest=rest, log_parent=parent.log())
+    taught = (0.5, 0.3, 0.15, 0.05)
+    assert value(LOSSES["kl-tail"](), rows) == pytest.approx(kl(taught, q))
+    assert value(LOSSES["kl"](), rows) == pytest.approx(kl((0.5, 0.3, 0.2), (0.4, 0.3, 0.3)))
+
+    def slope(name: str, q: tuple[float, ...]) -> float:
+        logits = torch.tensor([q], dtype=torch.float64).log().requires_grad_()
+        (gradient,) = torch.autograd.grad(LOSSES[name]()(replace(rows, log_q=logits.log_softmax(-1)), 0), logits)
+        return float(gradient.abs().max())
+
+    assert slope("kl-tail", taught) == pytest.approx(0, abs=1e-9)
+    elsewhere = (0.5, 0.3, 0.05, 0.15)
+    assert slope("kl", elsewhere) == pytest.approx(0, abs=1e-9)  # it does not see the shape of the rest
+    assert slope("kl-tail", elsewhere) == pytest.approx(0.1, abs=1e-9)
+    with pytest.raises(ValueError, match="parent"):
+        LOSSES["kl-tail"]()(replace(rows, log_parent=None), 0)
+    assert {name for name, make in LOSSES.items() if make().needs_parent} == {"kl-tail"}
 
 
 def test_draft_opd_fades_by_the_depth_of_the_draft() -> None:

@@ -263,6 +263,21 @@ def test_records_of_another_target_and_garbage_are_refused_and_counted(tmp_path:
     assert len(trainer.buffer) == 0
 
 
+def test_the_parent_reads_the_same_rows_and_does_not_learn(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path, loss="kl-tail"))
+    batch = records(0, 3)
+    first = judged_rows(trainer.drafter, batch, trainer.loss)
+    assert torch.equal(first.log_parent, first.log_q.detach())
+    feed(trainer)
+    trainer.step()
+    rows = judged_rows(trainer.drafter, batch, trainer.loss)
+    assert torch.equal(rows.log_parent, first.log_parent)
+    assert not rows.log_parent.requires_grad
+    assert rows.log_q.requires_grad
+    assert not torch.allclose(rows.log_q, rows.log_parent)
+    assert judged_rows(trainer.drafter, batch, LOSSES["kl"]()).log_parent is None
+
+
 def test_drafts_are_judged_again_as_the_drafter_of_today_would_make_them(tmp_path: Path) -> None:
     trainer = Trainer(settings(tmp_path))
     record = text_record(TARGET, vocab=VOCAB, seed=3, temperature=1.0)

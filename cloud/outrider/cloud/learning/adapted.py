@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 
 import numpy as np
@@ -21,6 +22,11 @@ class Change(nn.Module):
         super().__init__()
         self.A = nn.Parameter(torch.randn(rank, columns) * columns**-0.5)
         self.B = nn.Parameter(torch.zeros(rows, rank))
+        self.active = True
+
+    def of(self, x: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor | float:
+        """Return B[rows] A x for `x` [..., columns]; 0 while it is not active."""
+        return functional.linear(functional.linear(x, self.A), self.B[rows]) if self.active else 0.0
 
 
 class _Changed(nn.Module):
@@ -33,8 +39,7 @@ class _Changed(nn.Module):
         self.rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low = functional.linear(functional.linear(x, self.change.A), self.change.B[self.rows])
-        product: torch.Tensor = self.linear(x) + low
+        product: torch.Tensor = self.linear(x) + self.change.of(x, self.rows)
         return product
 
 
@@ -87,15 +92,26 @@ class AdaptedDrafter(nn.Module):
             picked: int64 [n], `row * length + place` of the last token of each prefix.
         """
         hidden = self.hidden(tokens).flatten(0, 1)[picked]
-        low = functional.linear(functional.linear(hidden, self._head.A), self._head.B)
-        return (functional.linear(hidden, self._embedding) + low).log_softmax(-1)
+        return (functional.linear(hidden, self._embedding) + self._head.of(hidden)).log_softmax(-1)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the states after the last norm, float32 [rows, length, hidden], of tokens int64 [rows, length]."""
         embedded = functional.embedding(tokens, self._embedding)
-        embedded = embedded + functional.embedding(tokens, self._head.B) @ self._head.A
+        if self._head.active:
+            embedded = embedded + functional.embedding(tokens, self._head.B) @ self._head.A
         hidden: torch.Tensor = self._body(inputs_embeds=embedded, use_cache=False).last_hidden_state
         return hidden
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Compute as the parent does inside the `with` block."""
+        for change in self._changes.values():
+            change.active = False
+        try:
+            yield
+        finally:
+            for change in self._changes.values():
+                change.active = True
 
     def head(self) -> torch.Tensor:
         """Return the head with its change, float32 [vocab, hidden]; logits are `hidden @ head.T`."""

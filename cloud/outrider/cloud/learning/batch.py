@@ -45,6 +45,9 @@ def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: 
     passages.sort(key=lambda passage: len(passage.tokens))
     log_q = torch.cat([_read(drafter, part) for part in _parts(passages)])
     rows = _from_records(passages, log_q, None if loss.reads_target else 0)
+    if loss.needs_parent:
+        with torch.no_grad(), drafter.unchanged():
+            rows = replace(rows, log_parent=torch.cat([_read(drafter, part) for part in _parts(passages)]))
     if loss.needs_noise or loss.on_policy:
         rows = _with_noise(rows, passages, loss)
     return rows

@@ -36,6 +36,7 @@ class JudgedRows:
         greedy: bool [n], whether the text is decoded at T = 0.
         weights: float32 [n], inverse of the probability that the position was logged.
         noise: float32 [n, vocab], the shared Gumbel noise of each position, times the temperature; None: not given.
+        log_parent: float32 [n, vocab], the parent's log-probabilities, which do not learn; None: not given.
     """
 
     log_q: torch.Tensor
@@ -49,6 +50,7 @@ class JudgedRows:
     greedy: torch.Tensor
     weights: torch.Tensor
     noise: torch.Tensor | None = None
+    log_parent: torch.Tensor | None = None
 
     def of_kind(self, *kinds: LessonKind) -> torch.Tensor:
         """Return a mask [n] of the positions of these kinds."""
@@ -132,6 +134,7 @@ class Loss(ABC):
 
     Attributes:
         needs_noise: whether `JudgedRows.noise` must be given.
+        needs_parent: whether `JudgedRows.log_parent` must be given.
         on_policy: whether it wants drafts judged as the drafter of today would make them.
         reads_suffixes: whether it learns from SUFFIX positions.
         reads_target: whether it needs the target's probabilities; else tokens are enough.
@@ -139,6 +142,7 @@ class Loss(ABC):
     """
 
     needs_noise: ClassVar[bool] = False
+    needs_parent: ClassVar[bool] = False
     on_policy: ClassVar[bool] = False
     reads_suffixes: ClassVar[bool] = False
     reads_target: ClassVar[bool] = True
@@ -157,6 +161,25 @@ class ForwardKL(Loss):
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002 - the interface's
         return rows.mean(forward_kl(rows), rows.kinds != LessonKind.SUFFIX)
+
+
+class TailedKL(Loss):
+    """`kl-tail`: the mean of KL(t|q) over ACCEPTED, MISSED and OWN, t the target where it is known, else the parent.
+
+    t is p in S; outside it is rho times the parent's probabilities there, scaled to 1. KL_S leaves the shape of q
+    outside S to chance, and at T = 1 a fifth of the tokens can be from there.
+    """
+
+    needs_parent = True
+
+    def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
+        if rows.log_parent is None:
+            raise ValueError("the loss kl-tail needs the parent's log-probabilities")
+        outside = rows.log_parent.exp().scatter(1, rows.top, 0.0)
+        outside = outside / outside.sum(1, keepdim=True).clamp(min=MIN_MASS)
+        taught = (rows.log_rest.exp()[:, None] * outside).scatter(1, rows.top, rows.log_p.exp())
+        lost = (torch.xlogy(taught, taught) - taught * rows.log_q).sum(-1)
+        return rows.mean(lost, rows.kinds != LessonKind.SUFFIX)
 
 
 class OnlineSpeculative(Loss):
@@ -300,6 +323,7 @@ class CoupledAcceptance(Loss):
 
 LOSSES: Mapping[str, Callable[[], Loss]] = {
     "kl": ForwardKL,
+    "kl-tail": TailedKL,
     "osd": OnlineSpeculative,
     "opd": DraftOnPolicy,
     "dvi": lambda: ReverseThenReward(PolicyGradient()),

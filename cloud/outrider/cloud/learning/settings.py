@@ -10,7 +10,7 @@ from typing import Any
 from outrider.proto.settings import Settings, above, at_least, between, no_empty_text, option
 
 LEARNING = "learning while serving"
-LOSS_NAMES = ("kl", "osd", "opd", "dvi", "dvi-exact", "pg", "ce", "cce", "coupled")  # of `losses`
+LOSS_NAMES = ("kl", "kl-tail", "osd", "opd", "dvi", "dvi-exact", "pg", "ce", "cce", "coupled")  # of `losses`
 RANK = 8
 OWN: Mapping[
     str, Any
@@ -21,7 +21,7 @@ OWN: Mapping[
     "key_share": 1.0,
 }
 KEY_SHARE = 0.05  # of the sample of a class, which one key has at most
-REHEARSED = 0.5  # of a batch; with a tenth, a stream of one domain cost the others .05 of their hits
+REHEARSED = 0.67  # of a batch; with a tenth, a stream of one domain cost the others .05 of their hits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TrainerSettings(Settings):
         group=LEARNING,
         check=no_empty_text,
     )
-    loss: str = option("kl", "what the drafter minimises", flag="learn-loss", group=LEARNING, choices=LOSS_NAMES)
+    loss: str = option("kl-tail", "what the drafter minimises", flag="learn-loss", group=LEARNING, choices=LOSS_NAMES)
     rate: float = option(3e-3, "learning rate", flag="learn-rate", group=LEARNING, check=above(0))
     cpu_share: float = option(
         0.5, "share of one core that training may take", flag="learn-cpu-share", group=LEARNING, check=between(0, 1)
@@ -76,7 +76,7 @@ class TrainerSettings(Settings):
     key_share: float = KEY_SHARE
     rank: int = RANK
     texts: int = 8
-    positions: int = 1536
+    positions: int = 2304
     warm_up_steps: int = 4
     clip: float = 1.0
     average: float = 0.99
