@@ -17,7 +17,8 @@ from outrider.bench.simulator.local import LocalThreads
 from outrider.bench.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
 from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.deploy.link.shape import LinkShape
-from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules
+from outrider.proto.policy.both_ends import division_of
+from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
 from outrider.proto.session.local import DraftingHere, LocalDrafts
 from outrider.proto.types import Open, Sampling
 
@@ -115,6 +116,16 @@ def test_texts_are_the_targets_own_where_sixteen_share_steps_and_thread(here_s) 
     texts, counts, _ = decode(16, here_s=here_s)
     assert texts == own_texts(16)
     assert sum(each.verified_here for each in counts) > 0
+
+
+def test_a_division_is_kept_for_some_tokens(monkeypatch) -> None:
+    """Each takes milliseconds of the engine's thread, and what many sessions measure never rests."""
+    made = []
+    monkeypatch.setattr(both_ends, "division_of", lambda view: made.append(view) or division_of(view))
+    texts, _, _ = decode(16)
+    assert texts == own_texts(16)
+    changes = 3  # of an edge that begins to draft, or is found to be worse or no worse
+    assert len(made) <= 16 * (TOKENS / both_ends.KEPT_TOKENS + changes)
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 20])

@@ -17,6 +17,7 @@ from outrider.proto.types import DraftToken, Patience
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
+KEPT_TOKENS = 16  # for which a division is kept: another takes 3 ms, and measurements of many sessions never rest
 PROBE_EVERY, PROBE = 64, 1  # tokens without a job, after which a few drafts show what they cost now
 
 
@@ -47,6 +48,7 @@ class BothEnds:
         self.awaits_edge = self.edge_rests = False
         self.covered = 0
         self._idle = 0  # tokens committed since the newest job
+        self._kept = 0  # and since the newest division
         self._received = received
         self._fixed = fixed
         self._view: EndsView | None = None
@@ -128,6 +130,7 @@ class BothEnds:
         """
         drafting_s = self.local.commit(tokens)
         self._idle += len(tokens)
+        self._kept += len(tokens)
         if self.local.missed:
             self._received.note_miss(now)
         self.covered = self._covered()
@@ -199,10 +202,17 @@ class BothEnds:
         return self._divide(view, edge_drafts=edge_drafts).drafts
 
     def _divide(self, view: VerifierView, *, edge_drafts: bool) -> Division:
-        """Return the division for the present measurements, and keep it while these stay alike."""
+        """Return the division for the present measurements, and keep it while these stay alike.
+
+        It is kept for `KEPT_TOKENS` in any case, unless the edge begins or ceases to draft.
+        """
         edge_s = view.drafting_s if edge_drafts and view.drafting_s else math.inf
         if self._is_better_here():
             edge_s = math.inf
+        before, kept = self._view, self._division
+        same_ends = before is not None and math.isinf(before.edge_s) == math.isinf(edge_s)
+        if same_ends and kept is not None and self._kept < KEPT_TOKENS:
+            return kept
         own = self.local.calibration.common.acceptance.rate
         acceptance = self.acceptance(edge_drafts=edge_s < math.inf)
         now = EndsView(
@@ -219,10 +229,10 @@ class BothEnds:
             price=self.here.price,
             goal=view.goal,
         )
-        if self._division is None or self._view is None or not now.is_like(self._view):
-            self._view, self._division = now, division_of(now)
-            self.edge_pays = self._division.edge_pays or not view.drafting_s
-        return self._division
+        if kept is None or before is None or not now.is_like(before):
+            self._view, kept, self._kept = now, division_of(now), 0
+            self._division, self.edge_pays = kept, kept.edge_pays or not view.drafting_s
+        return kept
 
     def _waits_for_edge(self, lacking: int, view: VerifierView) -> bool:
         overdue = _edge_wait_s(len(self.chain()[0]) + lacking, view) < -MARGIN_S  # it may have stopped
