@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,25 @@ def is_ready(info: VerifierInfo) -> bool:
 def test_both_sides_agree_on_where_verifiers_and_trainers_are_found() -> None:
     assert (ray_cluster.NAMESPACE, ray_cluster.ACTOR_PREFIX) == (actor.NAMESPACE, actor.ACTOR_PREFIX)
     assert (ray_cluster.NAMESPACE, ray_cluster.TRAINER_PREFIX) == (trainer.NAMESPACE, trainer.TRAINER_PREFIX)
+
+
+def test_trainers_are_told_who_may_own_versions_and_deaf_ones_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[frozenset[bytes]] = []
+    listens = SimpleNamespace(allow_own=SimpleNamespace(remote=told.append))
+    handles = {"outrider-trainer-deaf": object(), "outrider-trainer-tiny": listens}
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster, "_named", lambda *_: ("deaf", "gone", "tiny"))
+
+    def get_actor(name: str, namespace: str) -> Any:
+        if name not in handles:
+            raise ValueError(namespace)
+        return handles[name]
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    asyncio.run(RayCluster().allow_own_versions(frozenset({b"salt"})))
+    assert told == [{b"salt"}]
 
 
 def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callable[[str], Any]) -> None:

@@ -158,7 +158,8 @@ class RayCluster:
         for model in _named(TRAINER_PREFIX, self._namespace):
             try:
                 ray.get_actor(TRAINER_PREFIX + model, namespace=self._namespace).allow_own.remote(owners)
-            except (ValueError, *_RAY_FAILURES) as error:
+            # One that learns for no single key has no such method.
+            except (AttributeError, ValueError, *_RAY_FAILURES) as error:
                 logger.debug("the trainer of %s cannot be told its owners: %s", model, error)
 
     def _send(self, name: str, method: str) -> ray.ObjectRef[Any] | None:
