@@ -109,7 +109,8 @@ def test_an_edge_drafts_with_the_folders_drafter_and_its_texts_reach_the_trainer
     (package / "manifest.json").write_text(json.dumps(manifest))
     line = ["learn-demo", str(tmp_path / "train.sums.jsonl"), "--learn-drafter", str(package), "--rtt", "2"]
     line += ["--learn-folder", str(tmp_path / "learned"), "--texts", "68", "--every", "34", "--fresh", "4"]
-    line += ["--max-tokens", "16", "--min-step", "5", "--learn-cpu-share", "1", "--learn-publish-every", "1"]
+    line += ["--max-tokens", "16", "--min-step", "5", "--learn-cpu-share", "1", "--learn-max-load", "1"]
+    line += ["--learn-publish-every", "1"]
     line += ["--json", str(tmp_path / "run.json")]
     assert main(line) == 0
     record = json.loads((tmp_path / "run.json").read_text())
