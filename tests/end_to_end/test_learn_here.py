@@ -127,6 +127,7 @@ def test_texts_are_the_same_while_a_trainer_learns_dies_and_comes_back(serving, 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)  # drafting is timed in each text of a trial, which takes long on a busy machine
 def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny, tmp_path: Path) -> None:
     parent, folder = find_package("general").version, tmp_path / "learned"
 
