@@ -138,9 +138,25 @@ class Division:
         """
         if not self.edge_pays:
             return False
-        wait_s = _edge_wait_s(view, self.drafts, committed, since_miss_s)
-        # Overdue drafts will not come: the edge has stopped before them.
-        return 0 < wait_s < (view.sharing + self.price) * lacking * view.here_s
+        wait_s = edge_wait_s(committed + self.drafts, view.round_trip_s, view.edge_s, since_miss_s)
+        return not is_overdue(wait_s) and wait_s < (view.sharing + self.price) * lacking * view.here_s
+
+
+def edge_wait_s(drafts: int, round_trip_s: float, edge_s: float, since_miss_s: float) -> float:
+    """Return the time until the edge's `drafts` drafts since the last miss are here, in seconds; below 0: since then.
+
+    Args:
+        drafts: drafts, those that have been committed included.
+        round_trip_s: time from a commit to its answer, without drafting.
+        edge_s: time of a drafted token at the edge.
+        since_miss_s: time since the commit that held the miss.
+    """
+    return round_trip_s + drafts * edge_s - since_miss_s
+
+
+def is_overdue(wait_s: float, late_s: float = 0.0) -> bool:
+    """Return whether drafts due in `wait_s` are late by `late_s` or more: the edge may have stopped before them."""
+    return wait_s <= -late_s
 
 
 def division_of(view: EndsView) -> Division:
@@ -253,7 +269,7 @@ def _run(view: EndsView, division: Division, head: int) -> _Run:
         if here < drafts:
             lacking = drafts - here
             if division.waits_for_edge(lacking, beyond, now, view):
-                wait_s = _edge_wait_s(view, drafts, beyond, now)
+                wait_s = edge_wait_s(beyond + drafts, view.round_trip_s, view.edge_s, now)
             else:
                 made_s = lacking * view.here_s
                 wait_s = view.sharing * made_s
@@ -288,11 +304,6 @@ def _arrived(view: EndsView, now: float, committed: int) -> int:
     if now <= view.round_trip_s:
         return 0
     return max(0, min(_EDGE_WINDOW, int((now - view.round_trip_s) / view.edge_s) - committed))
-
-
-def _edge_wait_s(view: EndsView, drafts: int, committed: int, since_miss_s: float) -> float:
-    """Return the time until the edge's chain has `drafts` drafts beyond `committed` here, in seconds; maybe past."""
-    return view.round_trip_s + (committed + drafts) * view.edge_s - since_miss_s
 
 
 def _is_close(one: float, other: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from outrider.proto.policy.both_ends import Division, EndsView, division_of
+from outrider.proto.policy.both_ends import Division, EndsView, division_of, edge_wait_s, is_overdue
 from outrider.proto.policy.measures import TextCalibration
 from outrider.proto.policy.patience import LATE, MARGIN_S, Plan, VerifierView
 from outrider.proto.session.drafting import CATCH_UP
@@ -146,7 +146,7 @@ class BothEnds:
             return Plan(Patience(0.0))
         needed = lacking + len(self.chain()[0])
         if self.awaits_edge:
-            wait_s, whole_s = (max(0.0, _edge_wait_s(drafts, view)) for drafts in (needed, view.max_drafts))
+            wait_s, whole_s = (max(0.0, _wait_s(view, drafts)) for drafts in (needed, view.max_drafts))
             # The edge says when its chain is complete, since it knows how sure its drafter is of this one.
             return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
         here_s = self.here.drafting_s.value
@@ -235,7 +235,7 @@ class BothEnds:
         return kept
 
     def _waits_for_edge(self, lacking: int, view: VerifierView) -> bool:
-        overdue = _edge_wait_s(len(self.chain()[0]) + lacking, view) < -MARGIN_S  # it may have stopped
+        overdue = is_overdue(_wait_s(view, len(self.chain()[0]) + lacking), MARGIN_S)
         nothing_comes = self.edge_rests or self._received.complete or overdue
         if self._fixed is not None or self._division is None or self._view is None or nothing_comes:
             return False
@@ -253,6 +253,6 @@ class BothEnds:
         return min(MAX_COVERED, int(view.round_trip_s / division.costs.token_s))
 
 
-def _edge_wait_s(drafts: int, view: VerifierView) -> float:
-    """Return the time until the edge's chain should have `drafts` drafts; below 0: since it should have had."""
-    return view.round_trip_s + (view.since_miss + drafts) * view.drafting_s - view.since_miss_s
+def _wait_s(view: VerifierView, drafts: int) -> float:
+    """Return the time until the edge's chain should have `drafts` drafts, by the newest measurements, in seconds."""
+    return edge_wait_s(view.since_miss + drafts, view.round_trip_s, view.drafting_s, view.since_miss_s)
