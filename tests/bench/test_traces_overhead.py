@@ -47,6 +47,7 @@ def test_every_way_of_drafting_has_a_row_with_its_share_of_the_first_drafters_ti
         assert set(us) == {LENGTH, SELECTOR, CALIBRATION, SESSION}
         assert min(us[LENGTH], us[SESSION]) > 0
         assert row["drafted"] >= 40
+        assert 0 < row["share_of_work"] <= row["share"] * 1.001, "a draft takes 1 ms, and more is drafted than counted"
         assert row["share"] == pytest.approx((us[LENGTH] + us[SELECTOR]) / 1000, rel=1e-3), "a draft takes 1 ms"
     assert [getattr(owner, name) for own in PARTS.values() for owner, name in own] == methods, "nothing is timed now"
 

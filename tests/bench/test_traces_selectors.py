@@ -278,7 +278,7 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_not
 
 
 def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
-    view = SelectionView(4, (0.1, 0.1), (0.0, 0.0), (0, 0))
+    view = SelectionView(4, (0.1, 0.1), (0.0, 0.0))
     experts = FixedShare(arms=2)
     aligned = Aligned(Hedge(experts, np.random.default_rng(0)), 2)
     for _ in range(2):

@@ -45,8 +45,8 @@ class HandDrivenEdge(EdgeSession):
         """The drafting job that is due, of at most `most` tokens; None where none is."""
         if measurements is not None:
             self._meter.adopt(measurements)
-            self._drafting.review()
-        self._drafting._job_tokens = lambda _: most
+        self._drafting._job_tokens = self._drafting._length._job_tokens = lambda _: most
+        self._drafting.review()
         return None if self._drafting.running is not None else self._drafting.draft()
 
     def on_idle(self, now: float) -> list[Send]:

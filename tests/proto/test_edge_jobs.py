@@ -7,7 +7,8 @@ from checked_simulation import open_frame
 from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Leader
 from outrider.proto.errors import Internal, Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import FixedWindow, Measurements
+from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -60,6 +61,24 @@ def test_opening_brings_the_first_job_and_each_answer_the_next() -> None:
     emit, _, third = machine.handle(Commit(3, (CommittedToken(1), CommittedToken(2)), 2, 16), 0.4)
     assert isinstance(emit, Emit)
     assert third == DraftJob(7, (), 2, 0)
+
+
+def test_the_length_of_a_job_goes_by_the_speed_of_its_chains_drafter() -> None:
+    measurements = Measurements()
+    measurements.of("a").drafting_s.add(0.002)
+    measurements.of("b").drafting_s.add(0.003)
+    selection = Selection(StaticSelector(1), ("a", "b"))
+    machine = EdgeSession(
+        open_frame(),
+        FixedWindow(8),
+        measurements=measurements,
+        selection=selection,
+        job_tokens=lambda drafting_s: round(1000 * drafting_s),
+    )
+    machine.handle(StreamReady(b""), 0.0)
+    (job,) = jobs(machine.handle(OPENED, 0.1))
+    assert isinstance(job, DraftJob)
+    assert (job.drafter, job.count) == (1, 3), "not two tokens, as of the drafter that was active before"
 
 
 def test_a_commit_during_a_job_brings_none_and_the_next_goes_by_the_new_text() -> None:

@@ -268,6 +268,13 @@ def defined(rule: SurvivalWindow, view: EdgeView) -> int:
     return count if gain_s > 0 or view.in_flight >= view.covered else 0
 
 
+def more_at_most(rule: SurvivalWindow, view: EdgeView, most: int) -> int:
+    """Return what the rule allows of `most` tokens."""
+    measured = {name: getattr(view, name) for name in ("step_s", "row_s", "round_trip_s", "byte_s", "token_s", "goal")}
+    state = {name: getattr(view, name) for name in ("in_flight", "survival", "acceptance", "drafting_s", "covered")}
+    return rule.more_at(rule.price(**measured), most, **state)
+
+
 def test_the_window_decides_as_it_is_defined() -> None:
     rng, seen = random.Random(8), Counter[tuple[str, str]]()
     for _ in range(20_000):
@@ -286,8 +293,9 @@ def test_the_window_decides_as_it_is_defined() -> None:
             goal=rng.choice(list(Goal)),
             covered=rng.choice([0, 0, 4, 30, 255]),
         )
-        count = rule.more(view)
+        count, most = rule.more(view), rng.randint(1, 20)
         assert count == defined(rule, view), view
+        assert more_at_most(rule, view, most) == min(most, count), (view, most)
         seen["some" if count else "none", "covered" if view.covered > in_flight else ""] += 1
     assert len(seen) == 4
     assert min(seen.values()) > 500

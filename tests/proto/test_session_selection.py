@@ -314,8 +314,8 @@ def test_everybody_reads_the_prompt_before_the_first_choice_and_its_end_is_score
 
 
 def test_who_knows_the_prompt_best_begins_and_who_says_nothing_of_it_is_not_blamed() -> None:
-    view = SelectionView(4, (0.1,) * 4, (0.0,) * 4, (0,) * 4)
-    leader = Leader(experts=FixedShare(arms=4, eta=2.0, share=0.0), subject=6.0, max_subject=3.0)
+    view = SelectionView(4, (0.1,) * 4, (0.0,) * 4)
+    leader = Leader(experts=FixedShare(arms=4, eta=2.0, share=1e-12), subject=6.0, max_subject=3.0)
     leader.read_prompt([-4.0, -3.7, -9.0, math.nan])
     weights = leader.experts.log_weights
     assert leader.choose(view) == 1

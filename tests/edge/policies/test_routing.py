@@ -14,7 +14,7 @@ UNKNOWN = math.nan
 
 
 def view_of(arms: int, current: int | None = None) -> SelectionView:
-    return SelectionView(4, (0.1,) * arms, (0.0,) * arms, (0,) * arms, current=current)
+    return SelectionView(4, (0.1,) * arms, (0.0,) * arms, current=current)
 
 
 def learn(routing: Routing, *confidence: tuple[float, ...]) -> None:

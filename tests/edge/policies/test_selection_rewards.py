@@ -13,7 +13,7 @@ from outrider.proto.noise import gumbel
 from outrider.proto.policy.selection import RoundOutcome, SelectionView
 
 VOCAB, DRAFTS = 3, 2
-VIEW = SelectionView(DRAFTS, (0.1,), (0.0,), (0,))
+VIEW = SelectionView(DRAFTS, (0.1,), (0.0,))
 
 
 def block_divergence(target: np.ndarray, drafter: np.ndarray) -> float:

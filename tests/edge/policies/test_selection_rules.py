@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -17,7 +18,7 @@ from outrider.edge.policies.selection.bandits import (
     Thompson,
 )
 from outrider.edge.policies.selection.base import RandomSelector
-from outrider.edge.policies.selection.experts import FixedShare, Walk
+from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, Leader, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockDivergence, BlockEfficiency, Throughput
 from outrider.proto.errors import ConfigError, InvalidArgument
@@ -26,7 +27,7 @@ from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, 
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:
     switch_s = switch_s or (0.0,) * len(round_s)
-    return SelectionView(drafts, round_s, switch_s, **({"num_uncomputed_tokens": (0,) * len(round_s)} | fields))
+    return SelectionView(drafts, round_s, switch_s, **fields)
 
 
 EVEN = view_of(0.1, 0.1)
@@ -67,16 +68,17 @@ def test_a_round_takes_drafting_round_trip_and_step_and_a_switch_has_to_catch_up
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: SelectionView(4, (-1.0,), (0.0,), (0,)), "view.round_s"),
-        (lambda: SelectionView(4, (math.nan,), (0.0,), (0,)), "view.round_s"),
-        (lambda: SelectionView(4, (0.1,), (math.inf,), (0,)), "view.switch_s"),
-        (lambda: SelectionView(4, (), (), ()), "view.round_s"),
-        (lambda: SelectionView(4, (0.1,), (0.0,), (0, 0)), "view.round_s"),
+        (lambda: SelectionView(4, (-1.0,), (0.0,)), "view.round_s"),
+        (lambda: SelectionView(4, (math.nan,), (0.0,)), "view.round_s"),
+        (lambda: SelectionView(4, (0.1,), (math.inf,)), "view.switch_s"),
+        (lambda: SelectionView(4, (), ()), "view.round_s"),
+        (lambda: SelectionView(4, (0.1,), (0.0, 0.0)), "view.round_s"),
         (lambda: MetaSdUcb(arms=0), "selector.arms"),
         (lambda: RandomSelector(0, np.random.default_rng(0)), "selector.arms"),
         (lambda: Exp3(arms=2, rng=np.random.default_rng(0), gamma=0.0), "exp3.gamma"),
         (lambda: SequentialHalving(arms=2, budget=0), "halving.budget"),
         (lambda: FixedShare(arms=2, share=1.0), "experts.share"),
+        (lambda: FixedShare(arms=2, share=0.0), "experts.share"),
         (lambda: default_selector(2, (0.5,)), "leader.prior"),
         (lambda: Leader(experts=FixedShare(arms=2), stride=0), "leader.stride"),
     ],
@@ -242,20 +244,30 @@ def test_halving_keeps_the_middle_one_of_three_and_decides_by_the_price() -> Non
 # --- full information ---
 
 
+def times(experts: FixedShare, hits, view: SelectionView, arm: int) -> list[float | None]:
+    """Return the time that each token costs an arm by what the experts note of it; None: not known."""
+    before = len(experts.unpaid[arm])
+    experts.learn(outcome_of(0, view=view, hits=[hits if each == arm else () for each in view.arms]))
+    unit_s = max(view.round_s) / experts.eta
+    new = experts.unpaid[arm][before:]
+    return [None if math.isnan(factor) else pytest.approx(-math.log(factor) * unit_s) for factor in new]
+
+
 def test_a_walk_ends_rounds_at_a_miss_and_one_token_after_the_last_draft() -> None:
-    walk, view = Walk(), view_of(0.3, 0.1, drafts=2)
-    assert walk.prices((True, True), view, 1) == [0.0, 0.0]
-    assert walk.prices((True, True, False, True), view, 1) == [0.1, 0.0, 0.1, 0.0]
-    assert walk.prices((None, True, True, True, True), view, 0) == [None, 0.0, 0.0, 0.3, 0.0], "it begins again"
+    experts, view = FixedShare(arms=2), view_of(0.3, 0.1, drafts=2)
+    assert times(experts, (True, True), view, 1) == [0.0, 0.0]
+    assert times(experts, (True, True, False, True), view, 1) == [0.1, 0.0, 0.1, 0.0]
+    slow = times(FixedShare(arms=2), (None, True, True, True, True), view, 0)
+    assert slow == [None, 0.0, 0.0, 0.3, 0.0], "it begins again"
 
 
 def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone() -> None:
     view = view_of(0.3, 0.1, drafts=2)._replace(lead=(3, 1), alone_s=0.2)
     bits = (True, True, True, True, True, True, True, False, True, False, True)
     slow = [0.2, 0.2, 0.2, 0.0, 0.0, 0.3, 0.0, 0.3, 0.2, 0.2, 0.2]
-    assert Walk().prices(bits, view, 0) == slow
+    assert times(FixedShare(arms=2), bits, view, 0) == slow
     quick = [0.2, 0.0, 0.0, 0.1, 0.0, 0.0, 0.1, 0.1, 0.2, 0.1, 0.2]
-    assert Walk().prices(bits, view, 1) == quick
+    assert times(FixedShare(arms=2), bits, view, 1) == quick
 
 
 def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
@@ -294,25 +306,25 @@ def test_no_expert_falls_further_behind_than_the_share_allows() -> None:
     for _ in range(2000):
         experts.pay([1.0, 0.0, 1.0, 1.0])
     assert min(experts.log_weights) > math.log(0.01 / 4)
-    unshared = FixedShare(arms=2, eta=2.0, share=0.0)
+    hardly = FixedShare(arms=2, eta=2.0, share=1e-300)
     for _ in range(2000):
-        unshared.pay([1.0, 0.0])
-    assert unshared.log_weights == pytest.approx([-4000.0, 0.0])
+        hardly.pay([1.0, 0.0])
+    assert hardly.log_weights == pytest.approx([math.log(0.5e-300 / (1 - math.exp(-2))), 0.0])
 
 
 def test_experts_pay_their_own_rounds_prices_once_all_have_read_the_token() -> None:
-    experts = FixedShare(arms=2, eta=2.0, share=0.0)
+    experts = FixedShare(arms=2, eta=2.0, share=1e-12)
     view = view_of(0.1, 0.2, drafts=2)
     experts.learn(outcome_of(0, view=view, hits=((True, True, False), ())))
     assert experts.log_weights[0] == experts.log_weights[1], "the other has not read these tokens"
     experts.learn(outcome_of(0, view=view, hits=((False,), (True, False, True))))
     lead = experts.log_weights[0] - experts.log_weights[1]
     assert lead == pytest.approx(2.0 * (1.0 - 0.5)), "one round of 0.1 s against one of 0.2 s"
-    assert list(experts.unpaid[0]) == [0.5]
+    assert experts.unpaid[0] == [math.exp(-2.0 * 0.5)]
 
 
 def test_an_expert_that_is_not_known_keeps_its_share_of_the_weight() -> None:
-    experts = FixedShare(arms=3, eta=2.0, share=0.0)
+    experts = FixedShare(arms=3, eta=2.0, share=1e-12)
     experts.pay([0.5, 0.0, 0.3])
     before = np.exp(experts.log_weights)
     experts.learn(outcome_of(0, view=view_of(0.2, 0.1, 0.1), hits=((False,), (False,), (None,))))
@@ -323,9 +335,115 @@ def test_an_expert_that_is_not_known_keeps_its_share_of_the_weight() -> None:
     assert np.exp(experts.log_weights) == pytest.approx(after), "a token that nobody knows is free"
 
 
+class DefinedLeader:
+    """The leader as the docstrings of `Leader` and `FixedShare` define it, in losses and logarithms, arm by arm."""
+
+    def __init__(self, arms: int, eta: float = 1.5, share: float = 0.002, doubt: float = 6.0) -> None:
+        self.eta, self.share, self.doubt = eta, share, doubt
+        self.logs = [-math.log(arms)] * arms
+        self.walks = [(0, 0)] * arms
+        self.unpaid: list[list[float | None]] = [[] for _ in range(arms)]
+
+    def learn(self, view: SelectionView, hits) -> None:
+        longest = max(view.round_s)
+        for arm, own in enumerate(hits):
+            self.unpaid[arm] += [self.loss(view, arm, hit, longest) for hit in own]
+        while all(self.unpaid):
+            self.pay([losses.pop(0) for losses in self.unpaid])
+
+    def loss(self, view: SelectionView, arm: int, hit: bool | None, longest: float) -> float | None:
+        in_round, since_miss = self.walks[arm]
+        if since_miss < (view.lead[arm] if view.lead else 0):
+            loss = view.alone_s / longest
+        elif hit and in_round < view.drafts:
+            loss, in_round = 0.0, in_round + 1
+        else:
+            loss, in_round = view.round_s[arm] / longest, 0
+        self.walks[arm] = in_round, since_miss + 1 if hit else 0
+        return None if hit is None else loss
+
+    def pay(self, losses: list[float | None]) -> None:
+        awake = [(math.exp(log), loss) for log, loss in zip(self.logs, losses, strict=True) if loss is not None]
+        if not awake:
+            return
+        after = sum(weight * math.exp(-self.eta * loss) for weight, loss in awake)
+        common = math.log(sum(weight for weight, _ in awake) / after) / self.eta
+        paid = [
+            math.exp(log - self.eta * (common if loss is None else loss))
+            for log, loss in zip(self.logs, losses, strict=True)
+        ]
+        spread = self.share / len(paid)
+        self.logs = [math.log((1 - self.share) * weight / sum(paid) + spread) for weight in paid]
+
+    def choose(self, view: SelectionView) -> int:
+        leader = max(view.arms, key=lambda arm: self.logs[arm])
+        if view.current is None:
+            return leader
+        price = self.eta * view.switch_s[leader] / max(view.round_s)
+        return leader if self.logs[leader] - self.logs[view.current] > price else view.current
+
+    def score(self, chosen: int, unread: list[int], stride: int = 4) -> tuple[int, ...]:
+        best = max(self.logs)
+        due = [
+            (-tokens, arm)
+            for arm, tokens in enumerate(unread)
+            if arm != chosen and tokens >= min(4, 1 + (best - self.logs[arm]) / self.doubt) * stride
+        ]
+        return tuple(arm for _, arm in sorted(due))
+
+
+def decisions(leader: Leader | DefinedLeader, seed: int) -> list[object]:
+    """Return the decisions of a leader on a random stream of observations, and its weights as far as they are read."""
+    rng = np.random.default_rng(seed)
+    arms, current, made = 5, None, []
+    skill, behind = rng.uniform(0.3, 0.95, arms), [0] * arms
+    for n in range(400):
+        if n % 80 == 79:
+            skill = rng.permutation(skill)
+        view = view_of(
+            *rng.uniform(0.03, 0.05, arms),
+            switch_s=tuple(rng.uniform(0, 0.02, arms)),
+            current=current,
+            lead=() if n % 100 < 50 else tuple(rng.integers(0, 3, arms).tolist()),
+            alone_s=0.02,
+        )
+        current = leader.choose(view)
+        tokens = int(rng.integers(1, 6))
+        behind = [tokens + more for more in behind]
+        due = (
+            leader.score(current, behind) if isinstance(leader, DefinedLeader) else leader.score(view, current, behind)
+        )
+        made.append((current, due))
+        hits: list[list[bool | None]] = [[] for _ in range(arms)]
+        for arm in {current, *due}:
+            known = (rng.random(behind[arm]) < skill[arm]).tolist()
+            hits[arm] = [None if rng.random() < 0.03 else hit for hit in known]
+            behind[arm] = 0
+        if isinstance(leader, DefinedLeader):
+            leader.learn(view, hits)
+        else:
+            leader.learn(outcome_of(current, view=view, hits=hits))
+    return made
+
+
+def test_the_leader_decides_as_it_is_defined() -> None:
+    switches = 0
+    for seed in range(20):
+        leader, defined = Leader(experts=FixedShare(arms=5)), DefinedLeader(5)
+        made = decisions(leader, seed)
+        assert made == decisions(defined, seed)
+        assert leader.experts.log_weights == pytest.approx(defined.logs, abs=1e-9)
+        chosen = [arm for arm, _ in made]
+        switches += sum(one != other for one, other in itertools.pairwise(chosen))
+    assert switches > 100, "else hardly anything is compared"
+    assert decisions(DefinedLeader(5, eta=1.6), 0) != decisions(DefinedLeader(5), 0)
+    assert decisions(DefinedLeader(5, share=0.003), 0) != decisions(DefinedLeader(5), 0)
+    assert decisions(DefinedLeader(5, doubt=5.0), 0) != decisions(DefinedLeader(5), 0)
+
+
 def test_hedge_draws_by_weight_and_catches_up_with_every_idle_arm() -> None:
     dice = Dice(1)
-    hedge = Hedge(FixedShare(arms=2, eta=1.0, share=0.0), dice)
+    hedge = Hedge(FixedShare(arms=2, eta=1.0, share=1e-12), dice)
     hedge.experts.pay([math.log(3), 0.0])
     assert hedge.choose(EVEN) == 1
     assert dice.p == pytest.approx([0.25, 0.75])
@@ -333,7 +451,7 @@ def test_hedge_draws_by_weight_and_catches_up_with_every_idle_arm() -> None:
 
 
 def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
-    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=0.0))
+    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=1e-12))
     view = view_of(0.1, 0.1, switch_s=(0.0, 0.05), current=0)
     leader.experts.pay([0.45, 0.0])
     assert leader.choose(view) == 0, "0.9 nats of evidence against a switch of 1"
@@ -348,7 +466,7 @@ def test_the_leader_lets_idle_arms_catch_up_by_the_stride() -> None:
 
 
 def test_the_leader_lets_arms_of_little_weight_catch_up_less_often() -> None:
-    leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=0.0), stride=4, doubt=2.0)
+    leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=1e-12), stride=4, doubt=2.0)
     leader.experts.pay([0.0, 2.0, 5.9, 100.0])
     even = view_of(*[0.1] * 4)
     assert leader.score(even, 0, (0, 7, 15, 15)) == ()
@@ -358,7 +476,7 @@ def test_the_leader_lets_arms_of_little_weight_catch_up_less_often() -> None:
 
 def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day() -> None:
     view = view_of(0.1, 0.1, drafts=2)
-    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=0.0), prior=(0.5, 0.9), prior_tokens=12)
+    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=1e-12), prior=(0.5, 0.9), prior_tokens=12)
     assert leader.choose(view) == 1
     lead = leader.experts.log_weights[1] - leader.experts.log_weights[0]
     assert lead == pytest.approx(4.8581967)

@@ -47,7 +47,8 @@ PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
 LEGEND = (
     "time on this machine in µs a drafted token, the least of the runs for each text: length rule and selector, with "
     "their views and counts; calibration of every drafter by its hits; session: the rest of the edge's machine. both: "
-    "length rule and selector, and their share of the first drafter's recorded time for a token"
+    "length rule and selector, and their share of the first drafter's recorded time for a token; of all: their share "
+    "of the time that all drafters work, catching up included"
 )
 
 
@@ -60,6 +61,7 @@ class OverheadRow:
         drafted: drafted tokens.
         part_us: microseconds of each part a drafted token.
         share: length rule and selector together over the first drafter's time for a token.
+        share_of_work: the same over the time that all drafters work in the replay, drafting and catching up.
     """
 
     link: LinkRecord
@@ -67,6 +69,7 @@ class OverheadRow:
     drafted: Count
     part_us: Mapping[str, Metric]
     share: Metric
+    share_of_work: Metric
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -108,14 +111,16 @@ def overhead(given: Given) -> int:
 
 def overhead_tables(overheads: Overheads) -> Group:
     """Return one table, a block a link."""
-    headings = ("link", "selector", *PARTS, "both", "share")
+    headings = ("link", "selector", *PARTS, "both", "share", "of all")
     blocks: dict[LinkRecord, list[tuple[str, ...]]] = {}
     for row in overheads.rows:
         block = blocks.setdefault(row.link, [])
         both = row.part_us[LENGTH] + row.part_us[SELECTOR]
         parts = (f"{row.part_us[part]:.1f}" for part in PARTS)
         link = "" if block else link_name(row.link)
-        block.append((link, row.selector or ALONE, *parts, f"{both:.1f}", f"{row.share:.1%}"))
+        block.append(
+            (link, row.selector or ALONE, *parts, f"{both:.1f}", f"{row.share:.1%}", f"{row.share_of_work:.1%}")
+        )
     title = f"Rules beside drafting, {overheads.drafting_us:.0f} µs a token{paced(overheads.min_step_ms)}"
     return draw([Grid(title, headings, 2, list(blocks.values()))], LEGEND)
 
@@ -126,12 +131,13 @@ def _row(recording: Recording, link: BenchLink, selector: str | None, options: O
     for _ in range(options.runs):
         stopwatch = Stopwatch()
         with stopwatch.attached():
-            drafted = _replay(recording, link, selector, options.min_step / 1e3)
+            drafted, work_s = _replay(recording, link, selector, options.min_step / 1e3)
         runs.append(stopwatch.seconds()[FIRST_LAPS:])
     least_s = {part: sum(min(lap[part] for lap in laps) for laps in zip(*runs, strict=True)) for part in PARTS}
     part_us = {part: max(0.0, 1e6 * least_s[part] / max(1, drafted)) for part in PARTS}
-    share = (part_us[LENGTH] + part_us[SELECTOR]) / (1e6 * _drafting_s(recording))
-    return OverheadRow(link.record, selector, drafted, part_us, share)
+    both_s = (part_us[LENGTH] + part_us[SELECTOR]) / 1e6
+    share_of_work = both_s * drafted / work_s if work_s else 0.0
+    return OverheadRow(link.record, selector, drafted, part_us, both_s / _drafting_s(recording), share_of_work)
 
 
 def _drafting_s(recording: Recording) -> float:
@@ -139,8 +145,8 @@ def _drafting_s(recording: Recording) -> float:
     return recording.costs.drafters[next(iter(recording.traces))].drafting_s
 
 
-def _replay(recording: Recording, link: BenchLink, selector: str | None, min_step_s: float) -> int:
-    """Replay all texts with drafts that run ahead; return the number of drafted tokens."""
+def _replay(recording: Recording, link: BenchLink, selector: str | None, min_step_s: float) -> tuple[int, float]:
+    """Replay all texts with drafts that run ahead; return the number of drafted tokens, and the drafters' seconds."""
     names = list(recording.traces)
     costs = [recording.costs.of(name, min_step_s=min_step_s) for name in names]
     rng = np.random.default_rng(0)
@@ -154,7 +160,8 @@ def _replay(recording: Recording, link: BenchLink, selector: str | None, min_ste
         others=[list(map(DrafterArm, text.traces[1:], costs[1:])) for text in recording.texts] if pooled else (),
         selector=(lambda: selector_named(selector)(len(names), rng)) if selector is not None else None,
     )
-    return sum(outcome.statistics.drafted for outcome in outcomes)
+    statistics = [outcome.statistics for outcome in outcomes]
+    return sum(each.drafted for each in statistics), sum(each.drafting_s + each.reading_s for each in statistics)
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ class Acceptance:
     def rate(self) -> float:
         """Share of hits, between 0.02 and 0.98 so that one lucky or unlucky run decides nothing for good."""
         rate = self.hits / self.trials
-        return 0.98 if rate > 0.98 else max(0.02, rate)
+        return 0.98 if rate > 0.98 else 0.02 if rate < 0.02 else rate
 
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
@@ -187,20 +187,17 @@ class Line:
     def fit(self) -> tuple[float, float]:
         """Return base and slope."""
         if self._fit is None:
-            slope = self._slope()
-            self._fit = (max(0.1 * self.y, self.y - slope * self.x) / self.weight if self.weight else 0.0), slope
+            weight, x, y, slope = self.weight, self.x, self.y, 0.0
+            spread = weight * self.xx - x**2
+            if spread > 1e-6 * weight**2:
+                slope = max(0.0, (weight * self.xy - x * y) / spread)
+            self._fit = (max(0.1 * y, y - slope * x) / weight if weight else 0.0), slope
         return self._fit
 
     @property
     def slope(self) -> float:
         """Increase of y for each x, 0 or more; 0 while all points had the same x."""
         return self.fit()[1]
-
-    def _slope(self) -> float:
-        spread = self.weight * self.xx - self.x**2
-        if spread <= 1e-6 * self.weight**2:
-            return 0.0
-        return max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
 
     @property
     def mean(self) -> float:

@@ -46,7 +46,6 @@ class _View(NamedTuple):
     drafts: int
     round_s: tuple[float, ...]
     switch_s: tuple[float, ...]
-    num_uncomputed_tokens: tuple[int, ...]
     waiting_s: float
     current: int | None
     lead: tuple[int, ...]
@@ -59,7 +58,6 @@ class SelectionView(_View):
     Attributes:
         round_s: [K] duration of a round with each arm without its switch, in seconds.
         switch_s: [K] time before each arm can draft, since it has to catch up, in seconds.
-        num_uncomputed_tokens: [K] tokens of the text that each arm has not read.
         waiting_s: time of a round in which the edge has nothing to draft and idle arms can catch up, in seconds.
         current: arm of the round before; None: there was none.
         lead: [K] tokens after a miss that the target writes alone, before drafts of each arm can reach it; empty: none,
@@ -77,7 +75,6 @@ class SelectionView(_View):
         drafts: int,
         round_s: tuple[float, ...],
         switch_s: tuple[float, ...],
-        num_uncomputed_tokens: tuple[int, ...],
         waiting_s: float = 0.0,
         current: int | None = None,
         lead: tuple[int, ...] = (),
@@ -85,18 +82,18 @@ class SelectionView(_View):
     ) -> Self:
         """Return a view after checking it."""
         arms = len(round_s)
-        if not arms or not len(switch_s) == len(num_uncomputed_tokens) == len(lead or round_s) == arms:
+        if not arms or not len(switch_s) == len(lead or round_s) == arms:
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
         for times, field in ((round_s, "view.round_s"), (switch_s, "view.switch_s")):
             if not all(0 <= seconds < math.inf for seconds in times):
                 raise InvalidArgument("must be finite numbers of seconds, 0 or more", field=field)
-        return super().__new__(cls, drafts, round_s, switch_s, num_uncomputed_tokens, waiting_s, current, lead, alone_s)
+        return super().__new__(cls, drafts, round_s, switch_s, waiting_s, current, lead, alone_s)
 
     @classmethod
     def of_rounds(
         cls,
         arms: ArmCosts,
-        num_uncomputed_tokens: Sequence[int],
+        unread: Sequence[int],
         costs: RoundCosts,
         *,
         drafts: int,
@@ -104,18 +101,19 @@ class SelectionView(_View):
     ) -> Self:
         """Return the view of synchronous rounds: draft, send, wait for the commit, begin again.
 
-        The other arguments are as the attributes of the view; `arms` are those of the drafters.
+        The other arguments are as the attributes of the view; `arms` are those of the drafters, which have not read
+        `unread` [K] tokens of the text.
         """
         waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
         round_s = tuple([drafts * drafting_s + waiting_s for drafting_s in arms.drafting_s])
-        switch_s = _switch_s(arms, num_uncomputed_tokens)
-        return cls._make((drafts, round_s, switch_s, tuple(num_uncomputed_tokens), waiting_s, current, (), 0.0))
+        switch_s = tuple(map(operator.mul, arms.catch_up_s, unread))
+        return cls._make((drafts, round_s, switch_s, waiting_s, current, (), 0.0))
 
     @classmethod
     def of_stream(
         cls,
         arms: ArmCosts,
-        num_uncomputed_tokens: Sequence[int],
+        unread: Sequence[int],
         costs: RoundCosts,
         *,
         drafts: int,
@@ -129,18 +127,14 @@ class SelectionView(_View):
         trip_s, alone_s = costs.round_trip_s, costs.step_s + costs.row_s
         step_s = costs.step_s + costs.row_s * (drafts + 1)
         round_s = tuple([max(step_s, drafts * drafting_s) for drafting_s in arms.drafting_s])
-        switch_s = _switch_s(arms, num_uncomputed_tokens)
+        switch_s = tuple(map(operator.mul, arms.catch_up_s, unread))
         lead = tuple([math.ceil((trip_s + drafting_s) / alone_s) if alone_s else 0 for drafting_s in arms.drafting_s])
-        return cls._make((drafts, round_s, switch_s, tuple(num_uncomputed_tokens), trip_s, current, lead, alone_s))
+        return cls._make((drafts, round_s, switch_s, trip_s, current, lead, alone_s))
 
     @property
     def arms(self) -> range:
         """Indices of the arms."""
         return range(len(self.round_s))
-
-
-def _switch_s(arms: ArmCosts, num_uncomputed_tokens: Sequence[int]) -> tuple[float, ...]:
-    return tuple(map(operator.mul, arms.catch_up_s, num_uncomputed_tokens))
 
 
 class RoundOutcome(NamedTuple):

@@ -12,6 +12,7 @@ from outrider.proto.types import DraftToken, Goal
 TOKEN_BYTES = 2  # a draft on the wire, for vocabularies below 2^14 and most ids above 127
 FIRST_WINDOW = 8  # while nothing has been measured
 MESSAGE_BYTES = 45  # a small Draft on the wire: HTTP/2 framing, a window update, gRPC's prefix, the message
+_SURELY = 1 + 1e-9  # times a bound: beyond what rounding can make of a chance
 _MIN_TOKENS = 0.2  # replayed: 40 % fewer bytes at round trips of 30 to 120 ms for 0.2 % of speed
 
 
@@ -87,9 +88,17 @@ class PricedRule(WindowPolicy, Protocol):
         ...
 
     def more_at(
-        self, price: DraftPrice, *, in_flight: int, survival: float, acceptance: float, drafting_s: float, covered: int
+        self,
+        price: DraftPrice,
+        most: int,
+        *,
+        in_flight: int,
+        survival: float,
+        acceptance: float,
+        drafting_s: float,
+        covered: int,
     ) -> int:
-        """Return the tokens to draft now at this price; the others are as in `EdgeView`."""
+        """Return the tokens to draft now at this price, at most `most`; the others are as in `EdgeView`."""
         ...
 
 
@@ -149,6 +158,7 @@ class SurvivalWindow:
         )
         return self.more_at(
             price,
+            self.max_tokens,
             in_flight=view.in_flight,
             survival=view.survival,
             acceptance=view.acceptance,
@@ -169,27 +179,44 @@ class SurvivalWindow:
         return DraftPrice(saved_s, unhidden, unhidden * self.min_share * saved_s + row_s + TOKEN_BYTES * byte_s)
 
     def more_at(
-        self, price: DraftPrice, *, in_flight: int, survival: float, acceptance: float, drafting_s: float, covered: int
+        self,
+        price: DraftPrice,
+        most: int,
+        *,
+        in_flight: int,
+        survival: float,
+        acceptance: float,
+        drafting_s: float,
+        covered: int,
     ) -> int:
-        """Return the tokens to draft now at this price; the others are as in `EdgeView`."""
+        """Return the tokens to draft now at this price, at most `most`; the others are as in `EdgeView`."""
         saved_s, unhidden, fixed_s = price
-        if not saved_s:
-            return max(0, min(FIRST_WINDOW, self.max_tokens) - in_flight)
-        if in_flight >= self.max_tokens:
-            return 0
+        most = min(most, (self.max_tokens if saved_s else min(FIRST_WINDOW, self.max_tokens)) - in_flight)
+        if most <= 0 or not saved_s:
+            return max(0, most)
         price_s = unhidden * drafting_s + fixed_s
-        tokens = min(max(covered, in_flight), self.max_tokens)
-        ahead = tokens - in_flight
-        gain_s, chance, min_chance = -ahead * price_s, survival * acceptance**ahead, price_s / saved_s
-        if not tokens:  # one is made always, else better drafts could never be noticed
+        min_chance = price_s / saved_s
+        if covered > in_flight:
+            ahead = min(covered, self.max_tokens) - in_flight
+            gain_s, chance = -ahead * price_s, survival * acceptance**ahead
+            for _ in range(self.max_tokens - in_flight - ahead):
+                chance *= acceptance
+                if chance <= min_chance:
+                    break
+                gain_s += chance * saved_s - price_s
+                ahead += 1
+            return min(most, ahead) if gain_s > 0 else 0
+        tokens, chance = 0, survival
+        if not in_flight:  # one is made always, else better drafts could never be noticed
             tokens, chance = 1, chance * acceptance
-        while tokens < self.max_tokens:
+        if chance * acceptance ** (most - tokens) > _SURELY * min_chance:
+            return most
+        while tokens < most:
             chance *= acceptance
             if chance <= min_chance:
                 break
-            gain_s += chance * saved_s - price_s
             tokens += 1
-        return tokens - in_flight if gain_s > 0 or not ahead else 0
+        return tokens
 
 
 def due_to_flush(now: float, *, commit_at: float, round_trip_s: float, step_s: float, next_s: float) -> bool:

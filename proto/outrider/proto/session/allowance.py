@@ -1,6 +1,8 @@
-"""The number of further tokens that may be drafted: credit, length of the text, and the length rule."""
+"""The number of further tokens that may be drafted: credit, length of the text and of a job, and the length rule."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
 from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice, PricedRule
@@ -11,12 +13,20 @@ from outrider.proto.session.text import EdgeText
 
 
 class Allowance:
-    """The tokens that may be drafted now, computed once for each event that can change them."""
+    """The tokens that the next job may draft, computed once for each event that can change them."""
 
     def __init__(
-        self, text: EdgeText, chain: Chain, stream: EdgeStream, meter: Meter, window: WindowPolicy, battery: float
+        self,
+        text: EdgeText,
+        chain: Chain,
+        stream: EdgeStream,
+        meter: Meter,
+        *,
+        window: WindowPolicy,
+        battery: float,
+        job_tokens: Callable[[float], int],
     ) -> None:
-        """Ask `window` in the text's state; `battery`: share of charge that is left."""
+        """Ask `window` in the text's state; the others are those of `Drafting`."""
         self._text = text
         self._chain = chain
         self._stream = stream
@@ -27,17 +37,18 @@ class Allowance:
         self._price = UNKNOWN_PRICE
         self._price_at = -1  # revision of the measurements
         self._battery = battery
-        self._known: tuple[int, int] | None = None  # a drafter, and its tokens since the last review
+        self._job_tokens = job_tokens
+        self._known, self._known_of = 0, -1  # tokens since the last review, and their drafter; -1: none
 
     def review(self) -> None:
         """Compute the tokens once more, now that an event may have changed what they depend on."""
-        self._known = None
+        self._known_of = -1
 
     def tokens(self, drafter: int) -> int:
-        """Return how many more tokens that drafter may draft now."""
-        if self._known is None or self._known[0] != drafter:
-            self._known = drafter, self._tokens(drafter)
-        return self._known[1]
+        """Return how many more tokens that drafter may draft in the next job."""
+        if self._known_of != drafter:
+            self._known, self._known_of = self._tokens(drafter), drafter
+        return self._known
 
     def observe(self, hits: int, *, missed: bool) -> None:
         """Let a rule that learns know the fate of some drafts."""
@@ -46,38 +57,37 @@ class Allowance:
 
     def _tokens(self, drafter: int) -> int:
         text, stream, meter = self._text, self._stream, self._meter
-        if not stream.takes_drafts or text.done:
-            return 0
         in_flight = len(self._chain.drafts)
         room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
-        if room <= 0:
+        if room <= 0 or not stream.takes_drafts or text.done:
             return 0
-        rule = self._priced
+        mine, rule = meter.drafter(drafter), self._priced
+        drafting_s = mine.drafting_s.value
+        most = min(room, self._job_tokens(drafting_s))
         if rule is None:
-            return min(room, self._window.more(self._view(drafter)))
+            return min(most, self._window.more(self._view(drafter)))
         if self._price_at != meter.revision:
             self._price_at, self._price = meter.revision, self._price_of(rule)
-        mine = meter.drafter(drafter)
-        more = rule.more_at(
+        return rule.more_at(
             self._price,
+            most,
             in_flight=in_flight,
             survival=meter.survival(self._chain, drafter),
             acceptance=mine.calibration.acceptance.rate,
-            drafting_s=mine.drafting_s.value,
+            drafting_s=drafting_s,
             covered=stream.covered,
         )
-        return min(room, more)
 
     def _price_of(self, rule: PricedRule) -> DraftPrice:
         """Return the rule's price of a draft by the present measurements."""
-        meter = self._meter
-        measured = meter.measurements
+        measured = self._meter.measurements
         step_s, row_s = measured.step.fit()
+        trip_s, byte_s = measured.round_trip.fit()
         return rule.price(
             step_s=step_s,
             row_s=row_s,
-            round_trip_s=meter.round_trip_s,
-            byte_s=measured.round_trip.slope,
+            round_trip_s=trip_s + byte_s * DRAFT_BYTES,
+            byte_s=byte_s,
             token_s=measured.pace.token_s,
             goal=self._stream.terms.goal,
         )

@@ -29,7 +29,9 @@ MAX_JOB_TOKENS = 8
 
 def job_tokens(drafting_s: float) -> int:
     """Return the most tokens of a drafting job where each takes `drafting_s` seconds; 0: unknown yet."""
-    return max(1, min(MAX_JOB_TOKENS, int(JOB_S / max(1e-4, drafting_s))))
+    if drafting_s < JOB_S / (MAX_JOB_TOKENS + 1):
+        return MAX_JOB_TOKENS
+    return max(1, min(MAX_JOB_TOKENS, int(JOB_S / drafting_s)))
 
 
 class Drafting:
@@ -63,7 +65,7 @@ class Drafting:
         self._stream = stream
         self._meter = meter
         self._selection = selection
-        self._length = Allowance(text, chain, stream, meter, window, battery)
+        self._length = Allowance(text, chain, stream, meter, window=window, battery=battery, job_tokens=job_tokens)
         self._verifier = VerifierArm()
         self._hits = HitCounter(text, meter, selection)
         self.branching = Branching(text, chain, stream, meter, battery)
@@ -102,8 +104,8 @@ class Drafting:
         self._length.review()
 
     def allowance(self) -> int:
-        """Return how many more tokens may be drafted now."""
-        return 0 if self._stalled or self._yields or not self.enabled else self._length.tokens(self.active)
+        """Return how many more tokens may be drafted in the next job."""
+        return 0 if self._stalled or self._yields or not self.enabled else self._length.tokens(self._selection.current)
 
     @property
     def rests(self) -> bool:
@@ -120,13 +122,12 @@ class Drafting:
 
     def draft(self) -> DraftJob | None:
         """Issue a drafting job; None: enough is drafted, or nothing can be."""
-        limit = self._job_tokens(self._meter.drafter(self.active).drafting_s.value)
         stream = self._stream
         if not stream.connected and self._selection.reads_prompt(len(self._text.tokens)):
             return None  # what the prompt tells of the drafters decides which of them is first
         if self._choice_due and self.enabled and stream.takes_drafts and not self._chain:
             self._choose()
-        count = min(limit, self.allowance())
+        count = self.allowance()
         return self._draft(count) if count else None
 
     def _choose(self) -> None:
@@ -218,7 +219,7 @@ class Drafting:
         if not drafts:
             self._stalled = self._choice_due = True
         elif len(job.extend_with) <= CATCH_UP:
-            self._meter.drafter(self.active).drafting_s.add(done.seconds / len(drafts))
+            self._meter.time_drafting(self.active, done.seconds / len(drafts))
             self.last_job_s = done.seconds
         overtaken = max(0, min(len(drafts), len(text.tokens) - job.start))
         if not self._meet(drafts[:overtaken], job.start):
@@ -247,7 +248,7 @@ class Drafting:
         text.statistics.reading_s += done.seconds
         if text.done or self._issued_in != text.turns:
             return False
-        self._meter.drafter(job.drafter).reading_s.add(done.seconds / len(job.tokens))
+        self._meter.time_reading(job.drafter, done.seconds / len(job.tokens))
         text.statistics.read += len(job.tokens)
         self._selection.note_prompt(job.drafter, done.teacher_forced.log_q)
         self._hits.compare_forced(job.drafter, job.start, done.teacher_forced)

@@ -93,19 +93,19 @@ class Meter:
         self.measurements = measurements
         self.commit_at = 0.0
         self.revision = 0
-        self.take_drafters(drafters)
         self._has_commit = False  # on this stream
         self._sent = SentMessages[tuple[float, int]]()  # when each went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
         self._chances: list[float] = []
         self._survival = 1.0
+        self._chances_of = self._chances_in = -1  # drafter and epoch; -1: its calibration has changed since
+        self.take_drafters(drafters)
 
     def take_drafters(self, drafters: tuple[str, ...]) -> None:
         """Measure the drafters of these names from now on; this text has measured nothing of them."""
         self._drafters = drafters
-        self._mine = [self.measurements.of(name) for name in drafters]
+        self._take_mine()
         self._calibrations = [TextCalibration(mine.calibration) for mine in self._mine]
-        self._chances_of: tuple[int, int] | None = None  # epoch and drafter; None: its calibration has changed since
 
     # --- measurements from outside ---
 
@@ -123,8 +123,13 @@ class Meter:
     def _take_up(self, measurements: Measurements) -> None:
         self.measurements = measurements
         self.revision += 1
-        self._mine = [measurements.of(name) for name in self._drafters]
-        self._chances_of = None
+        self._take_mine()
+
+    def _take_mine(self) -> None:
+        self._chances_of = -1
+        self._mine = [self.measurements.of(name) for name in self._drafters]
+        self._drafting_s = [mine.drafting_s.value for mine in self._mine]
+        self._reading_s = [mine.reading_s.value for mine in self._mine]
 
     # --- the link and the verifier ---
 
@@ -193,25 +198,38 @@ class Meter:
         """Return the measurements of a drafter."""
         return self._mine[drafter]
 
+    def time_drafting(self, drafter: int, seconds: float) -> None:
+        """Count the time of a drafted token."""
+        measured = self._mine[drafter].drafting_s
+        measured.add(seconds)
+        self._drafting_s[drafter] = measured.value
+
+    def time_reading(self, drafter: int, seconds: float) -> None:
+        """Count the time of a committed token that a drafter has read in a pass with several."""
+        measured = self._mine[drafter].reading_s
+        measured.add(seconds)
+        self._reading_s[drafter] = measured.value
+
     def compare(self, drafter: int, confidence: Sequence[float], hits: Sequence[bool]) -> None:
         """Count proposals [n] of these confidences (NaN: unknown) that were compared with the committed tokens."""
         add = self._calibrations[drafter].add
         for sure, hit in zip(confidence, hits, strict=True):
             add(sure, hit)
-        if self._chances_of is not None and self._chances_of[1] == drafter:
-            self._chances_of = None
+        if self._chances_of == drafter:
+            self._chances_of = -1
 
     def chances(self, chain: Chain, drafter: int) -> list[float]:
         """Return for each draft of the drafter's chain the chance that it agrees, given that those before it do.
 
         Chances of earlier calls are reused while calibration and chain stay the same.
         """
-        key = (chain.epoch, drafter)
-        if key != self._chances_of:
-            self._chances_of, self._chances, self._survival = key, [], 1.0
-        chances = self._chances
-        if len(chances) < len(chain):
-            new = self._calibrations[drafter].chances([draft.confidence for draft in chain.drafts[len(chances) :]])
+        if self._chances_of != drafter or self._chances_in != chain.epoch:
+            self._chances_of, self._chances_in = drafter, chain.epoch
+            self._chances, self._survival = [], 1.0
+        chances, drafts = self._chances, chain.drafts
+        known = len(chances)
+        if known < len(drafts):
+            new = self._calibrations[drafter].chances([draft.confidence for draft in drafts[known:]])
             self._survival = math.prod(new, start=self._survival)
             chances += new
         return chances
@@ -227,10 +245,11 @@ class Meter:
 
     def arms(self, active: int) -> ArmCosts:
         """Return the costs of the drafters; one that has not drafted yet is assumed as fast as the active."""
-        usual_s = self._mine[active].drafting_s.value or UNMEASURED_S
-        return ArmCosts(
-            [mine.drafting_s.value or usual_s for mine in self._mine], [mine.reading_s.value for mine in self._mine]
-        )
+        drafting_s = self._drafting_s
+        if not all(drafting_s):
+            usual_s = drafting_s[active] or UNMEASURED_S
+            drafting_s = [seconds or usual_s for seconds in drafting_s]
+        return ArmCosts(drafting_s, self._reading_s)
 
     def round_costs(self) -> RoundCosts:
         """Return the costs of a round beside its drafter."""

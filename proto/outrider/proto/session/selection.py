@@ -23,6 +23,7 @@ class Selection:
 
     Attributes:
         names: names of the drafters.
+        drafters: number of drafters.
         versions: version of each; empty: unknown.
         steered: drafter that steering vectors are meant for; None: none of them.
     """
@@ -49,6 +50,7 @@ class Selection:
         if steered is not None and not 0 <= steered < drafters:
             raise InvalidArgument(f"must be below {drafters}, the number of drafters", field="selection.steered")
         self.names = names
+        self.drafters = drafters
         self.versions = versions or ("",) * drafters
         self.current = 0
         self.steered = steered
@@ -63,17 +65,12 @@ class Selection:
         self._forget_new()
         self._failed: set[int] = set()
         self._view: SelectionView | None = None
-        self._due: list[int] | None = None  # idle drafters that should catch up now, best first; None: not known
+        self._due: list[int] | None = None  # idle drafters that should catch up now, best last; None: not known
 
     @classmethod
     def of_one(cls, name: str = "") -> Selection:
         """Return the selection of a single drafter: nothing is selected, and none catches up."""
         return cls(StaticSelector(), (name,))
-
-    @property
-    def drafters(self) -> int:
-        """Number of drafters."""
-        return len(self.names)
 
     @property
     def agreed(self) -> int:
@@ -144,9 +141,11 @@ class Selection:
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
         """Count a drafter's log probabilities of the prompt's last tokens."""
+        if not log_q:
+            return
         total, n = self._scored[drafter]
         self._scored[drafter] = (total + sum(log_q), n + len(log_q))
-        self._new_scores = self._new_scores or bool(log_q)
+        self._new_scores = True
 
     def first_undecided(self, drafter: int) -> int:
         """Return the first position of the text at which nothing is known of the drafter."""
@@ -171,7 +170,7 @@ class Selection:
         waits = costs.round_trip_s < max(costs.step_s, patience_s)
         self._view = (SelectionView.of_rounds if waits else SelectionView.of_stream)(
             arms,
-            self._num_uncomputed_tokens(committed),
+            self._unread(committed),
             costs,
             drafts=ROUND_DRAFTS,
             current=self.current if self._view is not None else None,
@@ -206,8 +205,8 @@ class Selection:
         self._due = None
         return len(self._failed) < self.drafters
 
-    def _num_uncomputed_tokens(self, committed: int) -> tuple[int, ...]:
-        return tuple([committed - length if length < committed else 0 for length in self._prefix])
+    def _unread(self, committed: int) -> list[int]:
+        return [committed - length if length < committed else 0 for length in self._prefix]
 
     # --- catching up ---
 
@@ -225,16 +224,23 @@ class Selection:
             behind = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
             drafter = next(behind, None)
             return None if drafter is None else self._catch_up_of(drafter, transcript)
-        if self._due is None:
-            unread = self._num_uncomputed_tokens(len(transcript))
-            due = self._selector.score(self._view, self.current, unread) if max(unread) >= self._selector.stride else ()
-            self._due = [drafter for drafter in due if drafter not in self._failed and unread[drafter]]
-        if not self._due:
+        due = self._due
+        if due is None:
+            due = self._due = self._behind(len(transcript))
+        if not due:
             return None
-        job = self._catch_up_of(self._due.pop(0), transcript)
+        job = self._catch_up_of(due.pop(), transcript)
         if len(transcript) > job.truncate_to + len(job.tokens):
             self._due = None  # it has not read all, and may be the first once more
         return job
+
+    def _behind(self, committed: int) -> list[int]:
+        """Return the idle drafters that should catch up with `committed` tokens, best last."""
+        if self._view is None or committed - min(self._prefix) < self._selector.stride:
+            return []
+        unread = self._unread(committed)
+        due = self._selector.score(self._view, self.current, unread)
+        return [drafter for drafter in reversed(due) if unread[drafter] and drafter not in self._failed]
 
     def catch_up_active(self, transcript: Sequence[int]) -> CatchUpJob | None:
         """Return a job for the active drafter while it rests, so that its hits stay known; None: too little is new."""
@@ -243,15 +249,16 @@ class Selection:
         return self._catch_up_of(self.current, transcript)
 
     def _catch_up_of(self, drafter: int, transcript: Sequence[int]) -> CatchUpJob:
-        start, scored = self._prefix[drafter], self._first - PROMPT_TOKENS
+        start, first = self._prefix[drafter], self._first
         end = min(len(transcript), start + READ_TOKENS)
-        if self._view is None:
-            end = max(end, min(start + READ_PROMPT_TOKENS, scored))
-        self._prefix[drafter] = end
         # Scoring and teacher forcing compute, and need a token before; skipping alone would leave all work for later.
-        if start < self._first:
+        if start < first:
+            scored = first - PROMPT_TOKENS
+            if self._view is None:
+                end = max(end, min(start + READ_PROMPT_TOKENS, scored))
             skip = max(1, min(scored, end - 1), start) - start
-            score = max(0, min(end, self._first) - start - skip)
+            score = max(0, min(end, first) - start - skip)
         else:
-            skip, score = min(end - 1, max(start, self.first_undecided(drafter))) - start, 0
+            skip, score = max(0, min(end - 1, first + self._num_decided[drafter]) - start), 0
+        self._prefix[drafter] = end
         return CatchUpJob(drafter, start, tuple(transcript[start:end]), skip, score)

@@ -47,22 +47,26 @@ class Leader(Selector):
     subject: float = 6.0
     max_subject: float = 3.0
     shortfall: list[float] = field(init=False, default_factory=list)
+    _shares: list[float] = field(
+        init=False
+    )  # of the best weight, from which on an arm catches up, by its unread tokens
 
     def __post_init__(self) -> None:
         if len(self.prior) not in (0, self.experts.arms):
             raise InvalidArgument("must hold one acceptance for each drafter, or none", field="leader.prior")
         if self.stride < 1:
             raise InvalidArgument("must be 1 token or more", field="leader.stride")
+        self._shares = [math.exp(self.doubt * (1 - tokens / self.stride)) for tokens in range(4 * self.stride)]
 
     def choose(self, view: SelectionView) -> int:
         if self.prior:
             self._pay_for_prior(view)
-        weights, current = self.experts.log_weights, view.current
+        weights, current = self.experts.weights, view.current
         leader = weights.index(max(weights))
         if current is None or leader == current:
             return leader
         price = self.experts.eta * view.switch_s[leader] / max(view.round_s)
-        return leader if weights[leader] - weights[current] > price else current
+        return leader if math.log(weights[leader]) - math.log(weights[current]) > price else current
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
         best = max((value for value in log_q if not math.isnan(value)), default=0.0)
@@ -73,15 +77,15 @@ class Leader(Selector):
     def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
         """Return idle arms with `stride` unread tokens or more, most first; arms of little weight need more."""
         del view
-        stride = self.stride
-        due = [(-tokens, arm) for arm, tokens in enumerate(unread) if tokens >= stride and arm != chosen]
-        if not due:
-            return ()
-        weights = self.experts.log_weights
-        best = max(weights)
-        return tuple(
-            [arm for less, arm in sorted(due) if -less >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * stride]
-        )
+        stride, weights, shares = self.stride, self.experts.weights, self._shares
+        best, surely = max(weights), len(shares)
+        due = [
+            (-tokens, arm)
+            for arm, tokens in enumerate(unread)
+            if tokens >= stride and arm != chosen and (tokens >= surely or weights[arm] >= best * shares[tokens])
+        ]
+        due.sort()
+        return tuple([arm for _, arm in due])
 
     def learn(self, outcome: RoundOutcome) -> None:
         self.experts.learn(outcome)
