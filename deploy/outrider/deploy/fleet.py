@@ -91,7 +91,8 @@ def forget(given: Given) -> int:
             positions += ray.get(_actor(name).forget_lessons.remote(options.key), timeout=ANSWER_TIMEOUT_S)
         except (ray.exceptions.RayError, ValueError) as error:
             raise Unavailable(f"{name} did not forget; try again: {error}", field="key") from error
-    print(f"{positions} positions of {options.key or 'texts without a key'} are forgotten; trained drafters stay")
+    whose = options.key or "texts without a key"
+    print(f"{positions} positions of {whose} are forgotten, and drafters of its own; those trained for all stay")
     return 0
 
 

@@ -51,12 +51,16 @@ class TrainerActor:
         from outrider.cloud.learning.cpu_share import CpuShare
         from outrider.cloud.learning.idle import IdleGate
         from outrider.cloud.learning.learner import Learner
+        from outrider.cloud.learning.own import OwnLearners
 
         if log_level:
             configure(log_level, log_format)
         os.nice(NICE)
         torch.set_num_threads(1)
         self._learner = Learner(settings)
+        self._own = OwnLearners(settings, self._learner)
+        self._turns: list[Learner | OwnLearners] = [self._learner, self._own]
+        self._owners: frozenset[bytes] | None = None  # as a coordinator has said last
         self._share = CpuShare(settings.cpu_share, time.monotonic, time.process_time)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._gate = IdleGate(verifiers_cpu_s, time.monotonic, cores, settings.max_load, settings.patience_s)
@@ -83,17 +87,25 @@ class TrainerActor:
         return len(records)
 
     def forget(self, key_salt: bytes) -> int:
-        """Drop all records of a key, and return their number of positions."""
+        """Drop all records of a key and what it has for itself, and return the records' number of positions."""
         with self._learning:
             self._take_all()
+            self._own.forget(key_salt)
             return self._learner.forget(key_salt)
+
+    def allow_own(self, owners: frozenset[bytes]) -> None:
+        """Let these keys, named by their salts, have versions of their own; all others lose theirs, and their records.
+
+        It returns at once.
+        """
+        self._owners = owners
 
     def info(self) -> dict[str, Any]:
         """Return plain values about the learning so far."""
         with self._learning:
             gate = self._gate
             idle = {"gate": gate.state, "load": gate.load, "waited_s": gate.waited_s, "hurried": gate.hurried}
-            return self._learner.status() | idle | {"verifiers": gate.watched, "pid": os.getpid()}
+            return self._learner.status() | self._own.status() | idle | {"verifiers": gate.watched, "pid": os.getpid()}
 
     def stop(self) -> None:
         """Write a checkpoint and learn no more; the actor stays, to be killed."""
@@ -101,6 +113,7 @@ class TrainerActor:
         self._thread.join()
         with self._learning:
             self._learner.trainer.save()
+            self._own.save()
 
     def _run(self) -> None:
         try:
@@ -118,15 +131,21 @@ class TrainerActor:
         while not self._stopped.wait(self._share.wait_s()):
             with self._learning:
                 self._take_all()
-                ready = self._learner.trainer.ready()
-            if not ready:
+                wall_s = time.time()
+                ready = [each.ready(wall_s) for each in self._turns]
+            if not any(ready):
                 self._gate.rest()
-            if not ready or not self._gate.opens():
+            if not any(ready) or not self._gate.opens():
                 return
             with self._learning:
-                self._learner.step(time.time())
+                wall_s = time.time()
+                stepped = next((each for each in self._turns if each.step(wall_s)), None)
+                self._turns.sort(key=lambda each: each is stepped)
 
     def _take_all(self) -> None:
+        if self._owners is not None and self._owners != self._own.allowed:
+            for gone in self._own.allow(self._owners):
+                self._learner.forget(gone)
         while True:
             with self._changed:
                 if not self._inbox:
@@ -134,7 +153,9 @@ class TrainerActor:
                 record = self._inbox.popleft()
                 self._inbox_bytes -= len(record)
                 self._changed.notify_all()
-            self._learner.take(record)
+            taken = self._learner.take(record)
+            if taken is not None:
+                self._own.take(taken, time.time())
 
 
 def verifiers_cpu_s() -> dict[str, float]:

@@ -185,6 +185,11 @@ class ShadowJudge:
             self._keys.add(text.key)
             self._count(text)
 
+    def compare_with(self, current: Drafter) -> None:
+        """Compare candidates to come with this drafter, and drop the one that is being judged."""
+        self.current, self._candidate = current, None
+        self.memory.trial = None
+
     def take(self, record: LessonRecord) -> LessonRecord:
         """Judge the candidate on a new record if that is allowed, and return the record for training."""
         names = _names(record)

@@ -6,11 +6,12 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.record_file import read_records
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer, VersionCandidate
@@ -57,22 +58,48 @@ class Learner:
         )
         self._resume()
 
-    def take(self, data: bytes) -> bool:
-        """Judge on an encoded record, and keep it to learn from; return whether it was one."""
+    def take(self, data: bytes) -> LessonRecord | None:
+        """Judge on an encoded record, keep it to learn from, and return it; None: it was none."""
         try:
             record = self.trainer.decode(data)
         except InvalidArgument as error:
             log.warning("a record was refused: %s", error)
-            return False
+            return None
+        self.add(record)
+        return record
+
+    def add(self, record: LessonRecord) -> None:
+        """Judge on a record, and keep it to learn from."""
         self.trainer.buffer.add(self.judge.take(record))
         self._decide()
-        return True
+
+    def begin_again(self, parent: DrafterPackage) -> None:
+        """Learn from another parent on, with the records that are here; published versions stay, a candidate does not.
+
+        Raises:
+            OutriderError: the drafter cannot be trained on.
+        """
+        before, candidate = self.trainer, self._candidate
+        self._candidate = before.memory.trial = None
+        if candidate is not None:
+            self._drop(candidate, "its parent is no longer the newest")
+        self.trainer = Trainer(replace(before.settings, drafter=str(parent.folder)))
+        self.trainer.buffer, self.trainer.memory = before.buffer, before.memory
+        self.trainer.state.counts = before.state.counts
+        self._tried_at = self.trainer.state.updates
+        self.newest = self._newest()
+        self.judge.compare_with(_loaded(self.newest))
+        self.trainer.save()  # with the number of candidates, and the texts that were seen
+
+    def ready(self, wall_s: float) -> bool:
+        """Drop what is too old at Unix time `wall_s`, and return whether enough is new for a step."""
+        self.trainer.buffer.expire(wall_s)
+        return self.trainer.ready()
 
     def step(self, wall_s: float) -> bool:
         """Make one step, if enough is new, at Unix time `wall_s`; return whether there was one."""
         trainer, settings = self.trainer, self.trainer.settings
-        trainer.buffer.expire(wall_s)
-        if not trainer.ready():
+        if not self.ready(wall_s):
             return False
         trainer.step()
         if trainer.state.step % settings.checkpoint_every == 0:
@@ -107,10 +134,10 @@ class Learner:
 
     def _newest(self) -> DrafterPackage:
         """Return the newest version that was published here from this parent, or the parent."""
-        trainer = self.trainer
-        folder = trainer.settings.folder / "drafters" / trainer.package.name / str(trainer.state.sequence)
-        newest = load_package(folder) if folder.is_dir() else trainer.package
-        return newest if newest.parent == trainer.package.version else trainer.package
+        package, sequence = self.trainer.package, self.trainer.state.sequence
+        folder = self.trainer.settings.versions(package.name) / str(sequence)
+        newest = load_package(folder) if sequence > package.sequence and folder.is_dir() else package
+        return newest if newest.parent == package.version else package
 
     def _begin(self) -> None:
         """Make a candidate, and let the records to come judge it."""

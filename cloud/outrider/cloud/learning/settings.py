@@ -20,13 +20,21 @@ OWN: Mapping[
     "min_keys": 1,
     "key_share": 1.0,
 }
+CLASS_POSITIONS = 100_000  # about 33 MB
 KEY_SHARE = 0.05  # of the sample of a class, which one key has at most
+NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
 REHEARSED = 0.67  # of a batch; with a tenth, a stream of one domain cost the others .05 of their hits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings(Settings):
-    """The drafter that learns, from what, how fast, and with how much of a core."""
+    """The drafter that learns, from what, how fast, and with how much of a core.
+
+    Attributes:
+        class_positions, new_positions, key_share: as in `Buffer`.
+        owner: salt of the key whose texts alone teach it, in hexadecimal digits, and whose edges alone get its
+            versions; `folder` is then `own/OWNER` in the folder of the trainer. Empty: all.
+    """
 
     drafter: str = option(
         "general",
@@ -72,6 +80,13 @@ class TrainerSettings(Settings):
         group=LEARNING,
         check=at_least(1),
     )
+    own_keys: int = option(
+        4,
+        "API keys for whose edges alone drafters learn at once, from their own texts; 0: none",
+        flag="learn-own-keys",
+        group=LEARNING,
+        check=at_least(0),
+    )
     seed: int = option(0, "seed of all random numbers", flag="learn-seed", group=LEARNING, check=at_least(0))
     key_share: float = KEY_SHARE
     rank: int = RANK
@@ -82,3 +97,10 @@ class TrainerSettings(Settings):
     average: float = 0.99
     checkpoint_every: int = 8
     patience_s: float = 60.0  # of waiting for idle time, after which a step is made
+    class_positions: int = CLASS_POSITIONS
+    new_positions: int = NEW_POSITIONS
+    owner: str = ""
+
+    def versions(self, name: str) -> Path:
+        """Return the folder of published versions of the drafter of this name, below that of all, `drafters`."""
+        return self.folder.parents[1] / "drafters" / self.owner if self.owner else self.folder / "drafters" / name

@@ -35,6 +35,7 @@ from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"
 MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
 MIN_SHARE_OF_KEY = 0.02  # of the positions, for a key to count among those that taught
+OWN_VERSIONS = 4  # of an owner that are kept
 TOLERATED = 3  # steps in a row that are not finite
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,14 @@ class Trainer:
         rank = max(settings.rank, self.package.adapter.rank if self.package.adapter else 0)
         self.drafter = AdaptedDrafter(load_parent(self.package), rank=rank, seed=settings.seed)
         self.loss = LOSSES[settings.loss]()
-        self.buffer = Buffer(rehearsal, seed=settings.seed, rehearsed=settings.rehearsed, key_share=settings.key_share)
+        self.buffer = Buffer(
+            rehearsal,
+            seed=settings.seed,
+            rehearsed=settings.rehearsed,
+            class_positions=settings.class_positions,
+            new_positions=settings.new_positions,
+            key_share=settings.key_share,
+        )
         self.state = TrainerState(sequence=self.package.sequence)
         self.memory = JudgeMemory()
         self._first = self.drafter.matrices()
@@ -176,13 +184,18 @@ class Trainer:
         last version published.
         """
         state, matrices, name = self.state, self.published_matrices(), self.package.name
-        home = self._candidates()
+        home, owner = self._candidates(), self.settings.owner
         shutil.rmtree(home, ignore_errors=True)
         sequence = max([state.sequence, self.package.sequence, *self._sequences()]) + 1
         learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
         try:
             folder = write_adapter_package(
-                self.package.folder, home / str(sequence), matrices, sequence=sequence, learned_from=learned
+                self.package.folder,
+                home / str(sequence),
+                matrices,
+                sequence=sequence,
+                learned_from=learned,
+                more={"owner": owner} if owner else None,
             )
         except ModelRefused as error:
             state.counts["versions refused"] += 1
@@ -199,7 +212,7 @@ class Trainer:
         return sum(positions >= least for positions in keys.values()) >= self.settings.min_keys
 
     def publish(self, candidate: VersionCandidate) -> Path:
-        """Move a candidate to where catalogues look, `drafters/NAME/SEQUENCE` in the trainer's folder; return that.
+        """Move a candidate to where catalogues look, `TrainerSettings.versions`; return that.
 
         One that is there already, since a trainer died next, is taken for published.
         """
@@ -211,6 +224,8 @@ class Trainer:
         state.sequence = candidate.sequence
         state.counts["versions"] += 1
         self._published = candidate.matrices
+        for number in sorted(self._sequences())[:-OWN_VERSIONS] if self.settings.owner else ():
+            shutil.rmtree(self._home() / str(number), ignore_errors=True)
         self.save()
         return folder
 
@@ -233,7 +248,7 @@ class Trainer:
         self._forget_updates(self._published)
 
     def _home(self) -> Path:
-        return self.settings.folder / "drafters" / self.package.name
+        return self.settings.versions(self.package.name)
 
     def _candidates(self) -> Path:
         return self.settings.folder / "candidates"
