@@ -28,8 +28,8 @@ class Noted(Batching):
         super().__init__()
         self.sizes: list[int] = []
 
-    def plan(self, candidates, num_sessions, now) -> Batch:
-        batch = super().plan(candidates, num_sessions, now)
+    def plan(self, candidates, now) -> Batch:
+        batch = super().plan(candidates, now)
         if batch.shares:
             self.sizes.append(len(batch.shares))
         return batch
