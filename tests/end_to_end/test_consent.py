@@ -13,6 +13,8 @@ import ray
 from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning import actor as trainers
+from outrider.cloud.learning import lessons
+from outrider.cloud.learning.lesson_budget import LessonBudget
 from outrider.cloud.learning.lessons import TICK_S
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.server import VerifierServer
@@ -55,6 +57,12 @@ async def decode(coordinator: str, cache: Path, key: str, *, share: bool, turns:
             for _ in range(turns):
                 said += (await chat.complete(PROMPT)).ids
         return said
+
+
+@pytest.fixture(autouse=True)
+def every_row(monkeypatch) -> None:
+    """Let lessons cost what they may: steps of a tiny target would pay for few."""
+    monkeypatch.setattr(lessons, "LessonBudget", lambda _share, now: LessonBudget(1e6, now))
 
 
 def serve(folder: Path, scenario, *, learn: bool, keys: Path | None = None) -> list[LessonRecord]:
