@@ -13,7 +13,8 @@ import pytest
 
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.coordinator.versions import MAX_SLOWDOWN, TRIAL_S, UNANSWERED_S, VersionState
+from outrider.coordinator.versions import TRIAL_S, UNANSWERED_S, VersionState
+from outrider.proto.policy.sequential import MAX_SLOWDOWN
 from outrider.proto.types import DrafterHits, SessionReport, VersionStatus
 
 Serve = Callable[..., None]

@@ -29,13 +29,12 @@ from enum import StrEnum
 from typing import Any, Self
 
 from outrider.proto.drafter_format import ON_TRIAL, published_name
-from outrider.proto.policy.sequential import PairedTest, SignTest, Verdict, candidate_error
+from outrider.proto.policy.sequential import MAX_SLOWDOWN, PairedTest, SignTest, Verdict, candidate_error
 from outrider.proto.types import DrafterHits
 
 MIN_COMPARED = 8  # tokens of a text, for each of both versions
 SHARE = 0.1  # of the edges, for candidates and former versions
 MIN_EDGES = 2  # that the share should amount to
-MAX_SLOWDOWN = 1.05  # of drafting a token, against the version before
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
 UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
