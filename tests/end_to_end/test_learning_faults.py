@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.batch import check_record
-from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.learning.judge import ShadowJudge, ShadowText, reading_of
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import LearnedFrom
+from outrider.drafters.packages import LearnedFrom, load_package
+from outrider.drafters.proposals import ProposalRule
 from outrider.edge.event_stream import Tokens
 from outrider.proto.types import Sampling
 
@@ -39,21 +41,28 @@ def poisoned(folder: Path) -> Path:
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(edge, tmp_path, temperature) -> None:
-    bad = str(poisoned(tmp_path / "bad"))
+    bad = poisoned(tmp_path / "bad")
+    sampling = Sampling(max_tokens=48, temperature=temperature, seed=7)
 
-    async def main() -> None:
+    async def main() -> list[int]:
         async with VerifierServerAt() as address:
-            texts, hits = [], []
-            for drafter in ("none", "general", bad):
+            texts = []
+            for drafter in ("none", "general", str(bad)):
                 async with edge(address, drafter=drafter) as client:
-                    sampling = Sampling(max_tokens=48, temperature=temperature, seed=7)
                     done = await client.complete(PROMPT, sampling)
                     texts.append(done.ids)
-                    hits.append(done.statistics.accepted / max(1, done.statistics.drafted))
-            assert texts[0] == texts[1] == texts[2]
-            assert hits[2] < hits[1], "it is poisoned indeed"
+                    assert (done.statistics.drafted > 0) == (drafter != "none")
+        assert texts[0] == texts[1] == texts[2]
+        return texts[0]
 
-    asyncio.run(main())
+    ids = asyncio.run(main())
+    prompt = Tokenizer.from_file(str(bad / "tokenizer.json")).encode(PROMPT).ids
+    text = ShadowText(np.array([*prompt, *ids]), len(prompt), ProposalRule(sampling, prompt_length=len(prompt)))
+    good, worse = (
+        reading_of(OnnxDrafter(load_package(folder), threads=1), text).hits.mean()
+        for folder in (find_package("general").folder, bad)
+    )
+    assert worse < good, "it is poisoned indeed"
 
 
 class VerifierServerAt:

@@ -136,7 +136,7 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
                     continue
                 assert vectors > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
                 assert sum(each.vector_bytes for each in statistics) == RANK * vectors
-                assert sum(each.steered_jobs for each in statistics) > 10
+                assert sum(each.steered_jobs for each in statistics) > (10 if how == "on" else 0)
                 assert all(each.vector_age >= each.steered_jobs for each in statistics)
                 assert all(request.projection == projection[1] for request in frames.steering_requests())
                 if how == "on":
