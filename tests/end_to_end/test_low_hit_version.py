@@ -18,7 +18,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.control import CoordinatorClient
 from outrider.proto.types import Sampling, VersionStatus
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.soak]
 TEXTS = 60
 
 
