@@ -98,7 +98,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[SessionReport]:
-    """What is told of texts that have ended."""
+    """Reports of texts that have ended."""
     told: list[SessionReport] = []
 
     async def report(_: object, each: SessionReport) -> None:

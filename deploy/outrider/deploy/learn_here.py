@@ -82,7 +82,7 @@ class LearningHere:
         self.dropped = 0
         """Number of texts that were dropped since the trainer was behind."""
         self.info: dict[str, Any] = {}
-        """What the trainer has said last."""
+        """Values that the trainer has said last."""
         learning.trainer = self
 
     def take(self, text: OwnText) -> None:

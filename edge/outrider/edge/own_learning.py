@@ -1,4 +1,4 @@
-"""What an edge hands to a trainer on its own machine, and how it drafts with what that has learned.
+"""The edge's side of a trainer on its own machine: texts that it hands over, and versions that it drafts with.
 
 The trainer itself is no part of the edge, which never loads torch: `outrider edge --learn-here` runs it in another
 process. Texts go to it and nowhere else, and versions come from it.

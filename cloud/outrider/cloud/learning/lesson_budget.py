@@ -1,4 +1,4 @@
-"""What lessons may cost: a share of the CPU time of the steps that they come from."""
+"""A budget of lessons: a share of the CPU time of the steps that they come from."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class OpenTrial:
 
 @dataclass(slots=True)
 class JudgeMemory:
-    """What a judge must not forget while a trial is under way, nor between two.
+    """Everything that a judge must not forget during a trial, or between two.
 
     Attributes:
         trial: the present one; None: there is none.
