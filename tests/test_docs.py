@@ -18,6 +18,7 @@ DOCS = (
     "learning",
     "python",
     "operations",
+    "faults",
     "kubernetes",
 )
 DOCS += ("models", "vllm", "cli")
