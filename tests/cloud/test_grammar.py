@@ -13,11 +13,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
+import resource
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -30,9 +33,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
 from outrider.cloud.grammar import Allowed, GrammarMatcher, Grammars
+from outrider.cloud.grammar_trial import GrammarTrial, TooCostly
 from outrider.cloud.sampling import Sampler
 from outrider.proto import codec
-from outrider.proto.errors import FailedPrecondition, InvalidArgument
+from outrider.proto.errors import FailedPrecondition, InvalidArgument, Unavailable
 from outrider.proto.noise import gumbel
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
@@ -642,6 +646,79 @@ def test_the_oldest_compiled_grammars_are_dropped():
         grammars._matcher(Grammar(GrammarKind.REGEX, f"a{{{n + 1}}}"))
     assert len(grammars._compiled) < 40
     grammars.close()
+
+
+# === what compiles is killed where it takes too much ============================================================
+
+
+def branching_schema(branches: int) -> Grammar:
+    """A schema of 2 KB whose 2^branches cases llguidance would write out."""
+    cases = [
+        {"anyOf": [{"type": "string", "pattern": f"a{i}.*"}, {"type": "integer", "minimum": i}]}
+        for i in range(branches)
+    ]
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"allOf": cases}))
+
+
+@pytest.fixture
+def trial():
+    made = GrammarTrial(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+    yield made
+    made.close()
+
+
+def test_a_schema_that_would_take_gigabytes_is_refused_and_takes_none_here():
+    killed = threading.Event()
+    grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}), killed.set)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for is_killed in (True, False):  # the second time it is not even tried
+        with pytest.raises(InvalidArgument, match="MiB to compile; simplify it") as refused:
+            grammars.begin(branching_schema(30)).result()
+        assert refused.value.field == "sampling.grammar"
+        assert killed.is_set() == is_killed
+        killed.clear()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
+    assert grammars.begin(GRAMMAR).result().ask((), lambda: None).result().tokens.any()
+    grammars.close()
+
+
+def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(trial, monkeypatch):
+    trial.check(GRAMMAR)
+    child = trial._child
+    os.kill(child.pid, signal.SIGSTOP)  # hangs, as far as its parent can tell
+    monkeypatch.setattr("outrider.cloud.grammar_trial.TRIAL_S", 0.2)
+    with pytest.raises(TooCostly):
+        trial.check(GRAMMAR)
+    assert child.returncode == -signal.SIGKILL
+    monkeypatch.undo()
+    trial.check(GRAMMAR)
+    assert trial._child.pid != child.pid
+
+
+def test_closing_ends_what_compiles_and_its_child(trial):
+    trial.check(GRAMMAR)
+    child = trial._child
+    os.kill(child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        stuck = pool.submit(trial.check, GRAMMAR)
+        trial.close()
+        with pytest.raises(Unavailable):
+            stuck.result(timeout=60)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_what_is_wrong_is_refused_in_the_child_and_leaves_it_alive(trial):
+    refusals = []
+    for grammar in BAD.values():
+        try:
+            trial.check(grammar)
+        except InvalidArgument as error:
+            refusals.append(error)
+    assert len(refusals) > len(BAD) // 2
+    assert TooCostly not in map(type, refusals)
+    child = trial._child
+    trial.check(GRAMMAR)
+    assert trial._child is child
 
 
 def test_a_matcher_answers_in_another_thread_and_says_when():

@@ -1,8 +1,9 @@
 """The grammar of a session: compiled when it opens, asked at every position, in threads of its own.
 
-The parsers are llguidance's. A grammar comes from a stranger: its size is bounded when it is decoded, what llguidance
-may spend on it is limited, and neither the event loop nor the engine's thread is ever blocked by it. One that costs
-much slows down its own session only.
+The parsers are llguidance's. A grammar comes from a stranger: its size is bounded when it is decoded, it is compiled in
+a child process first, which is killed where it takes too much, what llguidance may spend on a mask is limited, and
+neither the event loop nor the engine's thread is ever blocked by it. One that costs much slows down its own session
+only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import itertools
 import operator
 import os
+import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -20,26 +23,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outrider.cloud.grammar_compiler import FIELD, STACK_BYTES, compile_grammar, make_tokenizer, one_line
+from outrider.cloud.grammar_trial import GrammarTrial, TooCostly
 from outrider.proto.errors import FailedPrecondition, InvalidArgument
-from outrider.proto.types import Grammar, GrammarKind
+from outrider.proto.types import Grammar
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
-FIELD = "sampling.grammar"
 COMPILING_THREADS = 2
 MASKING_THREADS = max(1, min(8, (os.cpu_count() or 2) - 1))
 KEPT_GRAMMARS = 16
-# llguidance descends into a chain of rules by recursion: 64 KiB of them need 20 MB. Reserved, not used.
-STACK_BYTES = 256 << 20
-# At the library's own limits one mask may take 1 s and 200 MB, with these 0.3 s and 50 MB; ordinary ones take 0.1 ms.
-LEXER_FUEL = 250_000
-LEXER_STATES = 50_000
-# Between the parts of JSON: a space, or a new line and its indentation, as all writers of JSON have it. With anything
-# more a model that likes blanks goes on with them until its tokens are spent. A schema's own `x-guidance` wins.
-_BLANKS = r" |\n[ \t]{0,32}"
-_ANY_OBJECT = '{"type":"object"}'
-_MAX_OF_MESSAGE = 300
+KEPT_REFUSALS = 256
+REFUSED_FOR_S = 60.0  # without another trial
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +52,22 @@ class Allowed:
 
 
 class Grammars:
-    """The grammars of one target, compiled; the first one builds the tokenizer's trie."""
+    """The grammars of one target, compiled; the first one builds the tokenizer's trie.
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_tokens: frozenset[int]) -> None:
+    Args:
+        tokenizer_json: text of the target's `tokenizer.json`.
+        vocab_size: number of the target's token ids.
+        eos_tokens: ids that end a text.
+        killed: called from another thread whenever a grammar is given up because of its cost.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_tokens: frozenset[int],
+        killed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens
@@ -67,6 +76,12 @@ class Grammars:
         self._keeping = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._refused: OrderedDict[Grammar, tuple[str, float]] = OrderedDict()  # why, and until when
+        self._killed = killed
+        self._trials = [GrammarTrial(tokenizer_json, vocab_size, eos_tokens) for _ in range(COMPILING_THREADS)]
+        self._idle_trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
+        for trial in self._trials:
+            self._idle_trials.put(trial)
         self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
 
     def begin(self, grammar: Grammar, committed: Sequence[int] = ()) -> Future[GrammarMatcher]:
@@ -75,12 +90,15 @@ class Grammars:
         Raises, from the future:
             InvalidArgument: the grammar is wrong, costs too much or allows nothing; `committed` does not follow it.
             FailedPrecondition: this target or this installation cannot serve grammars.
+            Unavailable: no process can be started that compiles it.
         """
         compiling, masking = self._threads()
         return compiling.submit(self._resumed, grammar, list(committed), masking)
 
     def close(self) -> None:
-        """End the threads after their present work."""
+        """End the threads after their present work, and what compiles in a child at once."""
+        for trial in self._trials:
+            trial.close()
         for pool in self._pools or ():
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -103,6 +121,11 @@ class Grammars:
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
                 return compiled.deep_copy()
+            why, until = self._refused.get(grammar, ("", 0.0))
+        if until > time.monotonic():
+            raise InvalidArgument(why, field=FIELD)
+        self._tokenizer_of_target()
+        self._try(grammar)
         compiled = self._compile(grammar)
         with self._keeping:
             self._compiled[grammar] = compiled
@@ -110,43 +133,37 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return compiled.deep_copy()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        tokenizer = self._tokenizer_of_target()
-        from llguidance import LLMatcher
-
+    def _try(self, grammar: Grammar) -> None:
+        """Have a child compile a grammar; remember for a while why it may not be compiled here."""
+        trial = self._idle_trials.get()
         try:
-            match grammar.kind:
-                case GrammarKind.JSON_OBJECT:
-                    source = LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults={"whitespace_pattern": _BLANKS})
-                case GrammarKind.JSON_SCHEMA:
-                    blanks = None if '"x-guidance"' in grammar.text else _BLANKS
-                    source = LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": blanks})
-                case GrammarKind.REGEX:
-                    source = LLMatcher.grammar_from_regex(grammar.text)
-                case GrammarKind.LARK:
-                    source = LLMatcher.grammar_from_lark(grammar.text)
-        except ValueError as error:
-            raise InvalidArgument(_one_line(str(error)), field=FIELD) from error
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
-        if matcher.is_error():
-            raise InvalidArgument(_one_line(matcher.get_error()), field=FIELD)
-        return matcher
+            trial.check(grammar)
+        except InvalidArgument as refusal:
+            if isinstance(refusal, TooCostly):
+                self._killed()
+            with self._keeping:
+                self._refused[grammar] = refusal.message, time.monotonic() + REFUSED_FOR_S
+                while len(self._refused) > KEPT_REFUSALS:
+                    self._refused.popitem(last=False)
+            raise
+        finally:
+            self._idle_trials.put(trial)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        return compile_grammar(grammar, self._tokenizer_of_target())
 
     def _tokenizer_of_target(self) -> LLTokenizer:
         with self._loading:
             if self._tokenizer is not None:
                 return self._tokenizer
-            try:
-                from llguidance import LLTokenizer
-            except ImportError as error:
-                raise FailedPrecondition("needs llguidance; pip install 'outrider[cloud]'", field=FIELD) from error
             if not self._eos_tokens:
                 raise FailedPrecondition("the target has no EOS token, with which such a text could end", field=FIELD)
-            eos = sorted(self._eos_tokens)
             try:
-                self._tokenizer = LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=eos)
+                self._tokenizer = make_tokenizer(self._tokenizer_json, self._vocab_size, self._eos_tokens)
+            except ImportError as error:
+                raise FailedPrecondition("needs llguidance; pip install 'outrider[cloud]'", field=FIELD) from error
             except ValueError as error:
-                message = f"the target's tokenizer cannot serve grammars: {_one_line(str(error))}"
+                message = f"the target's tokenizer cannot serve grammars: {one_line(str(error))}"
                 raise FailedPrecondition(message, field=FIELD) from error
             return self._tokenizer
 
@@ -278,21 +295,8 @@ class GrammarMatcher:
         self._catch_up()
 
     def _complaint(self) -> str:
-        why = _one_line(self._matcher.get_error()) or "nothing that it allows can come next"
+        why = one_line(self._matcher.get_error()) or "nothing that it allows can come next"
         return f"cannot be followed to its end, or not at a bounded cost; simplify it ({why})"
-
-
-def _limits() -> LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=LEXER_STATES, verbose_errors=False)
-
-
-def _one_line(message: str) -> str:
-    """Return llguidance's message without the quotation of the grammar that follows it."""
-    lines = message.split("\n<non-verbose/>")[0].strip().split("\n")
-    why = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return " ".join([lines[0], *why])[:_MAX_OF_MESSAGE]
 
 
 @contextmanager

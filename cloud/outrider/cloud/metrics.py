@@ -82,6 +82,9 @@ class VerifierMetrics:
         self._prefix_hits = self._own(Counter, "prefix_cache_hits", "Those that the KV cache held already.")
         self.goaways = self._own(Counter, "verifier_goaways", "Sessions sent elsewhere.")
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
+        self.killed_grammars = self._own(
+            Counter, "verifier_killed_grammars", "Grammars refused because compiling them took too much time or memory."
+        )
         self.batching_delays = self._own(Counter, "verifier_batching_delays", "Steps delayed for drafts of others.")
         self._vectors = self._own(Counter, "verifier_steering_vectors", "Steering vectors sent with commits.")
         self._vector_bytes = self._own(Counter, "verifier_steering_bytes", "Bytes of the numbers of these vectors.")

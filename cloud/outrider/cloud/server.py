@@ -21,6 +21,7 @@ from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.grammar_trial import TRIAL_S
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
@@ -45,7 +46,7 @@ from outrider.proto.streams import write_answers
 from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, Opened, VerifierStatus
 
 OPEN_WITHIN_S = 10.0
-COMPILE_WITHIN_S = 10.0
+COMPILE_WITHIN_S = 4 * TRIAL_S  # waiting behind others included
 SPARE_CALLS = 16  # health checks, and streams that are refused
 MAX_UNTAKEN = 256
 REFILL = 0.1  # share of a minute's tokens before a session whose key had spent them returns: that costs a prefill
@@ -130,7 +131,9 @@ class VerifierServer:
         )
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
+        self._grammars = Grammars(
+            target.tokenizer_json, target.vocab_size, target.eos_tokens, self._engine.metrics.killed_grammars.inc
+        )
         self._keys = itertools.count()
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
@@ -323,8 +326,10 @@ class VerifierServer:
             matcher = asyncio.wrap_future(self._grammars.begin(grammar, committed))
             return await asyncio.wait_for(matcher, COMPILE_WITHIN_S)
         except TimeoutError as error:
-            raise InvalidArgument(
-                f"is not compiled within {COMPILE_WITHIN_S:.0f} s; simplify it", field="sampling.grammar"
+            raise ResourceExhausted(
+                "has to wait too long behind others to be compiled; try again",
+                field="sampling.grammar",
+                retry_after_s=1.0,
             ) from error
 
     async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
