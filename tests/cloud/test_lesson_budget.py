@@ -1,4 +1,4 @@
-"""The budget of lessons: a share of the steps' CPU time, whatever a row costs."""
+"""The budget of lessons: a share of the steps' time, whatever a row costs."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.learning import lessons, sink
 from outrider.cloud.learning.inclusion import BURST_S
+from outrider.cloud.learning.lesson_budget import LessonBudget
 from outrider.cloud.learning.lessons import LessonCollector, Lost, may_teach
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching
 from outrider.cloud.learning.record import LessonKind, LessonRecord
@@ -50,11 +51,12 @@ def quick_turns(monkeypatch) -> None:
     monkeypatch.setattr(lessons, "TICK_S", 0.005)
 
 
-def make_engine(target: Target, sink: LessonSink | None = None, **options: Any) -> Engine:
+def make_engine(target: Target, sink: LessonSink | None = None, *, min_step_s: float = 0.0, **options: Any) -> Engine:
     rules = VerifierRules("v", "tiny", target.tokenizer_sha256, VOCAB, CONTEXT, target.eos_tokens)
     options = {"positions_s": 1e6, "max_share": 1e6, **options}  # all rows, unless a test says otherwise
     collector = LessonCollector("tiny", sink, **options) if sink is not None else None
-    engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=8), lessons=collector)
+    config = VerifierConfig(threads=1, max_sessions=8, min_step_s=min_step_s)
+    engine = Engine(TransformersBackend(target), rules, config, lessons=collector)
     engine.start()
     return engine
 
@@ -98,6 +100,20 @@ def target_says(target: Target, prefix: np.ndarray) -> np.ndarray:
     cache.truncate(0)
     target.pool.release(cache)
     return torch.log_softmax(logits[0].double(), -1).numpy()
+
+
+def test_lessons_may_cost_a_share_of_the_whole_step_and_not_of_its_cpu_time(engines, monkeypatch) -> None:
+    """An engine that waits for an accelerator uses little CPU time, and its lessons are worth as much."""
+    paid_by: list[float] = []
+    step = LessonBudget.step
+    monkeypatch.setattr(LessonBudget, "step", lambda budget, step_s: paid_by.append(step_s) or step(budget, step_s))
+    kept = KeptLessons()
+    edge = DraftingOutbox(engines(kept, min_step_s=0.02), 1, PROMPT)
+    edge.open(SAMPLING, learning=Learning(3))
+    edge.end()
+    kept.wait_for(1)
+    assert len(paid_by) > 5
+    assert min(paid_by) >= 0.02
 
 
 def test_every_row_says_what_the_target_says_after_its_prefix(target, engines) -> None:

@@ -232,7 +232,7 @@ class Engine(EngineState):
             StepLessons(slot.key, slot.session, verified, self._commit_or_end(slot, verified))
             for slot, verified in result.verified
         ]
-        self._lessons.take(result.logits, judged)
+        self._lessons.take(result.logits, judged, result.times.verify_s)
 
     def _commit_or_end(self, slot: Slot, verified: Verified) -> Commit | None:
         if self._slots.get(slot.key) is not slot:

@@ -1,4 +1,4 @@
-"""A budget of lessons: a share of the CPU time of the steps that they come from."""
+"""A budget of lessons: CPU time in proportion to the time of the steps that they come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from outrider.cloud.learning.cpu_share import CpuShare
 
-MAX_SHARE = 0.015  # of the steps' CPU time, below the 2 % that are promised
+MAX_SHARE = 0.015  # of the steps' time, below the 2 % that are promised
 BURST_S = 2.0  # of steps, whose share can be saved up
 MEMORY_S = 10.0  # over which cost and rates are measured
 BUSY_S = 1.0  # that steps are taken to have filled before the first
@@ -21,7 +21,7 @@ class LessonBudget:
     """
 
     def __init__(self, share: float, now: float) -> None:
-        """Let lessons cost `share` of the steps' CPU time, from time `now` in seconds on."""
+        """Let lessons cost `share` of the steps' time, from time `now` in seconds on."""
         self._share = share
         self.steps_s = self.spent_s = 0.0
         self._bucket = CpuShare(share, lambda: self.steps_s, lambda: self.spent_s, burst_s=share * BURST_S)
@@ -31,9 +31,12 @@ class LessonBudget:
         self._recent_rows = self._recent_spent_s = 0.0
         self._recent_steps_s = BUSY_S
 
-    def step(self, cpu_s: float) -> bool:
-        """Add a step that took `cpu_s` seconds of CPU time, and return whether lessons may be taken from it."""
-        self.steps_s += cpu_s
+    def step(self, step_s: float) -> bool:
+        """Add a step that took `step_s` seconds, and return whether lessons may be taken from it.
+
+        On an accelerator, the CPU's part says little of what a step costs; the wait for it belongs to the step.
+        """
+        self.steps_s += step_s
         return self._bucket.wait_s() == 0
 
     def spend(self, cpu_s: float, rows: int = 0) -> None:

@@ -77,12 +77,13 @@ class NoLessons:
     def permit(self, key: int, api_key: str) -> None:
         """Keep lessons of the stream `key`, which its edge, and the API key of this name, allow."""
 
-    def take(self, logits: torch.Tensor | None, judged: Sequence[StepLessons]) -> None:
+    def take(self, logits: torch.Tensor | None, judged: Sequence[StepLessons], step_s: float) -> None:
         """Choose rows of a step and copy what the target said in them; the last rows of a text make its record.
 
         Args:
             logits: [rows, vocab] raw ones of all of `judged`; None: they are not at hand.
             judged: the sessions of the step, in order of their rows.
+            step_s: time of the step, seconds.
         """
 
     def end(self, key: int) -> None:
@@ -146,7 +147,7 @@ class LessonCollector(NoLessons):
             sink: whoever learns.
             positions_s: rows a second that are kept, on average, at most.
             secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
-            max_share: limit of the CPU time that lessons take, as a share of that of the steps.
+            max_share: limit of the CPU time that lessons take, as a share of the steps' time.
             count: called in the collector's thread with rows that were handed over, by kind, or lost.
         """
         self._model = model
@@ -155,7 +156,6 @@ class LessonCollector(NoLessons):
         now = time.monotonic()
         self._budget = LessonBudget(max_share, now)
         self._inclusion = Inclusion(lambda now: min(positions_s, self._budget.rows_s(now)), now)
-        self._left_s = 0.0  # CPU time of the engine's thread when it last left here
         self._thread_spent_s = self._thread_billed_s = 0.0  # written by the collector's thread and by the engine's
         self._permits: dict[int, bytes] = {}  # salts of API keys, by stream
         self._texts: dict[int, _Text] = {}
@@ -178,25 +178,24 @@ class LessonCollector(NoLessons):
         """Keep lessons of the stream `key`, which its edge, and the API key of this name, allow."""
         self._permits[key] = key_salt(self._secret, api_key)
 
-    def take(self, logits: torch.Tensor | None, judged: Sequence[StepLessons]) -> None:
+    def take(self, logits: torch.Tensor | None, judged: Sequence[StepLessons], step_s: float) -> None:
         """Choose rows of a step and copy what the target said in them; the last rows of a text make its record."""
         if logits is None or not self._permits:
             return
         began_s = time.thread_time()
         kept = 0
         try:
-            kept = self._take(logits, judged, began_s)
+            kept = self._take(logits, judged, step_s)
         except Exception:  # a defect, of which no text knows
             log.exception("the lessons of a step are lost")
-        self._left_s = time.thread_time()
-        self._budget.spend(self._left_s - began_s, kept)
+        self._budget.spend(time.thread_time() - began_s, kept)
 
-    def _take(self, logits: torch.Tensor, judged: Sequence[StepLessons], began_s: float) -> int:
+    def _take(self, logits: torch.Tensor, judged: Sequence[StepLessons], step_s: float) -> int:
         """Return how many rows are kept."""
         spent_s = self._thread_spent_s
         self._budget.spend(spent_s - self._thread_billed_s)
         self._thread_billed_s = spent_s
-        paid = self._budget.step(began_s - self._left_s)
+        paid = self._budget.step(step_s)
         kinds: list[int] = []
         taught: list[tuple[_Text, StepLessons, Commit, int, int, int]] = []
         row = 0
@@ -321,7 +320,7 @@ class LessonCollector(NoLessons):
     # --- any thread ---
 
     def cpu_shares(self) -> tuple[float, float]:
-        """Return what lessons have cost in the engine's thread and in that beside it, over the steps' CPU time."""
+        """Return what lessons have cost in the engine's thread and in that beside it, over the steps' time."""
         steps_s = max(self._budget.steps_s, 1e-9)
         here_s = self._budget.spent_s - self._thread_billed_s
         return here_s / steps_s, self._thread_spent_s / steps_s

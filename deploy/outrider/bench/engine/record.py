@@ -50,7 +50,7 @@ class LearningCost:
     Attributes:
         step_ratio: median over turns of the mean step's time, by the wall clock, with lessons over that without.
         cpu_ratio: the same of the process's CPU time for the whole texts, the collector's thread included.
-        engine_share: CPU time of lessons in the engine's thread, as they measure it, over that of the steps.
+        engine_share: CPU time of lessons in the engine's thread, as they measure it, over the steps' time.
         thread_share: the same of the collector's thread.
         positions: positions that were kept.
         turns: turns of each engine.

@@ -18,7 +18,7 @@ LEGEND = (
     "tokens to tokens, ours without planning; / ours: median over turns"
 )
 
-_LEARNING = "step: wall clock; CPU time: of the process; %: CPU time of lessons in either thread over that of the steps"
+_LEARNING = "step: wall clock; CPU time: of the process; %: CPU time of lessons in either thread over the steps' time"
 
 
 def table(record: EngineRecord) -> Group:
