@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from outrider.bench.benchmark import library
-from outrider.bench.benchmark.library import LibraryProcess, LibraryText, drafter_folder_of
+from outrider.bench.benchmark.library import LibraryProcess, LibraryText, drafter_folder_of, write_drafter
+from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import save_tiny_target
+from outrider.drafters import find_package
 from outrider.proto.errors import ConfigError, Internal
 from outrider.proto.types import Sampling
 
@@ -166,6 +168,18 @@ def test_a_folder_without_a_transformers_drafter_is_refused(tmp_path, folder, me
 
 def test_a_drafter_folder_is_found(drafter) -> None:
     assert drafter_folder_of(drafter) == drafter
+
+
+def test_an_embedded_drafter_is_written_for_transformers(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert drafter_folder_of(write_drafter("general", tmp_path)) == tmp_path
+    parent = load_parent(find_package("general")).model.state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().items():
+        assert torch.equal(tensor, parent[name]), name
+    with pytest.raises(ConfigError, match="swift is steered, which transformers cannot do") as raised:
+        write_drafter("swift", tmp_path)
+    assert raised.value.field == "hf_drafter"
 
 
 @pytest.mark.parametrize(

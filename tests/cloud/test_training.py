@@ -21,6 +21,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
 from outrider.cloud.training.corpus import BlockSampler, Source, join_documents, load_domain, split_held_out
@@ -29,6 +30,7 @@ from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.optimizers import Budget, cosine_fall, linear_fall, orthogonalised
 from outrider.cloud.training.self_text import SelfTextPlan, continue_rows, write_self_text
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.drafters import find_package
 from outrider.proto.errors import InvalidArgument
 
 BOS, EOS = 0, 1
@@ -155,7 +157,7 @@ def test_greedy_acceptance_is_measured_even_where_the_target_wrote_no_greedy_tex
 def test_a_run_goes_on_from_a_drafter_that_was_trained_before(config: DrafterTraining) -> None:
     first = train_drafter(config)
     hardly = replace(
-        config, output=config.output.with_name("on"), start=first.folder, steps=1, matrix_lr=1e-9, other_lr=1e-9
+        config, output=config.output.with_name("on"), start=str(first.folder), steps=1, matrix_lr=1e-9, other_lr=1e-9
     )
     weights = load_file(first.folder / "model.safetensors")
     for name, tensor in load_file(train_drafter(hardly).folder / "model.safetensors").items():
@@ -168,15 +170,36 @@ def test_a_run_goes_on_from_a_drafter_that_was_trained_before(config: DrafterTra
     assert record["config"]["start"] == first.folder.name  # and no path of this machine
 
 
+def test_a_run_goes_on_from_the_8_bit_weights_of_an_embedded_drafter(config: DrafterTraining, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    save_byte_tokenizer(target)
+    tiny_llama(
+        seed=0, vocab_size=8192, hidden_size=16, num_hidden_layers=1, bos_token_id=BOS, eos_token_id=EOS
+    ).save_pretrained(target)
+    hardly = replace(config, target=str(target), start="general", steps=1, matrix_lr=1e-9, other_lr=1e-9)
+    trained = AutoModelForCausalLM.from_pretrained(train_drafter(hardly).folder)
+    parent = load_parent(find_package("general")).model.state_dict()
+    for name, tensor in trained.state_dict().items():
+        torch.testing.assert_close(tensor, parent[name], rtol=0, atol=1e-6)
+    assert (trained.config.bos_token_id, trained.generation_config.eos_token_id) == (BOS, EOS)
+    assert json.loads((hardly.output / "training.json").read_text())["config"]["start"] == "general"
+    learning = replace(hardly, output=tmp_path / "learning", matrix_lr=0.01, other_lr=0.01)
+    learned = AutoModelForCausalLM.from_pretrained(train_drafter(learning).folder).state_dict()
+    assert not any(torch.equal(learned[name], parent[name]) for name in parent), "everything learns"
+
+
 def test_a_run_starts_from_no_drafter_of_other_tokens(config: DrafterTraining, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="holds no config") as refused:
-        replace(config, start=tmp_path)
+        replace(config, start=str(tmp_path))
     assert refused.value.field == "start"
     other = build_drafter(AutoModelForCausalLM.from_pretrained(config.target), config.shape, warm_start=False)
     other.resize_token_embeddings(other.config.vocab_size + 8)
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(InvalidArgument, match="take one of this target") as refused:
-        train_drafter(replace(config, start=tmp_path / "other"))
+        train_drafter(replace(config, start=str(tmp_path / "other")))
+    assert refused.value.field == "start"
+    with pytest.raises(InvalidArgument, match="general has 8192 tokens, the target 258; take one") as refused:
+        train_drafter(replace(config, start="general"))
     assert refused.value.field == "start"
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import lzma
-import shutil
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
@@ -19,8 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FAMILY = Path(__file__).parent / "family"
-_DRAFTERS = Path(__file__).parent / "drafters"
-_WEIGHTS = "model.safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -81,24 +75,6 @@ def load_causal_lm(
         raise InvalidArgument(f"{refusal}: {error}", field=field) from error
     moved: PreTrainedModel = model.to(device)
     return moved
-
-
-def drafter_folder(name: str) -> Path | None:
-    """Return a folder with the weights of the embedded drafter `name` for transformers; None: it is not embedded.
-
-    The folder is unpacked once and is there as long as this process.
-    """
-    return Path(_unpacked(name).name) if (_DRAFTERS / name / f"{_WEIGHTS}.xz").is_file() else None
-
-
-@cache
-def _unpacked(name: str) -> TemporaryDirectory[str]:
-    folder = TemporaryDirectory(prefix=f"outrider-{name}-")
-    for path in (_DRAFTERS / name).glob("*.json"):
-        shutil.copy(path, folder.name)
-    with lzma.open(_DRAFTERS / name / f"{_WEIGHTS}.xz") as packed, (Path(folder.name) / _WEIGHTS).open("wb") as plain:
-        shutil.copyfileobj(packed, plain)
-    return folder
 
 
 def resolve_target(target: str) -> str:

@@ -35,6 +35,7 @@ from outrider.proto.errors import Cancelled, InvalidArgument
 
 TRAINING_FILE = "training.json"
 BEST = "best"
+MODELS = {"target", "start", "parent"}  # settings that are a model's name or its folder
 # Settings that may differ between a run and its resumption: they do not change its result.
 FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
 
@@ -372,7 +373,9 @@ def settings_of_run(config: Training) -> dict[str, Any]:
             settings[field.name] = value.name
         elif isinstance(value, tuple):
             settings[field.name] = [part.name if isinstance(part, Path) else part for part in value]
-    settings["target"] = Path(config.target).name if Path(config.target).is_dir() else config.target
+    for name in MODELS & settings.keys():
+        if settings[name] is not None and Path(settings[name]).is_dir():
+            settings[name] = Path(settings[name]).name
     settings["domain_weights"] = dict(config.domain_weights)
     return settings
 

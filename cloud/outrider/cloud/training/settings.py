@@ -108,7 +108,11 @@ class Training(Settings):
 class DrafterTraining(Training):
     """The distillation of a drafter from a target; `shape` is that of a new one."""
 
-    start: Path | None = option(None, "folder of a drafter to train further; not set: a new drafter", metavar="DIR")
+    start: str | None = option(
+        None,
+        "drafter to train further: an embedded name, or a folder of `train drafter`; not set: a new drafter",
+        metavar="NAME",
+    )
     shape: DrafterShape = DrafterShape()
     decay_fraction: float = option(
         0.4, "last share of the budget, over which the learning rates fall to zero", check=between(0, 1)
@@ -119,7 +123,10 @@ class DrafterTraining(Training):
         """Refuse settings that do not go together."""
         super().check_together()
         if self.start is not None:
-            _require_drafter(self.start, "start")
+            from outrider.drafters import embedded_packages  # with numpy, which a command's help does without
+
+            if self.start not in embedded_packages():
+                _require_drafter(Path(self.start), "start")
         if self.block > self.shape.context:
             raise ConfigError(f"{self.block} exceeds the context, {self.shape.context}", field="block")
         if self.self_text_fraction == 1:

@@ -14,7 +14,13 @@ from typing import Any
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outrider.bench.benchmark.library import LibraryProcess, LibraryText, check_sampling, drafter_folder_of
+from outrider.bench.benchmark.library import (
+    LibraryProcess,
+    LibraryText,
+    check_sampling,
+    drafter_folder_of,
+    write_drafter,
+)
 from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
 from outrider.bench.benchmark.replays import WARM_UP_TOKENS, Replays, fields_of
@@ -42,13 +48,14 @@ from outrider.bench.replay.optimum import colocated, synchronous
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import drafter_folder, resolve_target
+from outrider.cloud.family_index import resolve_target
 from outrider.cloud.precision import dtype_of
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
+from outrider.drafters import embedded_packages
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
@@ -124,6 +131,7 @@ class Bench:
     def __init__(self, given: Given, folder: Path) -> None:
         """Check the options; `folder` is for files of the run."""
         self._given = given
+        self._folder = folder
         self._options = options = given(BenchSettings)
         self._console = Console(stderr=True, highlight=False)
         self._links = links_of(given(LinkListSettings))
@@ -402,7 +410,9 @@ class Bench:
         return [mode for mode in LIBRARY if mode in self._options.modes and runs]
 
     def _assistant(self, drafter: str) -> Path:
-        return drafter_folder_of(self._options.hf_drafter or drafter_folder(drafter))
+        if self._options.hf_drafter is None and drafter in embedded_packages():
+            return write_drafter(drafter, self._folder / "assistant")
+        return drafter_folder_of(self._options.hf_drafter)
 
     async def _library(self, stack: AsyncExitStack, mode: str, drafter: str, warm_up: Sequence[int]) -> LibraryProcess:
         process = LibraryProcess(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.cloud.config import DTYPES
 from outrider.deploy.child import Child, answer_requests
+from outrider.drafters import find_package
 from outrider.proto.errors import ConfigError, Internal
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import Sampling
@@ -126,6 +127,21 @@ def drafter_folder_of(folder: Path | None) -> Path:
             field="hf_drafter",
         )
     return _model_folder(folder, "hf_drafter")
+
+
+def write_drafter(name: str, folder: Path) -> Path:
+    """Write an embedded drafter for transformers, the floats that its 8-bit weights stand for; return `folder`.
+
+    Raises:
+        ConfigError: it is steered.
+    """
+    from outrider.cloud.learning.parent import load_parent
+
+    package = find_package(name)
+    if package.steering is not None:
+        raise ConfigError(f"is missing; {name} is steered, which transformers cannot do", field="hf_drafter")
+    load_parent(package).model.save_pretrained(folder)
+    return folder
 
 
 def _model_folder(folder: Path, field: str) -> Path:
