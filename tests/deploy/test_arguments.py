@@ -34,6 +34,7 @@ TEXTS = {
     "self-text-greedy": "0.25",
     "kv-tokens": "4096",
     "queue": "8",
+    "loss": "2:100",
     "steps": "2x3",
     "draft-with": "ngram",
     "draft-price": "2",

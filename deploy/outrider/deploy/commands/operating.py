@@ -8,8 +8,10 @@ from pathlib import Path
 
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.edge import KeySettings
+from outrider.deploy.loss import PacketLoss
 from outrider.edge.config import CONNECTION, EdgeConfig
-from outrider.proto.settings import REQUIRED, Settings, at_least, option
+from outrider.proto.errors import ConfigError
+from outrider.proto.settings import REQUIRED, Settings, at_least, between, declared, option
 
 ADDRESS = "HOST:PORT"
 
@@ -91,7 +93,32 @@ class LinkSettings(Settings):
     )
     queue: float = option(256.0, "size of the queue each way", metavar="KIB", check=at_least(3))
     trace: str | None = option(None, "round trip and rates over time: built-in, or a CSV file", metavar="NAME|FILE")
-    seed: int = option(0, "seed of the jitter", check=at_least(0))
+    seed: int = option(0, "seed of all chances", check=at_least(0))
+    radio: bool = option(False, "let the edge's radio sleep; it takes 0.3 to 1 s to wake")
+    radio_idle_s: float = option(10.0, "silence after which the radio sleeps", check=at_least(0))
+    tun: bool = option(
+        False,
+        "carry packets between network namespaces by the kernel's TCP, and drop what a full queue has no room for; "
+        "needs root or user namespaces",
+    )
+    loss: PacketLoss = option(
+        PacketLoss(),
+        "with --tun, share of packets lost each way, in percent; PERCENT:MS: in bursts of that mean time",
+        metavar="PERCENT",
+        parse=PacketLoss.parse,
+    )
+    reorder: float = option(
+        0.0,
+        "with --tun, share of packets that take twice the delay, so that later ones overtake them",
+        metavar="PERCENT",
+        check=between(0, 100),
+    )
+
+    def check_together(self) -> None:
+        """Refuse what only packets have without --tun."""
+        for name in ("loss", "reorder"):
+            if not self.tun and getattr(self, name) != declared(LinkSettings)[name].default:
+                raise ConfigError("happens to packets; give --tun, too", field=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,4 +2,7 @@
 
 `shape` and `traces` say what a link is like, `pipe` is one direction of it without any I/O, `relay` is the shell that
 moves the bytes of real TCP connections through two pipes, and `process` runs that relay in a process of its own.
+
+`tun` carries packets instead, between two network namespaces (`namespace`) through the kernel's own TCP: its pipes
+(`packets`) lose, reorder and drop. A `radio` that sleeps is for both.
 """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import LinkSettings
-from outrider.deploy.link.relay import LinkRelay, run_on_time
-from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.link.process import open_link
+from outrider.deploy.link.relay import run_on_time
+from outrider.deploy.link.shape import LinkShape, PacketFaults
 from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.deploy.termination import until_stopped
 from outrider.proto.errors import ConfigError
@@ -22,18 +23,23 @@ def link(given: Given) -> int:
         down_mbit=options.down,
         queue_kib=options.queue,
     )
-    return run_on_time(_link(options, shape, trace))
+    faults = PacketFaults(options.loss, options.reorder / 100) if options.tun else None
+    return run_on_time(_link(options, shape, trace, faults))
 
 
-async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None) -> int:
-    relay = LinkRelay(options.to, shape, options.seed)
+async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None, faults: PacketFaults | None) -> int:
+    radio_idle_s = options.radio_idle_s if options.radio else None
+    relay = open_link(options.to, shape, options.seed, faults=faults, radio_idle_s=radio_idle_s)
     print(f"link to {options.to} on {await relay.start(options.listen)}", flush=True)
     if trace is not None:
         relay.play(trace)
     await until_stopped()
     counters = relay.counters
     await relay.stop()
-    print(f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down")
+    packets = f", {counters.packets_lost} packets lost, {counters.packets_dropped} dropped" if faults else ""
+    print(
+        f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down{packets}"
+    )
     return 0
 
 

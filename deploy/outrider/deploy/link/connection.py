@@ -8,6 +8,7 @@ import math
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import MTU_BYTES, WayShape
@@ -39,8 +40,10 @@ class Timer:
 class Way:
     """One direction of the link: a pipe, its timer, and the streams that share it."""
 
-    def __init__(self, pipe: Pipe, timer: Timer) -> None:
+    def __init__(self, pipe: Pipe, timer: Timer, wake: Callable[[float], object]) -> None:
+        """Carry bytes through `pipe`; `wake` is called with the time before each of them."""
         self._pipe = pipe
+        self._wake = wake
         self._timer = timer
         self._handle: asyncio.TimerHandle | None = None
         self._when = 0.0  # time for which `_handle` is set
@@ -60,6 +63,7 @@ class Way:
             except OSError:
                 stream.connection.abort()
                 return
+            self._wake(now)
             self._pipe.push(max(now - age_s, stream.reading_since), stream, data)
             if not data:
                 stream.finished = True

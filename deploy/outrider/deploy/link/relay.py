@@ -2,7 +2,7 @@
 
 All connections share the link like a cable. A new one costs a round trip before its first byte moves, like TCP's
 handshake. Loss and congestion control are not emulated: TCP shows a loss as delay, which jitter, stalls
-and traces bring, and a connection that has lived for a while has grown its window.
+and traces bring, and a connection that has lived for a while has grown its window. `tun` has them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import gc
 import logging
 import selectors
 import socket
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.deploy.link.connection import RelayedConnection, Timer, Way, abort
 from outrider.deploy.link.pipe import Pipe
+from outrider.deploy.link.radio import Radio
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace
 from outrider.proto.address import is_loopback, split_address
@@ -31,31 +33,94 @@ _PR_SET_TIMERSLACK = 29
 _RECEIVE_BUFFER = 64 << 10  # small: what waits there is a queue that the link cannot see
 
 
+def _tcp_socket(family: int) -> socket.socket:
+    """Return a TCP socket of this machine that is not connected."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """TCP payload that the link has delivered since its start, in bytes, and accepted connections."""
+    """TCP payload that the link has delivered since its start, in bytes, and accepted connections.
+
+    A link of packets also counts those that were lost, and those dropped at a full queue.
+    """
 
     up_bytes: int
     down_bytes: int
     connections: int
+    packets_lost: int = 0
+    packets_dropped: int = 0
+
+
+class TracePlayer:
+    """The playing of a trace on a link, to which `apply` gives a shape.
+
+    It must run inside an event loop.
+    """
+
+    def __init__(self, apply: Callable[[LinkShape], None]) -> None:
+        self._apply = apply
+        self._next_point: asyncio.TimerHandle | None = None
+
+    def play(self, trace: LinkTrace, like: LinkShape) -> None:
+        """Play round trip and rates of `trace` in a loop, with jitter and queue of `like`."""
+        self.end()
+        self._follow(trace, like, asyncio.get_running_loop().time())
+
+    def end(self) -> None:
+        """Play no further; the shape stays."""
+        if self._next_point is not None:
+            self._next_point.cancel()
+            self._next_point = None
+
+    def _follow(self, trace: LinkTrace, like: LinkShape, began: float) -> None:
+        loop = asyncio.get_running_loop()
+        # A timer may be early by its resolution; half a millisecond later is surely after the point it was set for.
+        passed = loop.time() - began + 0.0005
+        self._apply(replace(trace.at(passed), jitter_s=like.jitter_s, queue_bytes=like.queue_bytes))
+        self._next_point = loop.call_at(began + trace.next_time(passed), self._follow, trace, like, began)
 
 
 class LinkRelay:
-    """A listener that carries every connection over the link to one address."""
+    """A listener that carries every connection over the link to one address.
 
-    def __init__(self, to: str, shape: LinkShape, seed: int = 0) -> None:
+    Args:
+        to: `host:port` of the verifier.
+        shape: initial shape.
+        seed: seed of the jitter.
+        radio: radio of the edge; None: it never sleeps.
+        max_connections: limit of connections at once.
+        new_socket: maker of sockets, of an address family, that are connected to `to`.
+    """
+
+    def __init__(
+        self,
+        to: str,
+        shape: LinkShape,
+        seed: int = 0,
+        radio: Radio | None = None,
+        *,
+        max_connections: int = _MAX_CONNECTIONS,
+        new_socket: Callable[[int], socket.socket] = _tcp_socket,
+    ) -> None:
         self._to = split_address(to, "to")
         self._shape = shape
+        self._radio = radio
+        self._max_connections = max_connections
+        self._new_socket = new_socket
+        self._player = TracePlayer(self._apply)
         timer = Timer()
-        self._up = Way(Pipe(shape.up, 2 * seed), timer)
-        self._down = Way(Pipe(shape.down, 2 * seed + 1), timer)
+        self._up = Way(Pipe(shape.up, 2 * seed), timer, self._wake)
+        self._down = Way(Pipe(shape.down, 2 * seed + 1), timer, self._wake)
         self._connections: set[RelayedConnection] = set()
         self._accepted = 0
         self._connecting: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
         self._target: tuple[int, tuple[str, int]] = (socket.AF_INET, ("", 0))
-        self._next_point: asyncio.TimerHandle | None = None
 
     async def start(self, listen: str = "127.0.0.1:0") -> str:
         """Listen, and return the address as `host:port`.
@@ -69,23 +134,32 @@ class LinkRelay:
             raise ConfigError(
                 f"{listen!r} is not a loopback address; the link is for this machine only", field="listen"
             )
-        self._target = await _resolve(*self._to, "to")
         family, address = await _resolve(host, port, "listen")
-        self._listener = _new_socket(family)
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = _tcp_socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._listener.bind(address)
+            listener.bind(address)
         except OSError as error:
-            self._listener.close()
+            listener.close()
             raise Unavailable(f"cannot listen on {listen}: {error.strerror}", field="listen") from error
-        self._listener.listen(128)
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
-        bound = self._listener.getsockname()[1]
+        bound = listener.getsockname()[1]
+        await self.serve(listener)
         return f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}"
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Listen on a socket that is bound, and close it in the end; raises `ConfigError` where `to` is no address."""
+        self._listener = listener
+        try:
+            self._target = await _resolve(*self._to, "to")
+        except ConfigError:
+            listener.close()
+            raise
+        listener.listen(128)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
 
     async def stop(self) -> None:
         """Cut everything and listen no longer."""
-        self._end_trace()
+        self._player.end()
         if self._accepting is not None and self._listener is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
@@ -101,13 +175,12 @@ class LinkRelay:
 
     def set_shape(self, shape: LinkShape) -> None:
         """Change the link to `shape` and end a trace."""
-        self._end_trace()
+        self._player.end()
         self._apply(shape)
 
     def play(self, trace: LinkTrace) -> None:
         """Play round trip and rates of `trace` in a loop; jitter and queue stay."""
-        self._end_trace()
-        self._follow(trace, asyncio.get_running_loop().time())
+        self._player.play(trace, self._shape)
 
     def stall(self, seconds: float) -> None:
         """Hold the link for `seconds`."""
@@ -128,18 +201,12 @@ class LinkRelay:
         self._up.reshape(shape.up)
         self._down.reshape(shape.down)
 
-    def _follow(self, trace: LinkTrace, began: float) -> None:
-        loop = asyncio.get_running_loop()
-        # A timer may be early by its resolution; half a millisecond later is surely after the point it was set for.
-        passed = loop.time() - began + 0.0005
-        at = trace.at(passed)
-        self._apply(replace(at, jitter_s=self._shape.jitter_s, queue_bytes=self._shape.queue_bytes))
-        self._next_point = loop.call_at(began + trace.next_time(passed), self._follow, trace, began)
-
-    def _end_trace(self) -> None:
-        if self._next_point is not None:
-            self._next_point.cancel()
-            self._next_point = None
+    def _wake(self, now: float) -> float:
+        """Hold the link while its radio wakes for what comes at `now`; return for how many seconds."""
+        waits_s = self._radio.use(now) if self._radio else 0.0
+        if waits_s:
+            self.stall(waits_s)
+        return waits_s
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -150,8 +217,8 @@ class LinkRelay:
                 _log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._connections) + len(self._connecting) >= _MAX_CONNECTIONS:
-                _log.warning("there are %d connections already; one more is refused", _MAX_CONNECTIONS)
+            if len(self._connections) + len(self._connecting) >= self._max_connections:
+                _log.warning("there are %d connections already; one more is refused", self._max_connections)
                 abort(edge)
                 continue
             self._accepted += 1
@@ -161,10 +228,10 @@ class LinkRelay:
 
     async def _connect(self, edge: socket.socket) -> None:
         family, address = self._target
-        verifier = _new_socket(family)
+        verifier = self._new_socket(family)
         try:
             # The kernel has answered the edge's SYN at once. Over a real link the answer takes a round trip.
-            await asyncio.sleep(self._shape.rtt_s)
+            await asyncio.sleep(self._wake(time.monotonic()) + self._shape.rtt_s)
             await asyncio.get_running_loop().sock_connect(verifier, address)
         except (OSError, asyncio.CancelledError) as error:
             if isinstance(error, OSError):
@@ -183,14 +250,6 @@ async def _resolve(host: str, port: int, field: str) -> tuple[int, tuple[str, in
         raise ConfigError(f"there is no host {host!r}: {error.strerror}", field=field) from error
     family, _, _, _, address = found[0]
     return family, (str(address[0]), int(address[1]))
-
-
-def _new_socket(family: int) -> socket.socket:
-    """Return a TCP socket that is not connected."""
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setblocking(False)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-    return made
 
 
 def run_on_time(work: Coroutine[Any, Any, int]) -> int:
