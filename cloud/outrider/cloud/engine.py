@@ -21,13 +21,13 @@ from outrider.cloud.masks import Masks, masks_by_of
 from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
 from outrider.cloud.runner import ModelRunner
+from outrider.cloud.session_events import SessionEvents
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.cloud.steering import Projection
 from outrider.cloud.step_timing import StepMeter
-from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
-from outrider.proto.types import Branches, Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
+from outrider.proto.types import Cancel, Commit, EdgeFrame, Open
 
 IDLE_S = 0.5
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
@@ -67,6 +67,7 @@ class Engine(EngineState):
         self._lessons = lessons or NoLessons()
         admission = Admission(slots, self.rules, config.max_sessions, self._source)
         super().__init__(slots, admission, StepMeter(self.metrics, time.monotonic()))
+        self._events = SessionEvents(slots, admission, backend, self.metrics.commit)
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
         self._runner = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
         self._masks = Masks(self._slots, self._wake)
@@ -120,7 +121,7 @@ class Engine(EngineState):
 
     def post_half_close(self, key: int) -> None:
         """Expect nothing more on the stream of `key`; a text that runs goes on to its end."""
-        self._inbox.post(lambda: self._half_close(key), key)
+        self._inbox.post(lambda: self._events.half_close(key), key)
 
     def post_drain(self) -> None:
         """Send all sessions elsewhere and admit no more."""
@@ -245,22 +246,9 @@ class Engine(EngineState):
             return None
 
     def _commit(self, slot: Slot, verified: Verified) -> Commit:
-        now = time.monotonic()
-        slot.session.credit = self._admission.credit
-        commit = slot.session.on_verified(verified, now)
-        if slot.matcher is not None:
-            slot.matcher.advance(token_ids(commit.tokens))
-        slot.forget_drafts(self.backend)
-        slot.ready_since = now
-        self._send(slot, commit)
+        commit = self._events.commit(slot, verified, time.monotonic())
         self._recovery.note_commit()
         return commit
-
-    def _send(self, slot: Slot, commit: Commit) -> None:
-        self.metrics.commit(commit)
-        slot.outbox.put(commit)
-        if commit.finish is not None:
-            self._slots.park(slot, time.monotonic())
 
     # --- events ---
 
@@ -274,13 +262,12 @@ class Engine(EngineState):
         teacher: str | None,
     ) -> None:
         try:
-            slot = self._admission.admit(key, frame, outbox, matcher, isolation, time.monotonic())
-        except OutriderError as error:
-            outbox.put(error)
-            return
+            slot = self._events.admit(key, frame, outbox, matcher, isolation, time.monotonic())
         except Exception as error:  # a defect, which must end nobody else
             log.exception("an admission failed")
             self._recovery.refuse(outbox, frame.prompt, error)
+            return
+        if slot is None:
             return
         if teacher is not None and frame.learning is not None:
             self._lessons.permit(key, teacher)
@@ -292,42 +279,21 @@ class Engine(EngineState):
         self, key: int, frame: EdgeFrame, arrived: float, taken: Callable[[], None], matcher: GrammarMatcher | None
     ) -> None:
         taken()
-        slot = self._slots.get(key)
-        if slot is None or (slot.session.finish is not None and not isinstance(frame, Continue | Report)):
+        slot = self._events.expects(key, frame)
+        if slot is None:
             return
         try:
-            match frame:
-                case Continue():
-                    self._admission.resume(slot, frame, matcher, arrived)
-                case Draft():
-                    slot.session.on_draft(frame, arrived)
-                case Branches():
-                    slot.session.on_branches(frame)
-                case Report():
-                    slot.session.on_report(frame)
-                case Cancel():
-                    self._send(slot, slot.session.on_cancel())
-                    self._lessons.end(key)
-                case Open():
-                    raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
-        except OutriderError as error:
-            self._slots.fail(slot, error)
+            self._events.take(slot, frame, matcher, arrived, time.monotonic())
+            if isinstance(frame, Cancel):
+                self._lessons.end(key)
         except Exception as error:  # as above
             log.exception("a frame failed")
             self._recovery.end(slot, error)
 
     def _close(self, key: int) -> None:
         self._lessons.close(key)
-        if slot := self._slots.get(key):
-            self._slots.release(slot)
-
-    def _half_close(self, key: int) -> None:
-        if slot := self._slots.get(key):
-            slot.session.on_report(Report(drafting=False))
-            if self._slots.is_parked(slot):
-                self._slots.evict(slot, "its edge has closed the stream")
+        self._events.close(key)
 
     def _stop(self) -> None:
         self._stopping = True
-        for slot in self._slots:
-            slot.outbox.put(Unavailable("the verifier has stopped; resume elsewhere", retry_after_s=0.1))
+        self._events.stop()

@@ -29,6 +29,7 @@ from outrider.cloud.own_drafter import local_source
 from outrider.cloud.slots import Outbox
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.stream_state import StreamState
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
 from outrider.proto.address import is_local_address
@@ -43,7 +44,7 @@ from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
 from outrider.proto.streams import write_answers
-from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, Opened, VerifierStatus
+from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, VerifierStatus
 
 OPEN_WITHIN_S = 10.0
 COMPILE_WITHIN_S = 4 * TRIAL_S  # waiting behind others included
@@ -63,9 +64,7 @@ class StreamOutbox(Outbox):
         self._queue: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
         self._unread = 0
         self.taken = 0
-        self.goes_on = False  # whether a Continue may still follow the last commit of a turn
-        self.session = ""  # until Open has come
-        self.opened = False
+        self.stream = StreamState()
         self.closed = False  # whether the stream has ended
         self.end_of_lease: asyncio.TimerHandle | None = None
         self.meter: Bucket | None = None  # its API key's, if that has a limit
@@ -262,22 +261,22 @@ class VerifierServer:
                     raise item
                 yield codec.encode_cloud_frame(item)
                 outbox.sent()
-                outbox.opened |= isinstance(item, Opened)
                 if isinstance(item, Commit):
                     if self._tracing is not None and trace is not None:
-                        self._tracing.commit(trace, outbox.session, item)
+                        self._tracing.commit(trace, outbox.stream.session, item)
                     if outbox.meter is not None:
                         _charge(outbox.meter, outbox, len(item.tokens))
-                    if item.finish is not None and not outbox.goes_on:
-                        return
                 elif isinstance(item, Goaway):
                     self._engine.metrics.goaways.inc()
-                    log.info("sent elsewhere: %s", item.reason, extra=about(outbox.session, self.rules.name))
+                    log.info("sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self.rules.name))
+                if outbox.stream.ends_after(item):
                     return
         except OutriderError as error:
-            (self._engine.metrics.fail if outbox.opened else self._engine.metrics.refuse)(error)
-            what = "ended" if outbox.opened else "refused"
-            log.warning("the session is %s: %s", what, error, extra=about(outbox.session, self.rules.name, error))
+            (self._engine.metrics.fail if outbox.stream.opened else self._engine.metrics.refuse)(error)
+            what = "ended" if outbox.stream.opened else "refused"
+            log.warning(
+                "the session is %s: %s", what, error, extra=about(outbox.stream.session, self.rules.name, error)
+            )
             status, message, metadata = to_status(error)
             await context.abort(status, message, metadata)
         finally:
@@ -311,7 +310,7 @@ class VerifierServer:
                     grammar = frame.sampling.grammar if frame.sampling is not None else grammar
                     matcher = await self._grammar_matcher(grammar)
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
-            outbox.goes_on = False
+            outbox.stream.half_close()
             self._engine.post_half_close(key)
         except OutriderError as error:
             outbox.put(error)
@@ -337,10 +336,9 @@ class VerifierServer:
             frame = codec.decode_edge_frame(data, self._max_tokens)
             if not isinstance(frame, Open):
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
-            outbox.session = frame.session
+            outbox.stream.begin(frame, self.rules)
             claim = self._check_lease(frame)
             outbox.meter = _meter(self._meters, claim)
-            outbox.goes_on = frame.keep_s > 0 and self.rules.keep_s > 0
             return frame, claim
         raise InvalidArgument("the stream ended before it", field="frame.open")
 
@@ -376,7 +374,7 @@ class VerifierServer:
                 log.warning(
                     "the client left its commits unread for %g s; its stream is ended",
                     self._config.stall_s,
-                    extra=about(outbox.session, self.rules.name, error),
+                    extra=about(outbox.stream.session, self.rules.name, error),
                 )
                 status, message, metadata = to_status(error)
                 ending = asyncio.create_task(context.abort(status, message, metadata))

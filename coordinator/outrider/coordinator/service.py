@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
-from dataclasses import replace
 
 from outrider.coordinator.admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.offers import DrafterOffers
-from outrider.coordinator.placement import place
-from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
     OutriderError,
-    ResourceExhausted,
     Unavailable,
     UnsupportedProtocol,
 )
@@ -69,8 +65,7 @@ class ControlService:
         self._config = config
         self._cluster = cluster
         self._clock = clock
-        self._known: tuple[VerifierInfo, ...] = ()
-        self._draining: Counter[str] = Counter()
+        self._view = FleetView(config.poll_s)
         self.metrics = metrics or CoordinatorMetrics()
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
         self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
@@ -85,8 +80,6 @@ class ControlService:
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
-        self._prefixes = PrefixMemory()
-        self._granted: deque[tuple[float, str]] = deque()  # (monotonic time, verifier)
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
         self._owners: frozenset[bytes] = frozenset()
@@ -94,10 +87,7 @@ class ControlService:
     @property
     def verifiers(self) -> tuple[VerifierInfo, ...]:
         """Verifiers at the last poll, with those marked that are being drained."""
-        return tuple(
-            replace(v, state=VerifierState.DRAINING) if self._draining[v.name] and v.state is VerifierState.READY else v
-            for v in self._known
-        )
+        return self._view.verifiers
 
     async def refresh(self) -> None:
         """Poll the fleet; if it does not answer, keep the last view, since its verifiers may be fine."""
@@ -105,12 +95,12 @@ class ControlService:
             if time.monotonic() - self._refreshed_s < REFRESH_GAP_S:
                 return
             try:
-                self._known = await self._cluster.refresh()
+                self._view.known = await self._cluster.refresh()
                 await self._tell_owners()
             except OutriderError as error:
                 logger.warning("the cluster cannot be asked: %s", error)
             self._refreshed_s = time.monotonic()
-            for verifier in self._known:
+            for verifier in self._view.known:
                 if verifier.state is not VerifierState.DOWN:
                     await self._learn_tokenizer(verifier)
                     await self._learn_chat_template(verifier)
@@ -179,11 +169,10 @@ class ControlService:
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> None:
         self.metrics.grant(verifier.model)
         if request.prefixes:
-            known = self._known_prefixes(request, caller)
+            known = self._view.known_prefixes(request, caller.tenant)
             self.metrics.place_prefix(known.get(verifier.name, 0), max(known.values(), default=0))
-            self._prefixes.note(caller.tenant, request.prefixes, verifier)
         logger.info("a lease is granted", extra=about(request.session, verifier.name))
-        self._granted.append((time.monotonic(), verifier.name))
+        self._view.grant(request, caller.tenant, verifier, time.monotonic())
         self._statistics.leases_granted += 1
         self._unsaved = True
 
@@ -220,7 +209,7 @@ class ControlService:
 
     async def report(self, report: SessionReport, caller: Caller = ANYBODY) -> None:
         """Count a finished session; raises `InvalidArgument`, or `NotFound` for a model that nobody serves."""
-        models = {v.model for v in self._known if v.model}
+        models = {v.model for v in self._view.known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
         served = {(drafter.name, drafter.version) for drafter in self._offers.to(caller)}
@@ -252,19 +241,16 @@ class ControlService:
             NotFound: there is no such verifier.
             Unavailable: it does not answer.
         """
-        names = [v.name for v in self._known]
+        names = [v.name for v in self._view.known]
         if name not in names:
             there_is = ", ".join(names) or "none"
             raise NotFound(f"no verifier {name[:MAX_NAME_LENGTH]!r}; there is {there_is}", field="drain.verifier")
-        self._draining[name] += 1
-        try:
+        with self._view.draining(name):
             sessions = await self._cluster.drain(name)
             # Its new state must be known before the mark goes, or the next lease would land on it.
             self._refreshed_s = float("-inf")
             await self.refresh()
             return sessions
-        finally:
-            self._draining[name] -= 1
 
     async def watch(self, tokenizer_sha256: str, caller: Caller) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
         """Yield the drafters with this tokenizer (empty: all), at once and after every change.
@@ -297,36 +283,11 @@ class ControlService:
             logger.warning("statistics cannot be saved: %s", error)
 
     async def _place(self, request: LeaseRequest, caller: Caller) -> VerifierInfo:
-        # The view may be one poll old: before a refusal, or an offer of what the edge has just lost, poll again.
-        try:
-            chosen = self._choose(request, caller)
-            if chosen.name not in request.avoid:
-                return chosen
-        except (Unavailable, ResourceExhausted, NotFound):
-            pass
+        chosen = self._view.welcome(request, caller.tenant, time.monotonic())
+        if chosen is not None:
+            return chosen
         await self.refresh()
-        return self._choose(request, caller)
-
-    def _choose(self, request: LeaseRequest, caller: Caller) -> VerifierInfo:
-        return place(
-            self.verifiers,
-            request.model,
-            request.tokenizer_sha256,
-            request.avoid,
-            self._pending(),
-            self._known_prefixes(request, caller),
-            request.precision,
-        )
-
-    def _known_prefixes(self, request: LeaseRequest, caller: Caller) -> dict[str, int]:
-        return self._prefixes.find(caller.tenant, request.prefixes, self._known)
-
-    def _pending(self) -> Counter[str]:
-        # A lease becomes a session after a round trip, and is in the verifier's report one poll later.
-        oldest_s = time.monotonic() - 2 * self._config.poll_s
-        while self._granted and self._granted[0][0] < oldest_s:
-            self._granted.popleft()
-        return Counter(name for _, name in self._granted)
+        return self._view.choose(request, caller.tenant, time.monotonic())
 
     async def _learn_tokenizer(self, verifier: VerifierInfo) -> None:
         sha256 = verifier.tokenizer_sha256

@@ -14,6 +14,7 @@ from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.suffix_index import SuffixIndex
+from outrider.edge.attempts import Attempts
 from outrider.edge.drafter_states import DrafterStates
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
@@ -41,8 +42,6 @@ from outrider.proto.session import (
     TurnBegun,
 )
 from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Noise, Opened, Sampling
-
-MAX_AVOIDED = 16  # verifiers that a lease request names
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +115,7 @@ class Decoding:
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
-        self._reopen: Reopen | None = None
-        self._lost: list[str] = []
+        self._attempts = Attempts(machine)
         self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
         self._begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -278,15 +276,15 @@ class Decoding:
                 case DraftJob() | CatchUpJob():
                     self._jobs.put_nowait((instruction, self.has.drafters[instruction.drafter]))
                 case Reopen():
-                    self._reopen = instruction
+                    self._attempts.reopen = instruction
 
     async def _converse(self) -> None:
         """Open streams, one after the other, while there is a text to finish or a session to keep."""
         while True:
-            while self.machine.done:
+            while not self._attempts.wanted:
                 self._begun.clear()
                 await self._begun.wait()
-            self._reopen = None
+            self._attempts.begin()
             try:
                 await self._one_stream()
             except OutriderError as error:
@@ -294,12 +292,11 @@ class Decoding:
                 log.info("the stream is lost: %s", error, extra=about(self.session, self.machine.verifier, error))
                 self._handle(Disconnected(error))
             await self._close_stream()
-            if self._reopen is not None:
-                await asyncio.sleep(self._reopen.after_s)
+            await asyncio.sleep(self._attempts.pause_s)
 
     async def _one_stream(self) -> None:
-        machine, avoid = self.machine, tuple(self._lost[-MAX_AVOIDED:])
-        lease = await self._route.lease(self.session, avoid, machine.transcript, machine.precision)
+        machine, attempts = self.machine, self._attempts
+        lease = await self._route.lease(self.session, attempts.avoid, machine.transcript, machine.precision)
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
@@ -312,16 +309,15 @@ class Decoding:
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 self._receive(await anext(frames))
-            if self.machine.connected:  # else its terms were refused
-                self._lost.clear()
-            while self.machine.connected and self._reopen is None:
+            attempts.answered()
+            while attempts.stays:
                 self._receive(await anext(frames))
-            broken = not self.machine.done
+            broken = attempts.wanted
         except TimeoutError as error:
             raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
         finally:
             if broken and self._stream is stream:  # else it was closed here
-                self._lost = [*(name for name in self._lost if name != lease.verifier), lease.verifier]
+                attempts.failed(lease.verifier)
                 if not stream.refused:
                     self._channels.retire(lease.address, stream.connection)
 

@@ -1,0 +1,36 @@
+"""The state of one stream at its verifier, and which frame is its last: rules without socket or clock."""
+
+from __future__ import annotations
+
+from outrider.proto.session import VerifierRules
+from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened
+
+
+class StreamState:
+    """A stream as its verifier serves it.
+
+    Attributes:
+        session: id of its session; empty until Open has come.
+        opened: whether its Open has been answered.
+        goes_on: whether a Continue may still follow the last commit of a turn.
+    """
+
+    def __init__(self) -> None:
+        self.session = ""
+        self.opened = False
+        self.goes_on = False
+
+    def begin(self, frame: Open, rules: VerifierRules) -> None:
+        """Note the Open."""
+        self.session = frame.session
+        self.goes_on = frame.keep_s > 0 and rules.keep_s > 0
+
+    def half_close(self) -> None:
+        """Note that no more frames will come."""
+        self.goes_on = False
+
+    def ends_after(self, frame: CloudFrame) -> bool:
+        """Note a frame that has been sent; return whether the stream ends with it."""
+        self.opened |= isinstance(frame, Opened)
+        last = isinstance(frame, Commit) and frame.finish is not None and not self.goes_on
+        return last or isinstance(frame, Goaway)
