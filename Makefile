@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM := .venv-vllm
+SUPPLY := .venv-supply
 
-.PHONY: demo test soak vllm check lint proto docs clean
+.PHONY: demo test soak vllm check lint proto docs locks sbom clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -47,6 +48,34 @@ proto: $(READY)
 docs: $(READY)
 	$(BIN)/python -m outrider.deploy.reference > docs/cli.md
 
+# Pins every package of the images with the hashes of its files; a test fails if the pins no longer fit pyproject.toml and
+# constraints.txt. TORCH_CPU: index, page or folder with torch's build without CUDA.
+TORCH_CPU ?= https://download.pytorch.org/whl/cpu/torch
+PINS := deploy/docker/locks
+PIN := $(SUPPLY)/bin/uv pip compile --quiet --constraint constraints.txt --generate-hashes --python-version 3.11 \
+  --python-platform x86_64-manylinux_2_28 --no-annotate --no-header
+locks: $(SUPPLY)/.ready
+	printf 'build\nhatchling\n' | $(PIN) - --output-file $(PINS)/wheel.txt >/dev/null
+	$(PIN) pyproject.toml --extra edge --output-file $(PINS)/edge.txt >/dev/null
+	$(PIN) pyproject.toml --extra coordinator --extra edge --output-file $(PINS)/coordinator.txt >/dev/null
+	echo torch > $(SUPPLY)/torch
+	$(PIN) pyproject.toml --extra cloud --extra coordinator --extra edge --extra jobs --excludes $(SUPPLY)/torch \
+	  --output-file $(PINS)/cloud.txt >/dev/null
+	echo torch | $(PIN) - --output-file $(PINS)/torch-cuda.txt >/dev/null
+	echo torch | $(PIN) - --find-links $(TORCH_CPU) --output-file $(PINS)/torch-cpu.txt >/dev/null
+
+# Lists what is in each image, as CycloneDX in dist.
+sbom: $(READY)
+	mkdir -p dist
+	for image in edge coordinator cloud; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" deploy/docker/sbom.sh $$image > dist/outrider-$$image.cdx.json || exit 1; \
+	done
+
+$(SUPPLY)/.ready: constraints.txt
+	$(PYTHON) -m venv $(SUPPLY)
+	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt uv
+	touch $@
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -54,4 +83,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(VLLM) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SUPPLY) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,7 +29,7 @@ PLACEHOLDERS = {"N": "2", "HOST:PORT": "127.0.0.1:50050", "http://HEAD:8265": "h
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", root / "SECURITY.md", *sorted((root / "docs").glob("*.md"))]
 
 
 def without_code(text: str) -> str:

@@ -6,17 +6,16 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 
 import pytest
 from dockerfile_stages import DOCKERFILE, IMAGES, chain, exec_form, extras, ignored, programs, setting, stages
+from image_locks import PYPROJECT, closure
 from manifest_checks import version
 from manifest_commands import read_command
 from manifest_documents import ROOT
-from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 STAGES = stages(DOCKERFILE.read_text(encoding="utf-8"))
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 RULES = (ROOT / ".dockerignore").read_text(encoding="utf-8")
 
 
@@ -27,7 +26,11 @@ def test_every_copied_file_is_in_the_checkout_and_in_the_build_context() -> None
                 assert source in STAGES
                 continue
             for path in paths:
-                files = [ROOT / path] if (ROOT / path).is_file() else list((ROOT / path).rglob("*.py"))
+                files = (
+                    [ROOT / path]
+                    if (ROOT / path).is_file()
+                    else [*(ROOT / path).rglob("*.py"), *(ROOT / path).rglob("*.txt")]
+                )
                 assert files, f"{path} does not exist"
                 assert not [f for f in files if "__pycache__" not in f.parts and _is_ignored(f)]
 
@@ -39,7 +42,7 @@ def _is_ignored(path) -> bool:
 def test_the_build_context_has_neither_history_nor_tests_nor_anything_secret() -> None:
     for path in (".git/config", ".venv/bin/python", "tests/conftest.py", "keys.toml", "secret", "deploy/kubernetes/x"):
         assert ignored(path, RULES), path
-    for path in ("proto/outrider/proto/lease.py", "deploy/docker/healthy.py", "constraints.txt"):
+    for path in ("proto/outrider/proto/lease.py", "deploy/docker/healthy.py", "deploy/docker/locks/edge.txt"):
         assert not ignored(path, RULES), path
     assert ignored("proto/outrider/proto/__pycache__/lease.pyc", RULES)
 
@@ -49,9 +52,6 @@ def test_all_that_goes_into_the_wheel_is_copied_before_it_is_built() -> None:
     for package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert {package, package.partition("/")[0]} & copied
     assert {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]} <= copied
-    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    assert "build==" in constraints
-    assert "hatchling==" in constraints
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -142,52 +142,9 @@ def _refused(image: str) -> set[str]:
     """Return the top-level modules of all installed packages outside the image's requirements."""
     from importlib.metadata import packages_distributions
 
-    wanted = [f"outrider[{','.join(extras(STAGES, image))}]", *_beside(image)]
-    there = _closure(wanted)
-    return {module for module, names in packages_distributions().items() if not there & {_name(n) for n in names}}
-
-
-def _beside(image: str) -> list[str]:
-    runs = " ".join(
-        run for stage in STAGES.values() if stage.name == f"{image}-environment" for run in stage.all("RUN")
-    )
-    return re.findall(r'\]" (\w+)', runs)
-
-
-def _closure(wanted: list[str]) -> set[str]:
-    from importlib.metadata import PackageNotFoundError, requires
-
-    found: set[str] = set()
-    seen: set[str] = set()
-    while wanted:
-        requirement = Requirement(wanted.pop())
-        if str(requirement) in seen:
-            continue
-        seen.add(str(requirement))
-        name = _name(requirement.name)
-        found.add(name)
-        own = PYPROJECT["project"]
-        if name == "outrider":
-            optional = own["optional-dependencies"]
-            wanted += [*own["dependencies"], *(r for extra in requirement.extras for r in optional[extra])]
-            continue
-        try:
-            lines = [Requirement(line) for line in requires(name) or []]
-        except PackageNotFoundError:
-            continue
-        chosen = [{"extra": extra} for extra in requirement.extras] or [{"extra": ""}]
-        wanted += [str(_plain(r)) for r in lines if r.marker is None or any(r.marker.evaluate(c) for c in chosen)]
-    return found
-
-
-def _plain(requirement: Requirement) -> Requirement:
-    return Requirement(
-        f"{requirement.name}[{','.join(requirement.extras)}]" if requirement.extras else requirement.name
-    )
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[-_.]+", "-", text).lower()
+    there = closure([f"outrider[{','.join(extras(STAGES, image))}]"])
+    modules = packages_distributions().items()
+    return {module for module, names in modules if not there & {canonicalize_name(name) for name in names}}
 
 
 STARTED = {
