@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from alert_rules import rules, shape_faults
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.deploy.metrics_table import Described, metrics_by_part, table
@@ -120,6 +121,39 @@ def test_every_query_names_metrics_and_labels_that_exist(root) -> None:
     asked = list(queries(dashboard_of(root)))
     assert len(asked) > 60
     assert {title: wrong for title, query in asked if (wrong := faults(query, series))} == {}
+
+
+def test_every_alert_asks_for_metrics_that_exist_and_names_a_remedy(root) -> None:
+    series = known_series()
+    found = rules((root / "deploy" / "grafana" / "alerts.yaml").read_text(encoding="utf-8"))
+    assert len({rule["alert"] for rule in found}) == len(found) > 5
+    assert {
+        rule["alert"]: wrong for rule in found if (wrong := [*shape_faults(rule), *faults(rule["expr"], series)])
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"expr": "sum(outrider:no_such_total) > 1"}, "no process shows outrider:no_such_total"),
+        ({"expr": "sum(outrider:verifier_sheds_total) > 1"}, "outrider:verifier_sheds_total only rises"),
+        ({"expr": "sum(rate(outrider:verifier_sheds_total[5m]))"}, "compares with no number"),
+        ({"labels": {"severity": "bad"}}, "no severity"),
+        ({"annotations": {"summary": "Full."}}, "no remedy"),
+        ({"for": "soon"}, "bad duration"),
+    ],
+)
+def test_an_alert_with_a_defect_is_found(change, fault) -> None:
+    good = {
+        "alert": "OutriderSheds",
+        "expr": "sum(rate(outrider:verifier_sheds_total[5m])) > 1",
+        "labels": {"severity": "page"},
+        "annotations": {"summary": "Full.", "remedy": "Scale."},
+    }
+    series = known_series()
+    assert [*shape_faults(good), *faults(good["expr"], series)] == []
+    bad = good | change
+    assert any(text.startswith(fault) for text in [*shape_faults(bad), *faults(bad["expr"], series)])
 
 
 def test_the_dashboard_shows_lessons_and_those_that_were_lost_by_why(root) -> None:

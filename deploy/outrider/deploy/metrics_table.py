@@ -37,6 +37,8 @@ scrape_configs:
       - targets: [127.0.0.1:8080, 127.0.0.1:9100, 127.0.0.1:9101]  # edge daemon, verifier, coordinator
 ```
 
+`alerts.yaml` has rules for Prometheus: `rule_files: [/etc/prometheus/outrider/alerts.yaml]`.
+
 This page is made from the code: `python -m outrider.deploy.metrics_table > deploy/grafana/METRICS.md`.
 """
 
