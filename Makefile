@@ -49,8 +49,8 @@ docs: $(READY)
 	$(BIN)/python -m outrider.deploy.reference > docs/cli.md
 
 # Pins every package of the images with the hashes of its files; a test fails if the pins no longer fit pyproject.toml and
-# constraints.txt. TORCH_CPU: index, page or folder with torch's build without CUDA.
-TORCH_CPU ?= https://download.pytorch.org/whl/cpu/torch
+# constraints.txt. TORCH_CPU: page or folder with torch's build without CUDA, if the default index has none.
+TORCH_CPU ?=
 PINS := deploy/docker/locks
 PIN := $(SUPPLY)/bin/uv pip compile --quiet --constraint constraints.txt --generate-hashes --python-version 3.11 \
   --python-platform x86_64-manylinux_2_28 --no-annotate --no-header
@@ -62,7 +62,7 @@ locks: $(SUPPLY)/.ready
 	$(PIN) pyproject.toml --extra cloud --extra coordinator --extra edge --extra jobs --excludes $(SUPPLY)/torch \
 	  --output-file $(PINS)/cloud.txt >/dev/null
 	echo torch | $(PIN) - --output-file $(PINS)/torch-cuda.txt >/dev/null
-	echo torch | $(PIN) - --find-links $(TORCH_CPU) --output-file $(PINS)/torch-cpu.txt >/dev/null
+	echo torch | $(PIN) - $(if $(TORCH_CPU),--find-links $(TORCH_CPU)) --output-file $(PINS)/torch-cpu.txt >/dev/null
 
 # Lists what is in each image, as CycloneDX in dist.
 sbom: $(READY)

@@ -46,6 +46,13 @@ class Asked:
         answer = self._live.post(path, body).json
         return json.dumps([answer["choices"], answer["usage"]])
 
+    def running_usage(self, sizes: Sequence[int], body: dict[str, Any], **more: bool) -> list[dict[str, Any] | None]:
+        """Return the usage of each chunk of a stream."""
+        self._channels.sizes, self._channels.paced = sizes, True
+        options = {"stream": True, "stream_options": {"continuous_usage_stats": True, **more}}
+        *chunks, _ = self._live.post("/v1/completions", {**body, **options}).events
+        return [chunk.get("usage") for chunk in chunks]
+
     def streamed(self, sizes: Sequence[int], paced: bool, path: str, body: dict[str, Any]) -> str:
         """Return the same of a stream, whose chunks are joined."""
         self._channels.sizes, self._channels.paced = sizes, paced
@@ -121,3 +128,13 @@ def test_an_answer_names_its_end_as_openai_does(asked, options, reason, text, to
     assert choice["finish_reason"] == reason
     assert text is None or choice["text"] == text
     assert tokens is None or usage["completion_tokens"] == tokens
+
+
+def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(asked) -> None:
+    body = {"model": "tiny", "prompt": "a prompt", "seed": 2, "max_tokens": 4}
+    usages = asked.running_usage((2,), body, include_usage=True)
+    counts = [usage["completion_tokens"] for usage in usages if usage is not None]
+    assert len(counts) == len(usages) > 2
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 4
+    assert asked.running_usage((2,), body) == [None] * (len(usages) - 1), "as with vLLM, it needs include_usage"

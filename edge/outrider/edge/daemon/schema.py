@@ -124,9 +124,10 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Options of a stream; `include_speculation` is this daemon's own."""
+    """Options of a stream; `include_speculation` is this daemon's own, `continuous_usage_stats` vLLM's."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored
     include_speculation: bool | None = None
 
@@ -230,6 +231,11 @@ class Request(Strict):
     def wants_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far; only with `wants_usage`."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def wants_speculation(self) -> bool:

@@ -275,7 +275,7 @@ class Reply:
 
     def _piece(self, chunk: dict[str, Any], choice: int, event: Event | None = None) -> bytes:
         if self.options.wants_usage:
-            chunk.setdefault("usage", None)
+            chunk.setdefault("usage", self.answer.usage if self.options.wants_running_usage else None)
         if self.options.wants_speculation:
             chunk["speculation"] = self.generation.observers[choice].live(event)
         return json_bytes(chunk)
