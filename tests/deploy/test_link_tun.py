@@ -26,17 +26,7 @@ from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 
 SILENCE_S = 60.0
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _allowed() -> None:
-    async def start() -> None:
-        async with LinkProcess("127.0.0.1:1", faults=PacketFaults()):
-            pass
-
-    try:
-        asyncio.run(start())
-    except Unavailable as error:
-        pytest.skip(error.message)
+pytestmark = pytest.mark.usefixtures("_tun_links")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from outrider.cloud.config import HERE, TARGET, VerifierConfig
 from outrider.cloud.learning.settings import LOSS_NAMES, REHEARSED, TrainerSettings
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
+from outrider.deploy.commands.operating import LinkSettings
+from outrider.deploy.loss import PacketLoss
 from outrider.edge.config import DRAFTING, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, option
@@ -81,6 +83,11 @@ class BenchSettings(Settings):
     )
     hf_drafter: Path | None = option(None, "folder of the drafter for hf-assisted", metavar="DIR")
     no_logprobs: bool = option(False, "leave log probabilities out of commits")
+    loss: tuple[PacketLoss, ...] = listed(
+        (PacketLoss(),),
+        "with --tun, packets lost each way, percent, or PERCENT:MS in bursts of that mean time; each with every link",
+        parse=PacketLoss.parse,
+    )
     json: Path | None = option(None, "file to write the record to")
     report: Path | None = option(None, "folder to write plots and an HTML page to", metavar="DIR")
 
@@ -435,6 +442,7 @@ BENCH = Command(
         part(LinkListSettings),
         part(BuiltInPrompts),
         part(BenchSettings),
+        part(LinkSettings, "tun"),
         part(Sampling),
         part(EdgeConfig, DRAFTING),
         part(VerifierConfig, TARGET),

@@ -79,6 +79,11 @@ COMMANDS = {
     "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
+    "import-trace": Entry(
+        "make a trace for emulated links of a recording by mahimahi or NYU-METS",
+        f"{OPERATING}:IMPORT_TRACE",
+        "import_trace",
+    ),
     "bench": Entry("measure ways of decoding over emulated links", f"{MEASURING}:BENCH"),
     "costs": Entry("sum up the cloud's work in a benchmark's record", f"{MEASURING}:COSTS"),
     "capacity": Entry("simulate how many sessions one verifier holds, by who drafts", f"{MEASURING}:CAPACITY"),

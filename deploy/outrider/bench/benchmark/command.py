@@ -53,6 +53,7 @@ from outrider.cloud.precision import dtype_of
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
+from outrider.deploy.commands.operating import LinkSettings
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.drafters import embedded_packages
@@ -134,7 +135,7 @@ class Bench:
         self._folder = folder
         self._options = options = given(BenchSettings)
         self._console = Console(stderr=True, highlight=False)
-        self._links = links_of(given(LinkListSettings))
+        self._links = links_of(given(LinkListSettings), given.fields(LinkSettings)["tun"], options.loss)
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
@@ -186,8 +187,6 @@ class Bench:
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
 
-    # --- drafting beside the target ---
-
     @property
     def _drafts_here(self) -> bool:
         """Whether the verifier has a drafter of its own."""
@@ -200,7 +199,7 @@ class Bench:
         address = self._verifier.address
         if link.is_none:
             return None, address
-        emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
+        emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed, faults=link.faults)
         await stack.enter_async_context(emulator)
         return emulator, emulator.address
 
@@ -360,7 +359,8 @@ class Bench:
         return self._replays(known).best_length(colocated, self._links[0])
 
     def _replayed(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
-        if "optimum" not in self._options.modes or self._options.sessions > 1 or not known.traces:
+        alone = self._options.sessions == 1 and link.faults is None  # a replay knows no packets
+        if "optimum" not in self._options.modes or not alone or not known.traces:
             return []
         replays = self._replays(known)
         return [replays.optimum(link, self._common), *replays.modes(link, known.colocated_length, self._common)]

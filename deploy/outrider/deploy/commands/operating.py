@@ -122,6 +122,23 @@ class LinkSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingSettings(Settings):
+    """Recorded rates of a link, in the form of mahimahi or NYU-METS, and the trace to make of them."""
+
+    down: Path = option(
+        REQUIRED,
+        "recording of the link to the edge: the millisecond of each packet, a line each (mahimahi), or RATE,UNIT of "
+        "each second (NYU-METS)",
+        metavar="FILE",
+        positional=True,
+    )
+    up: Path | None = option(None, "recording of the link from the edge; not set: the rates to the edge")
+    rtt: float = option(REQUIRED, "round trip time, which recordings of rates lack", metavar="MS", check=at_least(0))
+    step_ms: int = option(100, "time over which rates are averaged", check=at_least(1))
+    output: Path = option(REQUIRED, "CSV file to write, for --trace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitSettings(Settings):
     """A command to run as a job, and its cluster, inputs and output."""
 
@@ -170,5 +187,6 @@ FORGET = Command("outrider.deploy.fleet:forget", (part(ForgetSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))
+IMPORT_TRACE = Command("outrider.deploy.link.command:import_trace", (part(RecordingSettings),))
 SUBMIT = Command("outrider.deploy.submit.command:submit", (part(SubmitSettings, defaults={"address": job_server}),))
 COMPLETION = Command("outrider.deploy.cli:completion", (part(CompletionSettings),))

@@ -1,13 +1,14 @@
-"""`outrider link`: an emulated link between an edge and a verifier, until a signal ends it."""
+"""`outrider link`, an emulated link until a signal ends it; and `outrider import-trace`, recordings for it."""
 
 from __future__ import annotations
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.operating import LinkSettings
+from outrider.deploy.commands.operating import LinkSettings, RecordingSettings
 from outrider.deploy.link.process import open_link
+from outrider.deploy.link.recordings import trace_of
 from outrider.deploy.link.relay import run_on_time
 from outrider.deploy.link.shape import LinkShape, PacketFaults
-from outrider.deploy.link.traces import LinkTrace, find_trace
+from outrider.deploy.link.traces import LinkTrace, find_trace, write_trace
 from outrider.deploy.termination import until_stopped
 from outrider.proto.errors import ConfigError
 
@@ -40,6 +41,18 @@ async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None
     print(
         f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down{packets}"
     )
+    return 0
+
+
+def import_trace(given: Given) -> int:
+    """Run `outrider import-trace`."""
+    options = given(RecordingSettings)
+    trace = trace_of(options.down, options.up, rtt_ms=options.rtt, step_ms=options.step_ms)
+    try:
+        write_trace(trace, options.output, f"Made from {options.down.name} by outrider import-trace.")
+    except OSError as error:
+        raise ConfigError(f"cannot write {options.output}: {error.strerror}", field="output") from error
+    print(f"{options.output}: {trace.duration_s:g} s in {len(trace.points)} points")
     return 0
 
 

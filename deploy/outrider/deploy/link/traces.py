@@ -1,7 +1,7 @@
 """Changes of a link over time.
 
 The built-in traces are SYNTHETIC, not recordings (see `synthetic`). A recording of your own is a CSV file of the same
-form:
+form (`recordings` makes one of those by others):
 
     time_s,rtt_ms,up_mbit,down_mbit
     0.0,42.5,8.1,31.0
@@ -118,7 +118,7 @@ def read_trace(path: Path) -> LinkTrace:
 def write_trace(trace: LinkTrace, path: Path, comment: str) -> None:
     """Write a CSV file that `read_trace` reads; `comment` is one line."""
     lines = [f"# {comment}", HEADER]
-    lines += [f"{p.time_s:.1f},{p.rtt_ms:.2f},{p.up_mbit:.3f},{p.down_mbit:.3f}" for p in trace.points]
+    lines += [f"{round(p.time_s, 3)},{p.rtt_ms:.2f},{p.up_mbit:.3f},{p.down_mbit:.3f}" for p in trace.points]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
