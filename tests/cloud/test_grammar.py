@@ -686,13 +686,23 @@ def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(t
     trial.check(GRAMMAR)
     child = trial._child
     os.kill(child.pid, signal.SIGSTOP)  # hangs, as far as its parent can tell
-    monkeypatch.setattr("outrider.cloud.grammar_trial.TRIAL_S", 0.2)
+    monkeypatch.setattr("outrider.cloud.grammar_trial.PATIENCE_S", 0.2)
     with pytest.raises(TooCostly):
         trial.check(GRAMMAR)
     assert child.returncode == -signal.SIGKILL
     monkeypatch.undo()
     trial.check(GRAMMAR)
     assert trial._child.pid != child.pid
+
+
+def test_a_grammar_is_not_costly_because_its_child_gets_no_core(trial, monkeypatch):
+    trial.check(GRAMMAR)
+    monkeypatch.setattr("outrider.cloud.grammar_trial.TRIAL_S", 0.2)
+    os.kill(trial._child.pid, signal.SIGSTOP)
+    waits = threading.Timer(1.0, os.kill, (trial._child.pid, signal.SIGCONT))
+    waits.start()
+    trial.check(GRAMMAR)
+    waits.join()
 
 
 def test_closing_ends_what_compiles_and_its_child(trial):

@@ -20,7 +20,8 @@ from outrider.cloud.grammar_compiler import FIELD, STACK_BYTES, compile_grammar,
 from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.types import Grammar, GrammarKind
 
-TRIAL_S = 5.0  # ordinary grammars take 1 to 50 ms
+TRIAL_S = 5.0  # of processor time; ordinary grammars take 1 to 50 ms
+PATIENCE_S = 30.0  # for a child that hardly gets a core
 TRIAL_BYTES = 128 << 20  # beyond what the child takes with its tokenizer; ordinary grammars take 1 to 30 MB
 START_S = 60.0
 _NICENESS = 10  # the engine goes first
@@ -46,7 +47,7 @@ class GrammarTrial:
         self._closed = False
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a grammar within `TRIAL_S` seconds and `TRIAL_BYTES`.
+        """Compile a grammar within `TRIAL_S` seconds of processor time and `TRIAL_BYTES`.
 
         Raises:
             TooCostly: it takes more; the child has been killed.
@@ -54,7 +55,7 @@ class GrammarTrial:
             Unavailable: no child can be started.
         """
         child = self._running()
-        answer = self._ask(child, {"kind": grammar.kind.name, "text": grammar.text}, TRIAL_S)
+        answer = self._ask(child, {"kind": grammar.kind.name, "text": grammar.text}, PATIENCE_S)
         if answer is None:
             self._end()
             self._refuse_if_closed()
@@ -139,9 +140,8 @@ def _serve() -> None:
     _answer("")
     for line in sys.stdin:
         question = json.loads(line)
-        # A parent that has died kills nobody.
         spent_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-        _limit(resource.RLIMIT_CPU, math.ceil(spent_s + 2 * TRIAL_S))
+        _limit(resource.RLIMIT_CPU, math.ceil(spent_s + TRIAL_S))
         try:
             compile_grammar(Grammar(GrammarKind[question["kind"]], question["text"]), tokenizer).compute_bitmask()
         except InvalidArgument as error:
