@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
-import time
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from loop_thread import LoopThread
 
-from outrider.edge.daemon.chat_template import ChatTemplate
+from outrider.edge.chat import rendering
+from outrider.edge.chat.rendering import TemplateProcess
+from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.proto.errors import InvalidArgument
 
 TURNS = [
@@ -36,13 +42,27 @@ CHATML = """{%- if messages[0]['role'] == 'system' %}
 {% endif %}"""
 
 
+def render(text: str, turns: list[dict[str, str]] = TURNS, **variables: object) -> str:
+    """Render in this process."""
+    source = TemplateSource.of(text)
+    assert source is not None
+    return ChatTemplate(source).render(turns, variables)
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.close()
+
+
 def test_it_renders_as_transformers_does() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     (expected,), _ = render_jinja_template(
         conversations=[TURNS], chat_template=CHATML, add_generation_prompt=True, bos_token="<s>"
     )
-    assert ChatTemplate(CHATML, {"bos_token": "<s>"}).render(TURNS) == expected
+    assert render(json.dumps({"chat_template": CHATML, "bos_token": "<s>"})) == expected
 
 
 def test_the_embedded_targets_template_is_its_tokenizers() -> None:
@@ -50,9 +70,7 @@ def test_the_embedded_targets_template_is_its_tokenizers() -> None:
 
     tokenizer = load_tokenizer(resolve_target("reference"))
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
-    template = ChatTemplate.from_text(chat_template_json("reference"))
-    assert template is not None
-    assert template.render(TURNS) == expected
+    assert render(chat_template_json("reference")) == expected
 
 
 def test_it_is_read_from_a_tokenizer_config_a_named_list_or_a_bare_file() -> None:
@@ -63,14 +81,10 @@ def test_it_is_read_from_a_tokenizer_config_a_named_list_or_a_bare_file() -> Non
         "chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": source}],
     }
     for text in (json.dumps(config), json.dumps(named)):
-        template = ChatTemplate.from_text(text)
-        assert template is not None
-        assert template.render([{"role": "user", "content": "hi"}]) == "<s>hi"
-    bare = ChatTemplate.from_text("{{ messages[0].content }}")
-    assert bare is not None
-    assert bare.render([{"role": "user", "content": "hi"}]) == "hi"
+        assert render(text, [{"role": "user", "content": "hi"}]) == "<s>hi"
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": "hi"}]) == "hi"
     for nothing in ("", " \n", "{}", '{"chat_template": null}'):
-        assert ChatTemplate.from_text(nothing) is None
+        assert TemplateSource.of(nothing) is None
 
 
 @pytest.mark.parametrize(
@@ -88,7 +102,7 @@ def test_it_is_read_from_a_tokenizer_config_a_named_list_or_a_bare_file() -> Non
 )
 def test_a_template_cannot_reach_into_python(hostile) -> None:
     with pytest.raises(InvalidArgument, match="chat_template"):
-        ChatTemplate(hostile).render(TURNS)
+        render(hostile)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +114,7 @@ def test_a_template_cannot_reach_into_python(hostile) -> None:
         "{{ 'x' * 10000000000 }}",
         "{{ 'x' * 3000000 }}{{ 'x' * 3000000 }}",
         "{{ [0] * 9999999999 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
         "{{ '%1000000000d' % 1 }}",
         "{{ '%1000000000d' | format(1) }}",
         "{{ 'x' | center(9999999999) }}",
@@ -120,15 +134,101 @@ def test_a_template_cannot_reach_into_python(hostile) -> None:
         "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
     ],
 )
-def test_a_template_cannot_take_all_time_or_memory(greedy, monkeypatch) -> None:
-    import resource
+def test_a_template_cannot_take_all_time_or_memory(greedy, loop, monkeypatch) -> None:
+    monkeypatch.setattr(rendering, "CPU_S", 0.3)
+    before = resource.getrusage(resource.RUSAGE_SELF)
 
-    monkeypatch.setattr("outrider.edge.daemon.chat_template.MAX_SECONDS", 0.3)
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    async def chat() -> None:
+        template = await TemplateProcess.of(greedy)
+        assert template is not None
+        try:
+            await template.render(TURNS)
+        finally:
+            await template.close()
+
     with pytest.raises(InvalidArgument, match="chat_template"):
-        ChatTemplate(greedy).render(TURNS)
-    assert time.process_time() - began < 20
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kilobytes
+        loop.run(chat())
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 20
+    assert after.ru_maxrss - before.ru_maxrss < 400_000  # kilobytes
+
+
+@pytest.mark.parametrize(
+    "doubled",
+    [
+        "{{ ns.l | tojson | length }}",
+        "{{ ns.l == ns.m }}",
+        "{{ ([[0] * 1000] * (99999 + messages | length)) | sum(start=[]) | length }}",
+    ],
+)
+def test_c_code_that_never_ends_or_takes_all_memory_costs_one_chat_alone(doubled, loop, monkeypatch) -> None:
+    monkeypatch.setattr(rendering, "CPU_S", 0.3)
+    lists = "{% set ns = namespace(l=[1], m=[1]) %}{% for i in range(40) %}"
+    lists += "{% set ns.l = [ns.l, ns.l] %}{% set ns.m = [ns.m, ns.m] %}{% endfor %}"
+    source = (
+        "{% if messages[0].content == 'evil' %}" + lists + doubled + "{% else %}{{ messages[0].content }}{% endif %}"
+    )
+
+    async def chats() -> None:
+        template = await TemplateProcess.of(source)
+        assert template is not None
+        try:
+            chats = [template.render([{"content": what}]) for what in ("evil", "one", "two")]
+            evil, *good = await asyncio.gather(*chats, return_exceptions=True)
+            assert good == ["one", "two"]
+            assert isinstance(evil, InvalidArgument)
+            assert "more than 0.3 s" in evil.message or "memory" in evil.message
+        finally:
+            await template.close()
+
+    loop.run(chats())
+
+
+def test_chats_share_one_process_that_has_no_keys_and_is_replaced_when_it_dies(loop, monkeypatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY", "otr_secret")
+
+    async def chats() -> None:
+        template = await TemplateProcess.of("{{ messages[0].content }}{{ effort }}")
+        assert template is not None
+        try:
+            process = template._process
+            assert process is not None
+            environment = await asyncio.to_thread(Path(f"/proc/{process.pid}/environ").read_text)
+            assert "PATH=" in environment
+            assert "otr_secret" not in environment
+            for i in range(3):
+                assert await template.render([{"content": str(i)}], effort="!") == f"{i}!"
+            assert template._process is process
+            os.kill(process.pid, 9)
+            with pytest.raises(InvalidArgument, match="status -9"):
+                await template.render([{"content": "x"}])
+            assert await template.render(
+                [{"content": "é\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")}]
+            )
+        finally:
+            await template.close()
+
+    loop.run(chats())
+
+
+def test_a_chat_that_is_left_does_not_give_its_prompt_to_the_next(loop) -> None:
+    async def chats() -> None:
+        template = await TemplateProcess.of("{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}")
+        assert template is not None
+        try:
+            left = asyncio.create_task(template.render([{"content": "left"}]))
+            await asyncio.sleep(0)
+            left.cancel()
+            assert await template.render([{"content": "mine"}]) == "mine"
+        finally:
+            await template.close()
+
+    loop.run(chats())
+
+
+def test_a_prompt_is_bounded_by_its_length() -> None:
+    with pytest.raises(InvalidArgument, match="shorten the messages"):
+        render("{{ 'x' * 5000000 }}")
 
 
 def test_what_a_template_says_against_a_chat_is_what_the_client_reads(start, scripted) -> None:
@@ -146,31 +246,3 @@ def test_without_a_template_chats_are_sent_to_completions(start, scripted) -> No
             reply = live.chat()
             assert (reply.status, reply.error["code"]) == (400, "no_chat_template")
             assert "/v1/completions" in reply.error["message"]
-
-
-def test_the_time_limit_leaves_no_trace_function_in_place() -> None:
-    import sys
-
-    before = sys.gettrace()
-    ChatTemplate("{{ messages }}").render(TURNS)
-    assert sys.gettrace() is before
-    done = []
-    threads = [threading.Thread(target=lambda: done.append(ChatTemplate("{{ 1 }}").render(TURNS))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert done == ["1"] * 8
-
-
-@pytest.mark.parametrize(
-    "doubling",
-    [
-        "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
-        "{% macro twice(s) %}{{ s }}{{ s }}{% endmacro %}{% set n = namespace(s='x') %}"
-        "{% for i in range(40) %}{% set n.s = twice(n.s) %}{% endfor %}",
-    ],
-)
-def test_output_of_blocks_and_macros_is_bounded_by_its_length_not_by_time(doubling) -> None:
-    with pytest.raises(InvalidArgument, match="a string of more than"):
-        ChatTemplate(doubling).render(TURNS)

@@ -5,7 +5,6 @@ access          checks of every request, the limit on those that run, their line
 app             the routes, and the page at /, which is the files in page/
 schema          what requests may say, checked field by field
 parsed_request  from a request's body to prompts in tokens and `Sampling`
-chat_template   messages to a prompt, rendered in a sandbox
 texts           decoding of a request's texts, and the sending of its answer
 answers         the two formats of an answer
 metrics         counts of requests, and what an answer says about its drafts

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.client import Client
-from outrider.edge.daemon.chat_template import ChatTemplate
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.preparation import Ready
 from outrider.edge.text import TokenText
@@ -36,7 +36,7 @@ class Served:
     """Parts that answer requests once the client is prepared."""
 
     ready: Ready
-    template: ChatTemplate | None
+    template: TemplateProcess | None
     tokens: TokenText
 
     def check_model(self, model: str) -> None:
@@ -108,6 +108,11 @@ class Cloud:
             except TimeoutError:
                 pass
 
+    async def close(self) -> None:
+        """End the process that renders chats; the client is closed by whoever made it."""
+        if self.served is not None and self.served.template is not None:
+            await self.served.template.close()
+
     async def _look(self) -> None:
         error: OutriderError | None = None
         try:
@@ -132,7 +137,7 @@ class Cloud:
         ready = self.client.ready
         assert ready is not None  # noqa: S101 - prepare raises otherwise
         self._drafter_error = ready.drafter_error
-        return Served(ready, _template(ready), TokenText(ready.tokenizer))
+        return Served(ready, await _template(ready), TokenText(ready.tokenizer))
 
     async def _reach(self) -> None:
         """Raise what stands between the daemon and a new text."""
@@ -144,9 +149,9 @@ class Cloud:
             raise Unavailable(f"the verifier at {address} does not answer")
 
 
-def _template(ready: Ready) -> ChatTemplate | None:
+async def _template(ready: Ready) -> TemplateProcess | None:
     try:
-        return ChatTemplate.from_text(ready.chat_template)
+        return await TemplateProcess.of(ready.chat_template)
     except InvalidArgument as error:
         log.warning("chats are refused, because the chat template of %s %s", ready.model, error.message)
         return None

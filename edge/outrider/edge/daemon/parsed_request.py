@@ -80,7 +80,7 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
         raise ApiError(400, message, param="messages", code="no_chat_template")
     variables = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
     turns = [_turn(message) for message in request.messages]
-    text = await asyncio.to_thread(served.template.render, turns, **variables)
+    text = await served.template.render(turns, **variables)
     prompt = await _encode(served.ready, text, special=False)  # the template writes them itself
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
     parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)

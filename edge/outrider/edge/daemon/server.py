@@ -104,6 +104,7 @@ class Daemon:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
+        await self.cloud.close()
         await self._client.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
