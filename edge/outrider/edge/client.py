@@ -181,7 +181,9 @@ class Client:
         began = time.monotonic()
         options = RequestOptions(logprobs, top_logprobs, request_id)
         ready = await within(self.find(), deadline_s)
-        frame = options.applied_to(self.open(prompt, sampling or Sampling(), overrides))
+        checked = checked_sampling(sampling or Sampling(), overrides)
+        tokens = await within(ready.encode_prompt(prompt, special=True), deadline_s)
+        frame = options.applied_to(self.open(tokens, checked))
         text = TextStream(ready.tokenizer, checked_stop(stop))
         decoding = self.begin(frame, observer, await self.predicted(prediction))
         reported = False
@@ -220,7 +222,10 @@ class Client:
         on_event: Callable[[Event], None] = lambda _: None,
     ) -> Completion:
         """Return the whole text of `generate(prompt, ...)`; `on_event` sees each event as it comes."""
-        return replace(await collect(events, on_event), prompt_tokens=len(self.encode(prompt)))
+        whole = await collect(events, on_event)
+        if whole.tokens:
+            return whole
+        return replace(whole, prompt_tokens=len(await self._prepared.ready_now().encode_prompt(prompt, special=True)))
 
     def conversation(
         self,
@@ -266,9 +271,9 @@ class Client:
         index = await indexed_prediction(self._prepared.ready_now(), prediction)
         return index if self.config.drafter != "none" else None
 
-    def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
+    def open(self, prompt: tuple[int, ...], sampling: Sampling) -> Open:
         """Return the frame that opens a new session; needs `prepare`."""
-        return self._prepared.open(self.encode(prompt), checked_sampling(sampling, overrides))
+        return self._prepared.open(prompt, sampling)
 
     def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None) -> Decoding:
         """Return the decoding of a new session, whose first text is expected to be `prediction`; needs `prepare`."""
@@ -303,6 +308,7 @@ class Client:
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
             measured=measured,
+            on_opened=ready.prompts.meet,
         )
         self._decodings.add(decoding)
         return decoding

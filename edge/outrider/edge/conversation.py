@@ -33,7 +33,7 @@ class _Client(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open: ...
+    def open(self, prompt: tuple[int, ...], sampling: Sampling) -> Open: ...
 
     def other_drafters(
         self, decoding: Decoding, frame: Open, prediction: SuffixIndex | None
@@ -198,7 +198,7 @@ class Conversation:
         began = time.monotonic()
         ready = await within(self._client.find(), deadline_s)
         start = len(self._tokens)
-        new = ready.encode(prompt, special=start == 0)
+        new = await within(ready.encode_prompt(prompt, special=start == 0), deadline_s)
         decoding = await self._begin(start, new, sampling, await self._client.predicted(prediction))
         self._tokens += new
         said = False
@@ -219,7 +219,7 @@ class Conversation:
     async def _begin(
         self, start: int, prompt: tuple[int, ...], sampling: Sampling, prediction: SuffixIndex | None
     ) -> Decoding:
-        frame = self._options.applied_to(self._client.open((*self._tokens, *prompt), sampling, {}))
+        frame = self._options.applied_to(self._client.open((*self._tokens, *prompt), sampling))
         if self._decoding is not None:
             others = self._client.other_drafters(self._decoding, frame, prediction)
             if self._decoding.may_take(others, prediction):

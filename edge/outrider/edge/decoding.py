@@ -102,8 +102,10 @@ class Decoding:
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
         measured: SharedMeasurements,
+        on_opened: Callable[[Opened], None],
     ) -> None:
         self.machine = machine
+        self._on_opened = on_opened
         self._measured = measured
         self._route = route
         self._channels = channels
@@ -330,6 +332,7 @@ class Decoding:
         self._observer.received(frame, time.monotonic())
         self._handle(frame)
         if isinstance(frame, Opened):
+            self._on_opened(frame)
             if self._stream is not None:
                 self._stream.connection.opened = frame
             if self.machine.sampling.noise is not None:

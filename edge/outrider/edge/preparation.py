@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -24,6 +24,7 @@ from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.kept_answers import KeptAnswers
 from outrider.edge.local_texts import LocalFiles, LocalTexts
 from outrider.edge.pending import FoundDrafters, PendingDrafter
+from outrider.edge.prompts import PromptEncoder, encode
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
@@ -56,6 +57,7 @@ class Ready:
         chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
         local_texts: texts of this machine that drafts are copied from; None: none.
         own_versions: versions of drafters that were trained on this machine.
+        prompts: encoder of prompts, which knows how many tokens can fit.
     """
 
     route: Route
@@ -68,6 +70,7 @@ class Ready:
     pending: PendingDrafter | None = None
     local_texts: LocalTexts | None = None
     own_versions: frozenset[str] = frozenset()
+    prompts: PromptEncoder = field(default_factory=PromptEncoder)
 
     @property
     def drafter(self) -> Drafter | None:
@@ -136,9 +139,15 @@ class Ready:
 
     def encode(self, text: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay."""
-        if isinstance(text, str):
-            return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
-        return tuple(text)
+        return encode(self.tokenizer, text, special=special) if isinstance(text, str) else tuple(text)
+
+    async def encode_prompt(self, prompt: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
+        """Do what `encode` does for a prompt of any length, without holding up the event loop.
+
+        Raises:
+            PromptTooLong: the target's context cannot hold it.
+        """
+        return await self.prompts.encode(self.tokenizer, prompt, special=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones."""

@@ -118,6 +118,32 @@ def test_a_body_of_undeclared_length_is_measured_as_it_comes(live) -> None:
     connection.close()
 
 
+def test_bodies_that_take_too_much_together_are_refused_for_now_and_their_bytes_come_back(start, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.edge.daemon.access.MAX_BODIES_BYTES", 100_000)
+    with start() as live:
+        live.client.hold = True
+        first = threading.Thread(target=live.complete, kwargs={"user": "x" * 70_000})
+        first.start()
+        live.until(lambda: live.client.running == 1)
+        refused = live.complete(user="x" * 70_000)
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["Retry-After"]) >= 1
+        live.client.hold = False
+        first.join()
+        assert live.complete(user="x" * 70_000).status == 200
+        live.until(lambda: live.daemon.limiter.body_bytes == 0)
+
+
+def test_a_prompt_that_no_context_can_hold_is_a_400_by_name(live) -> None:
+    for reply, param in (
+        (live.complete(prompt="x" * (5 << 20)), "prompt"),
+        (live.chat(messages=[{"role": "user", "content": "x" * (5 << 20)}]), "messages"),
+    ):
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert "shorten" in reply.error["message"]
+    assert live.complete().status == 200
+
+
 def test_a_sane_request_id_comes_back_and_another_is_replaced(live) -> None:
     reply = live.complete()
     fresh = reply.headers["X-Request-Id"]

@@ -4,7 +4,8 @@ server          sockets, TLS, and what is not HTTP
 access          checks of every request, the limit on those that run, their lines in the log
 app             the routes, and the page at /, which is the files in page/
 schema          what requests may say, checked field by field
-parsed_request  from a request's body to prompts in tokens and `Sampling`
+reading         bodies of requests, read and parsed within limits
+parsed_request  from what a request says to prompts in tokens and `Sampling`
 texts           decoding of a request's texts, and the sending of its answer
 answers         the two formats of an answer
 metrics         counts of requests, and what an answer says about its drafts

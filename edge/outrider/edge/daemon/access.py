@@ -27,6 +27,7 @@ API = "/v1/"
 SHUTTING_DOWN = "the daemon is shutting down"
 RETRY_AFTER_END_S = 5.0
 CLIENT_LEFT = 499  # nginx's status for it
+MAX_BODIES_BYTES = 64 << 20  # of all requests that run; what becomes of a body takes ten times its size
 _SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _QUIET = ("/drafters", "/health", "/metrics")  # polled every few seconds
 
@@ -145,24 +146,46 @@ class Guard:
         )
 
 
+class Place:
+    """The place of one request, which counts what its body takes."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+        self.body_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Count more bytes of the body.
+
+        Raises:
+            ApiError: 429, the bodies of all requests take too much.
+        """
+        if self._limiter.body_bytes + num_bytes > MAX_BODIES_BYTES:
+            message = f"the requests that run have more than {MAX_BODIES_BYTES} bytes already; try again"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
+        self._limiter.body_bytes += num_bytes
+        self.body_bytes += num_bytes
+
+
 class Limiter:
-    """The number of requests for texts that run, which has a limit.
+    """The number of requests for texts that run and the bytes of their bodies, which have limits.
 
     Attributes:
         draining: whether the daemon ends and lets no more in.
         cut: set when what still runs has to end at once.
+        body_bytes: bytes of the bodies of requests that run.
     """
 
     def __init__(self, max_requests: int, http_metrics: HttpMetrics) -> None:
         self.draining = False
         self.cut = asyncio.Event()
+        self.body_bytes = 0
         self._max_requests = max_requests
         self._http_metrics = http_metrics
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
+    def enter(self) -> Iterator[Place]:
         """Hold a place for as long as a request runs.
 
         Raises:
@@ -175,9 +198,11 @@ class Limiter:
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
         self._http_metrics.running += 1
         self._empty.clear()
+        place = Place(self)
         try:
-            yield
+            yield place
         finally:
+            self.body_bytes -= place.body_bytes
             self._http_metrics.running -= 1
             if not self._http_metrics.running:
                 self._empty.set()

@@ -19,8 +19,9 @@ from outrider.edge.daemon.answers import Answer
 from outrider.edge.daemon.cloud import Cloud, Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, from_outrider, json_bytes, json_response
 from outrider.edge.daemon.metrics import HttpMetrics, TextObserver, metrics_of
-from outrider.edge.daemon.parsed_request import ParsedRequest, json_object
-from outrider.edge.daemon.schema import Request, checked
+from outrider.edge.daemon.parsed_request import ParsedRequest
+from outrider.edge.daemon.reading import read_request
+from outrider.edge.daemon.schema import Request
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.errors import OutriderError, Unavailable
@@ -71,8 +72,8 @@ class TextEndpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which ends when its client leaves."""
-        with self.service.limiter.enter():
-            options = checked(self.kind, await json_object(HttpRequest(scope, receive)))
+        with self.service.limiter.enter() as place:
+            options = await read_request(self.kind, HttpRequest(scope, receive), place)
             served = self.service.cloud.serving()
             served.check_model(options.model)
             await _while_connected(receive, self._serve(options, served, scope, receive, send))

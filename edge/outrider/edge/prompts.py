@@ -1,0 +1,84 @@
+"""Prompts in tokens: a long one is encoded away from the event loop, and refused before it costs much if it cannot fit.
+
+A tokenizer takes about 5 us and 400 bytes a character. So what a text may have at all is counted in characters, and a
+text that may still be too long is encoded in slices first, which ends as soon as they have too many tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenizers import Tokenizer
+
+from outrider.proto.errors import PromptTooLong
+from outrider.proto.types import Opened
+
+MAX_CHARACTERS = 4 << 20
+IN_THREAD = 4096  # characters; shorter texts are encoded sooner than a thread takes over
+SLICE = 1 << 16  # characters; longer texts are encoded one at a time, which bounds the memory
+FITTING = 2  # contexts: what has more tokens fits nowhere; less than that is for the verifier to refuse
+FIELD = "open.prompt"
+
+_long_texts = ThreadPoolExecutor(1, thread_name_prefix="outrider-prompt")
+
+
+class PromptEncoder:
+    """Encoder of prompts for one target, with its tokenizer.
+
+    Attributes:
+        context_length: positions that the target holds at any verifier met so far; 0: none has been met.
+    """
+
+    def __init__(self) -> None:
+        self.context_length = 0
+        self._longest_token = 0  # 0: not known yet
+
+    def meet(self, opened: Opened) -> None:
+        """Take in how many positions a verifier's target holds."""
+        self.context_length = max(self.context_length, opened.context_length)
+
+    async def encode(self, tokenizer: Tokenizer, prompt: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
+        """Return the token ids of a prompt, with the tokenizer's special tokens around it or not; token ids stay.
+
+        Raises:
+            PromptTooLong: the target's context cannot hold it.
+        """
+        if not isinstance(prompt, str):
+            self._check_tokens(len(prompt))
+            return tuple(prompt)
+        if len(prompt) < IN_THREAD:
+            return encode(tokenizer, prompt, special=special)
+        self._check_characters(tokenizer, len(prompt))
+        pool = None if len(prompt) <= SLICE else _long_texts
+        return await asyncio.get_running_loop().run_in_executor(pool, self._encode_long, tokenizer, prompt, special)
+
+    def _encode_long(self, tokenizer: Tokenizer, prompt: str, special: bool) -> tuple[int, ...]:
+        if len(prompt) > SLICE:
+            tokens = 0
+            for start in range(0, len(prompt), SLICE):
+                tokens += len(encode(tokenizer, prompt[start : start + SLICE], special=False))
+                self._check_tokens(tokens)
+        return encode(tokenizer, prompt, special=special)
+
+    def _check_tokens(self, tokens: int) -> None:
+        if self.context_length and tokens > FITTING * self.context_length:
+            raise PromptTooLong(
+                f"has {tokens} tokens or more; the target holds {self.context_length}, text included; shorten it",
+                field=FIELD,
+            )
+
+    def _check_characters(self, tokenizer: Tokenizer, characters: int) -> None:
+        most = MAX_CHARACTERS
+        if self.context_length:
+            self._longest_token = self._longest_token or max(map(len, tokenizer.get_vocab()), default=1)
+            most = min(most, max(IN_THREAD, self.context_length * self._longest_token))
+        if characters > most:
+            raise PromptTooLong(f"has {characters} characters; at most {most} can fit here; shorten it", field=FIELD)
+
+
+def encode(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]:
+    """Return the token ids of a text of any length, in this thread; other threads run meanwhile."""
+    # Of a batch: unlike a single text's, its encoding lets go of Python, and leaves out where each token came from.
+    return tuple(tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
