@@ -183,6 +183,34 @@ def test_the_daemons_own_page_and_names_of_this_machine_are_let_in(live) -> None
     assert live.get("/", Sec_Fetch_Site="cross-site").status == 200  # a link to the page
 
 
+@pytest.mark.parametrize(
+    ("listen", "allowed", "refused"),
+    [
+        (
+            "0.0.0.0:0",
+            ("edge:8080", "EDGE", "box.lan", "127.0.0.1", "192.168.1.5:80", "[fe80::1]:80", "localhost"),
+            ("evil.example", "edge.evil.example", "evil.example:8080", "192.168.1.5.evil.example", "[evil]:1", "1.2.3"),
+        ),
+        ("127.0.0.1:0", ("edge:8080", "127.0.0.1"), ("evil.example", "192.168.1.5")),
+    ],
+)
+def test_without_keys_a_rebound_name_is_refused_wherever_the_daemon_listens(start, listen, allowed, refused) -> None:
+    with start(listen=listen, insecure_listen=True, allow_host=("edge", "box.lan")) as live:
+        for host in allowed:
+            assert live.get("/v1/models", Host=host).status == 200, host
+        for host in refused:
+            reply = live.get("/v1/models", Host=host)
+            assert (reply.status, reply.error["code"]) == (403, "host_not_allowed"), host
+            assert "--allow-host" in reply.error["message"]
+
+
+@pytest.mark.parametrize("wrong", ["", "http://edge", "edge:80", "edge/v1", "*"])
+def test_what_is_no_name_of_a_host_cannot_be_allowed(wrong) -> None:
+    with pytest.raises(ConfigError, match="without scheme, port or path") as caught:
+        DaemonConfig(allow_host=(wrong,))
+    assert caught.value.field == "allow_host"
+
+
 def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp_path) -> None:
     secret, slow = new_secret(), new_secret()
     keys = tmp_path / "keys.toml"

@@ -15,11 +15,15 @@ cloud           whether the cloud is there, found out in the background
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.serving import ListeningSettings
 from outrider.proto.settings import above, at_least, option
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,21 @@ class DaemonConfig(ListeningSettings):
 
     listen: str = "127.0.0.1:8080"
     api_keys: Path | None = option(None, "keys that requests must show one of; not set: whoever reaches the port may")
+    allow_host: tuple[str, ...] = option(
+        (),
+        "name by which clients reach a daemon without API keys, besides addresses and this machine's names; pages of "
+        "other names, which may lead here by DNS rebinding, are refused",
+        metavar="NAME",
+    )
     max_requests: int = option(256, "requests for texts at once", check=at_least(1))
     request_timeout_s: float = option(600.0, "time for a whole answer", check=above(0))
     grace_s: float = option(10.0, "time for running answers to end on exit", check=at_least(0))
+
+    def check_together(self) -> None:
+        """Refuse plain text beyond this machine unless that is allowed, and what is no name of a host."""
+        super(DaemonConfig, self).check_together()
+        for name in self.allow_host:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} is not a host's name; give it without scheme, port or path", field="allow_host"
+                )

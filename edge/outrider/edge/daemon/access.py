@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import re
 import time
@@ -41,24 +42,27 @@ class Auth:
     Attributes:
         listen_host: host that the daemon listens on.
         keys: keys of which a request to the API must show one; None: it needs none.
+        allowed: further names by which a request without a key may reach it.
     """
 
     listen_host: str
     keys: Keys | None = None
+    allowed: tuple[str, ...] = ()
 
     def check(self, path: str, headers: Headers) -> Key | None:
         """Return the key that a request shows, where keys are needed.
 
         A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its
-        Origin, and a name that was rebound to the loopback address (DNS rebinding) by its Host: on loopback and
-        without keys only names of this machine are taken.
+        Origin, and a name that was rebound to this machine's address (DNS rebinding) by its Host: without keys only
+        names of this machine and allowed ones are taken, and beyond loopback addresses, which cannot be rebound.
 
         Raises:
             ApiError: 403 it comes from elsewhere, 401 it shows no key.
         """
         host = headers.get("host", "")
-        if self.keys is None and is_loopback(self.listen_host) and not self._is_ours(_name(host.lower())):
-            raise ApiError(403, f"{host[:100]!r} is not a name of this machine", code="host_not_allowed")
+        if self.keys is None and not self._is_ours(_name(host.lower())):
+            message = f"{host[:100]!r} is not a name of this machine; start the daemon with --allow-host for that name"
+            raise ApiError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
         if origin is not None:
             elsewhere = origin.partition("://")[2].lower() != host.lower()
@@ -78,12 +82,24 @@ class Auth:
             raise ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"}) from error
 
     def _is_ours(self, name: str) -> bool:
-        return name in ("localhost", self.listen_host.lower(), "") or name.endswith(".localhost") or is_loopback(name)
+        if name in ("localhost", self.listen_host.lower(), "", *(allowed.lower() for allowed in self.allowed)):
+            return True
+        if name.endswith(".localhost") or is_loopback(name):
+            return True
+        return not is_loopback(self.listen_host) and _is_address(name)
 
 
 def _name(host: str) -> str:
     """Return the name in a Host header, without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Daemon:
         service = Service(self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s)
         self._host, self._port = split_address(config.listen, "listen")
         keys = Keys.from_file(config.api_keys) if config.api_keys else None
-        self._app = Api(service).application(Auth(self._host, keys))
+        self._app = Api(service).application(Auth(self._host, keys, config.allow_host))
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
