@@ -162,7 +162,7 @@ class Guard:
         )
 
 
-class Place:
+class HeldRequest:
     """The place of one request, which counts what its body takes."""
 
     def __init__(self, limiter: Limiter) -> None:
@@ -201,7 +201,7 @@ class Limiter:
         self._empty.set()
 
     @contextmanager
-    def enter(self) -> Iterator[Place]:
+    def enter(self) -> Iterator[HeldRequest]:
         """Hold a place for as long as a request runs.
 
         Raises:
@@ -214,7 +214,7 @@ class Limiter:
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
         self._http_metrics.running += 1
         self._empty.clear()
-        place = Place(self)
+        place = HeldRequest(self)
         try:
             yield place
         finally:

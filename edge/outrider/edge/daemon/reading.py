@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from outrider.edge.daemon.access import Place
+from outrider.edge.daemon.access import HeldRequest
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import Request, checked
 
@@ -22,7 +22,7 @@ _CLOSE = {"Connection": "close"}
 R = TypeVar("R", bound=Request)
 
 
-async def read_request(kind: type[R], request: HttpRequest, place: Place) -> R:
+async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest) -> R:
     """Read the JSON object in the body of a request, and check it.
 
     Raises:
@@ -38,7 +38,7 @@ async def read_request(kind: type[R], request: HttpRequest, place: Place) -> R:
     return await asyncio.to_thread(lambda: checked(kind, _parse_json(body)))
 
 
-async def _read(request: HttpRequest, place: Place) -> bytes:
+async def _read(request: HttpRequest, place: HeldRequest) -> bytes:
     """Read the body.
 
     The rest of one that is too long is read and thrown away, up to a point: a client that is cut off while it writes
