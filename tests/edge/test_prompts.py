@@ -64,9 +64,7 @@ def test_a_text_of_any_length_has_the_tokenizers_own_tokens(
 
 
 @pytest.mark.parametrize("context_length", [0, 2048, 1 << 20])
-def test_a_text_that_is_too_long_for_any_context_is_refused_before_the_tokenizer_sees_it(
-    tokenizer: Tokenizer, context_length: int
-) -> None:
+def test_a_text_that_is_too_long_for_any_context_is_not_encoded(tokenizer: Tokenizer, context_length: int) -> None:
     counting = Counting(tokenizer)
     text = "x" * (MAX_CHARACTERS + 1)
     with pytest.raises(PromptTooLong, match=f"{len(text)} characters.*shorten it") as caught:

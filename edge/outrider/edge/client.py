@@ -181,9 +181,8 @@ class Client:
         began = time.monotonic()
         options = RequestOptions(logprobs, top_logprobs, request_id)
         ready = await within(self.find(), deadline_s)
-        checked = checked_sampling(sampling or Sampling(), overrides)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline_s)
-        frame = options.applied_to(self.open(tokens, checked))
+        frame = options.applied_to(self.open(tokens, checked_sampling(sampling or Sampling(), overrides)))
         text = TextStream(ready.tokenizer, checked_stop(stop))
         decoding = self.begin(frame, observer, await self.predicted(prediction))
         reported = False
@@ -223,9 +222,8 @@ class Client:
     ) -> Completion:
         """Return the whole text of `generate(prompt, ...)`; `on_event` sees each event as it comes."""
         whole = await collect(events, on_event)
-        if whole.tokens:
-            return whole
-        return replace(whole, prompt_tokens=len(await self._prepared.ready_now().encode_prompt(prompt, special=True)))
+        prepared = self._prepared.ready_now()
+        return whole if whole.tokens else replace(whole, prompt_tokens=len(prepared.encode(prompt, special=True)))
 
     def conversation(
         self,

@@ -118,7 +118,7 @@ def test_a_body_of_undeclared_length_is_measured_as_it_comes(live) -> None:
     connection.close()
 
 
-def test_bodies_that_take_too_much_together_are_refused_for_now_and_their_bytes_come_back(start, monkeypatch) -> None:
+def test_bodies_that_take_too_much_together_are_refused_for_now(start, monkeypatch) -> None:
     monkeypatch.setattr("outrider.edge.daemon.access.MAX_BODIES_BYTES", 100_000)
     with start() as live:
         live.client.hold = True
