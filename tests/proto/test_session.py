@@ -962,6 +962,16 @@ def test_a_commit_that_contradicts_the_transcript_ends_the_text_with_an_error(co
     assert done.error.field == "commit.tokens"
 
 
+@pytest.mark.parametrize(("count", "finish"), [(40, None), (41, None), (41, FinishReason.LENGTH)])
+def test_a_commit_that_goes_on_beyond_max_tokens_ends_the_text_with_an_error(count, finish):
+    edge = edge_session()
+    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
+    (done,) = edge.on_commit(Commit(5, committed(*[1] * (count - 2)), 0, 16, finish=finish), 0.2)
+    assert isinstance(done, Done)
+    assert done.error.field == "commit.tokens"
+    assert edge.transcript == [3, 1, 2, 1, 2]
+
+
 def test_a_lost_commit_makes_the_edge_resume():
     edge = edge_session()
     (reopen,) = edge.on_commit(Commit(5, committed(1), 0, 16), 0.1)

@@ -174,7 +174,7 @@ class EdgeStream:
 
         Raises:
             Unavailable: a commit before it is missing.
-            InvalidArgument: it contradicts the transcript.
+            InvalidArgument: it contradicts the transcript, or goes on where the text must end.
         """
         text = self._text
         known = len(text.tokens) - commit.start
@@ -183,6 +183,9 @@ class EdgeStream:
         mine = text.tokens[commit.start : commit.start + len(commit.tokens)]
         if commit.start < text.prompt_length or token_ids(commit.tokens[:known]) != tuple(mine):
             raise InvalidArgument("contradicts the transcript", field="commit.tokens")
+        left = text.frame.sampling.max_tokens - text.generated - max(0, len(commit.tokens) - known)
+        if left < 0 or (left == 0 and commit.finish is None):
+            raise InvalidArgument("goes on beyond sampling.max_tokens", field="commit.tokens")
         return known
 
     def changed(self, report: Report, *, wants_to_lead: bool) -> bool:
