@@ -6,7 +6,12 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 SUPPLY := .venv-supply
 
-.PHONY: demo test soak vllm check lint proto docs locks sbom clean
+KILLS := 1000
+FRAMES := 1000000
+SEED := 1
+RECORDS := dist/records
+
+.PHONY: demo test soak chaos frames vllm check lint proto docs locks sbom clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -17,6 +22,14 @@ test: check
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+
+# Real processes killed and stopped at random under texts, half an hour at 1,000; and damaged frames, some minutes.
+chaos: frames
+	$(BIN)/python tests/kills/run_kills.py --kills $(KILLS) --seed $(SEED) --output $(RECORDS)/kills.json
+
+frames: $(READY)
+	mkdir -p $(RECORDS)
+	$(BIN)/python tests/fuzz/run_frames.py --frames $(FRAMES) --seed $(SEED) --output $(RECORDS)/frames.json
 
 # Stock vLLM behind the port, against our own engine byte for byte, on a CPU: gigabytes to download, minutes to run.
 vllm: $(VLLM)/.ready

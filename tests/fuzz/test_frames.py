@@ -1,0 +1,112 @@
+"""Damaged frames: refused by name, without a trace in other sessions; and the checks that say so can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import codec_door
+import machines_under_fire
+import pytest
+from frame_mutations import mutated, read_varint, varint, wire_fields
+from machines_under_fire import EdgeUnderFire, Fire, HonestSession, VerifierUnderFire
+from recorded_streams import recorded_stream
+from run_frames import Part, fire_at_codec, fire_at_machines, fire_at_verifier
+
+from outrider.proto import codec
+from outrider.proto.types import Continue, Draft, Open
+
+
+def test_recorded_streams_hold_every_kind_of_frame() -> None:
+    sent, received = recorded_stream(1)
+    kinds = {type(codec.decode_edge_frame(data)) for data in sent}
+    assert {Open, Continue, Draft} <= kinds
+    assert {type(codec.decode_cloud_frame(data)).__name__ for data in received} == {"Opened", "Commit"}
+
+
+def test_fields_and_numbers_are_read_as_protobuf_writes_them() -> None:
+    for number in (0, 1, 127, 128, 300, (1 << 64) - 1):
+        assert read_varint(varint(number), 0) == (number, len(varint(number)))
+    for data in recorded_stream(0)[0]:
+        (frame,) = wire_fields(data)
+        assert (frame.begin, frame.end) == (0, len(data))
+        inner = wire_fields(data[frame.value :])
+        assert sum(field.end - field.begin for field in inner) == len(data) - frame.value
+
+
+def test_damage_is_damage_and_a_seed_repeats_it() -> None:
+    data = recorded_stream(0)[0][0]
+    once, again = random.Random(3), random.Random(3)
+    made = [mutated(once, data) for _ in range(200)]
+    assert made == [mutated(again, data) for _ in range(200)]
+    assert sum(each != data for each in made) > 180
+
+
+def test_damaged_messages_are_refused_by_name_or_travel_unchanged() -> None:
+    part = fire_at_codec(4000, seed=5)
+    assert part.check() == []
+
+
+def test_damaged_streams_change_no_text_and_leave_the_session_beside_them_exact() -> None:
+    part = fire_at_machines(3000, seed=5)
+    assert part.check() == []
+    assert part.honest_texts > 5
+    assert part.outcomes["InvalidArgument"] > 20
+    assert part.outcomes["went on"] > 5
+
+
+def test_a_stream_whose_text_is_not_the_targets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = machines_under_fire.step
+
+    def wrong_step(session: object) -> None:
+        right(session)  # type: ignore[arg-type]
+        session.transcript[-1] ^= 1  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(machines_under_fire, "step", wrong_step)
+    verifier = VerifierUnderFire(random.Random(1))
+    verifier.receive(recorded_stream(0)[0][0])
+    verifier.finish_turn()
+    with pytest.raises(AssertionError, match="not the target's"):
+        verifier.check()
+    honest = HonestSession()
+    with pytest.raises(AssertionError, match="lost its text"):
+        decode_a_text(honest)
+
+
+def decode_a_text(honest: HonestSession) -> None:
+    while not honest.texts:
+        honest.go_on()
+
+
+def test_an_error_of_another_tree_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(data: bytes, *_: object) -> None:
+        raise KeyError(data[:1])
+
+    monkeypatch.setattr(codec, "decode_edge_frame", breaks)
+    monkeypatch.setattr(codec, "decode_cloud_frame", breaks)
+    with pytest.raises(KeyError):
+        VerifierUnderFire(random.Random(1)).receive(b"x")
+    with pytest.raises(KeyError):
+        EdgeUnderFire(random.Random(1)).receive(b"x")
+
+
+def test_growth_and_wrong_ends_are_reported() -> None:
+    part = Part("verifier", 10, 1.0, 100.0, 200.0, {}, 1, ["it ended with status -11"])
+    assert part.check() == ["verifier: it ended with status -11", "verifier has grown from 100 to 200 MiB"]
+
+
+def test_every_seed_of_the_codec_is_read() -> None:
+    kinds = set()
+    for data in codec_door.seeds():
+        codec_door.try_input(data)
+        kinds.add(data[0])
+    assert kinds == set(range(len(codec_door._PAIRS)))
+    assert len(Fire(0)._recorded) == machines_under_fire.STREAMS
+
+
+@pytest.mark.soak
+def test_a_verifier_survives_damaged_streams_and_honest_texts_beside_them_are_exact(tmp_path) -> None:
+    part = asyncio.run(fire_at_verifier(6000, 7, tmp_path))
+    assert part.check() == []
+    assert part.honest_texts > 2
+    assert part.outcomes["went on to its end"] > 5
