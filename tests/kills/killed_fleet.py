@@ -74,12 +74,14 @@ class Member:
     async def until_serving(self) -> None:
         """Wait for the line by which it says that it serves."""
         async with asyncio.timeout(START_WITHIN_S):
-            while not (self.pid and self._says_something()):  # noqa: ASYNC110 - another process is waited for
+            while not self.serves:  # noqa: ASYNC110 - another process is waited for
                 await asyncio.sleep(0.05)
 
-    def _says_something(self) -> bool:
+    @property
+    def serves(self) -> bool:
+        """Whether its newest process has said so."""
         with suppress(FileNotFoundError):
-            return b"\n" in self.forks.output(self.name).read_bytes()
+            return bool(self.pid) and b"\n" in self.forks.output(self.name).read_bytes()
         return False
 
     def holds(self) -> tuple[float, int]:
@@ -99,6 +101,10 @@ class KilledFleet:
     def of(self, kind: str) -> list[Member]:
         """Return all members of one kind."""
         return [member for member in self.members.values() if member.kind == kind]
+
+    def down(self) -> int:
+        """Return the number of processes that do not say that they serve."""
+        return sum(not member.serves for member in self.members.values())
 
     async def until_ready(self) -> None:
         """Until all serve, the coordinator places on every verifier, and every daemon finds them."""

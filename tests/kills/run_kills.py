@@ -31,6 +31,7 @@ from outrider.cloud.testing import save_tiny_target  # noqa: E402
 
 SPARED = frozenset({"coordinator", "daemon-a", "verifier-a", "link-a"})  # in the second half, to see whether they grow
 PROGRESS_EVERY = 25
+MAX_DOWN = 2  # processes that may be down, starting or stopped when the next one is hit
 WARM_TEXTS = 4
 
 
@@ -86,17 +87,20 @@ async def _carry_out(fleet: KilledFleet, plan: Any, run: KillRun, clients: Clien
     waking: set[asyncio.Task[None]] = set()
     for act in plan:
         await asyncio.sleep(act.after_s)
+        member = fleet.members[act.member]
+        while len(waking) + fleet.down() > MAX_DOWN or not member.pid:  # noqa: ASYNC110 - processes are started
+            await asyncio.sleep(0.02)
         if time.monotonic() > until:
             break
-        member = fleet.members[act.member]
-        while not (process := member.pid):  # noqa: ASYNC110 - it is being started
-            await asyncio.sleep(0.01)
+        process = member.pid
         if not member.signal(signal.SIGKILL if act.signal == "KILL" else signal.SIGSTOP):
             continue
         now = time.monotonic()
         run.sent.append(Sent(act.member, member.kind, act.signal, process, now, now + act.for_s))
         if act.signal == "STOP":
-            waking.add(asyncio.create_task(_wake(process, act)))
+            stopped = asyncio.create_task(_wake(process, act))
+            waking.add(stopped)
+            stopped.add_done_callback(waking.discard)
         if len(run.sent) % PROGRESS_EVERY == 0:
             ends = ", ".join(f"{count} {end}" for end, count in ends_of(clients.runs).items())
             print(f"{len(run.sent)} signals; texts: {ends}; refused {clients.refusals}", flush=True)
