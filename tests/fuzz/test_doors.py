@@ -1,0 +1,121 @@
+"""The doors that strangers' bytes come through: their seeds and a few thousand damaged ones, without atheris."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import codec_door
+import grammar_door
+import http_door
+import pytest
+import template_door
+from run_doors import DOORS
+
+from outrider.cloud.grammar import GrammarMatcher
+from outrider.edge.daemon import texts
+from outrider.edge.daemon.chat_template import ChatTemplate
+from outrider.proto.errors import Internal, InvalidArgument
+
+INPUTS = {"codec_door": 4000, "grammar_door": 60, "template_door": 500, "http_door": 500}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_whatever_comes_to_a_door_is_taken_or_refused_by_name(name: str) -> None:
+    door: Any = importlib.import_module(name)
+    seeds = door.seeds()
+    for data in seeds:
+        door.try_input(data)
+    rng = random.Random(8)
+    for _ in range(INPUTS[name]):
+        data = door.mutate(rng, rng.choice(seeds))
+        try:
+            door.try_input(data)
+        except Exception:
+            print(f"{name} fails on {data.hex()}")
+            raise
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_door_takes_its_right_inputs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no test of refusals alone: without the seeds' own right ones nothing behind a door is reached."""
+    taken = []
+    if name == "codec_door":
+        right: Any = codec_door._PAIRS
+        pairs = [
+            (decode, lambda message, encode=encode: taken.append(message) or encode(message))
+            for decode, encode in right
+        ]
+        monkeypatch.setattr(codec_door, "_PAIRS", pairs)
+    elif name == "grammar_door":
+        advance = GrammarMatcher.advance
+        monkeypatch.setattr(GrammarMatcher, "advance", lambda *given: taken.append(given) or advance(*given))
+    elif name == "template_door":
+        render = ChatTemplate.render
+
+        def rendered(*given: Any, **named: Any) -> str:
+            taken.append(render(*given, **named))
+            return taken[-1]
+
+        monkeypatch.setattr(ChatTemplate, "render", rendered)
+    else:
+        talk = http_door.Door.talk
+
+        def talked(*given: Any) -> bytes:
+            answer = talk(*given)
+            if answer.startswith(b"HTTP/1.1 200 "):
+                taken.append(answer)
+            return answer
+
+        monkeypatch.setattr(http_door.Door, "talk", talked)
+    door: Any = importlib.import_module(name)
+    for data in door.seeds():
+        door.try_input(data)
+    assert len(taken) >= {"codec_door": 100, "grammar_door": 20, "template_door": 5, "http_door": 9}[name]
+
+
+def test_a_message_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_door, "_PAIRS", ((lambda data: data, lambda message: message + b"x"),))
+    with pytest.raises(AssertionError):
+        codec_door.try_input(b"\0abc")
+
+
+def test_a_refusal_without_a_reason_and_a_defect_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise InvalidArgument("")
+
+    def breaks(*_: object) -> None:
+        raise Internal("a defect")
+
+    monkeypatch.setattr(template_door.ChatTemplate, "from_text", refuses)
+    with pytest.raises(AssertionError, match="says why"):
+        template_door.try_input(b"x")
+    monkeypatch.setattr(grammar_door, "_follow", breaks)
+    with pytest.raises(Internal):
+        grammar_door.try_input(b"\0")
+
+
+def test_a_mask_that_depends_on_the_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = GrammarMatcher._row
+
+    def forgetful(matcher: GrammarMatcher) -> Any:
+        row = right(matcher)
+        if row is not None and matcher._drafts:
+            return row
+        return row if row is None or matcher._consumed % 2 == 0 else ~row
+
+    monkeypatch.setattr(GrammarMatcher, "_row", forgetful)
+    with pytest.raises((AssertionError, InvalidArgument)):
+        grammar_door._follow(grammar_door.Grammar(grammar_door.GrammarKind.REGEX, "[a-z ]{3,40}"), random.Random(1))
+
+
+def test_a_daemon_that_breaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(texts, "checked", breaks)
+    http_door._door.cache_clear()
+    with pytest.raises(AssertionError):
+        http_door.try_input(http_door.seeds()[0])
+    http_door._door.cache_clear()
