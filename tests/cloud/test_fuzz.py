@@ -14,7 +14,7 @@ import torch
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.proto import codec
-from outrider.proto.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from outrider.proto.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, ResourceExhausted
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
@@ -211,6 +211,30 @@ def test_random_drafts_of_any_kind_never_change_the_text_of_their_own_session(co
         assert whole > 20
 
     live(config, scenario)
+
+
+def test_a_defect_in_reading_a_stream_ends_that_stream_alone(config, monkeypatch, caplog):
+    right = codec.decode_edge_frame
+
+    def defective(data, *bounds):
+        if b"defective" in data:
+            raise KeyError("a defect")
+        return right(data, *bounds)
+
+    monkeypatch.setattr(codec, "decode_edge_frame", defective)
+
+    async def scenario(server, channel):
+        wanted = await honest_text(channel, server, 3)
+        hostile = codec.encode_edge_frame(honest_open(server, 3, session="defective"))
+        late = codec.encode_edge_frame(Cancel("defective"))
+        begins = codec.encode_edge_frame(honest_open(server, 3, session="begins", patience=Patience(math.inf, 4)))
+        for frames in ([hostile], [begins, late]):
+            text, seen = await asyncio.gather(honest_text(channel, server, 3), send_and_look(channel, frames, 64))
+            assert isinstance(seen[-1], Internal)
+            assert text == wanted
+
+    live(config, scenario)
+    assert sum("a stream cannot be read" in record.message for record in caplog.records) == 2
 
 
 def test_extreme_sampling_parameters_give_a_text_or_a_refusal(config):

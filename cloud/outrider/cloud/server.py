@@ -34,7 +34,15 @@ from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.errors import (
+    ConfigError,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+)
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Bucket, Meters
 from outrider.proto.plumbing.logs import about
@@ -312,10 +320,8 @@ class VerifierServer:
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
             outbox.stream.half_close()
             self._engine.post_half_close(key)
-        except OutriderError as error:
-            outbox.put(error)
-        except TimeoutError:
-            outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
+        except Exception as error:  # whatever it is, the client has to be told
+            _end_reading(error, outbox, self.rules.name)
 
     async def _grammar_matcher(self, grammar: Grammar | None, committed: tuple[int, ...] = ()) -> GrammarMatcher | None:
         """Return the matcher of a grammar, compiled in another thread, or refuse the grammar before any step."""
@@ -387,6 +393,20 @@ class VerifierServer:
         self._endings.discard(ending)
         if not ending.cancelled():
             ending.exception()  # abort always raises
+
+
+def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
+    """End a stream by an error of its reading; a defect ends no other stream, and is logged."""
+    match error:
+        case OutriderError():
+            outbox.put(error)
+        case TimeoutError():
+            outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
+        case grpc.aio.BaseError():
+            pass  # it has ended
+        case _:
+            log.error("a stream cannot be read", exc_info=error, extra=about(outbox.stream.session, verifier))
+            outbox.put(Internal("the verifier has a defect in reading this stream; its log says which"))
 
 
 def _lessons(
