@@ -32,7 +32,7 @@ from outrider.cloud.testing import save_tiny_target  # noqa: E402
 SPARED = frozenset({"coordinator", "daemon-a", "verifier-a", "link-a"})  # in the second half, to see whether they grow
 PROGRESS_EVERY = 25
 MAX_DOWN = 2  # processes that may be down, starting or stopped when the next one is hit
-WARM_TEXTS = 4
+WARM_TEXTS = 8  # for each text at once, before anything is measured
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ async def run_kills(folder: Path, options: KillOptions) -> KillRun:
         for number, spared in ((half, frozenset()), (options.kills - half, SPARED)):
             plan = acts(options.seed + len(run.sent), members, options.every_s, frozenset(spared))
             await _carry_out(fleet, islice(plan, number), run, clients, until)
-            await clients.stop()
             await fleet.until_ready()
+            seen = len(clients.runs)
+            while len(clients.runs) < seen + WARM_TEXTS * options.at_once:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await clients.stop()
             await fleet.until_quiet()
             run.before, run.after = run.after, held_by(fleet)
             clients.start()
-        seen = len(clients.runs)
-        while len(clients.runs) < seen + WARM_TEXTS * options.at_once:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
         await clients.stop()
         await fleet.until_quiet()
         run.left = await fleet.end()
