@@ -425,6 +425,13 @@ def test_commits_of_a_turn_that_was_left_are_ignored():
     assert edge.on_commit(Commit(7, committed(3), 0, 64, turn=2), 1.4)[0] == Emit(7, committed(3), (False,))
 
 
+def test_commits_of_a_left_turn_are_ignored_until_the_next_has_a_stream():
+    edge = edge_at_rest(keep_s=0.0)
+    edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
+    assert edge.on_commit(Commit(6, committed(7), 0, 64), 1.1) == []
+    assert edge.transcript == [3, 1, 2, 4, 5, 6]
+
+
 def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_again():
     edge = HandDrivenEdge(open_frame(keep_s=9.0))
     edge.open_frame(b"", 0.0)

@@ -297,7 +297,7 @@ class EdgeSession:
     def _commit(self, commit: Commit, now: float) -> list[EdgeInstruction]:
         """Append the new tokens to the transcript; follow or abandon the chain."""
         text, stream = self._text, self._stream
-        if text.done or commit.turn != stream.turn:
+        if text.done or not stream.serves(commit):
             return []
         try:
             known = stream.follow(commit)

@@ -169,6 +169,10 @@ class EdgeStream:
         self.connected = self.connected and self.terms.keep_s > 0 and error is None
         self.opening = False
 
+    def serves(self, commit: Commit) -> bool:
+        """Return whether a commit is of the present turn; one of an earlier turn may come until this has a stream."""
+        return commit.turn == self.turn and self._opened_for + self.turn == self._text.turns
+
     def follow(self, commit: Commit) -> int:
         """Return the number of the commit's tokens that the transcript has already.
 
