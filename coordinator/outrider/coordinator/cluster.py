@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,7 @@ class VerifierInfo(VerifierStatus):
         Raises:
             InvalidArgument: a field is missing or cannot be read.
         """
-        kinds = get_type_hints(cls)
+        kinds = _kinds()
         try:
             return cls(**{name: kinds[name](value) for name, value in report.items() if name in kinds})
         except (ValueError, TypeError) as error:
@@ -67,6 +68,11 @@ class VerifierInfo(VerifierStatus):
     def status(self) -> VerifierStatus:
         """Return the view of operators and edges, which hides the address of a verifier that is down."""
         return replace(self, address="") if self.state is VerifierState.DOWN else self
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(VerifierInfo)
 
 
 class Cluster(Protocol):
