@@ -13,7 +13,6 @@ from refusals import check_refusal
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 
-MODULES = ("outrider.proto.codec", "outrider.proto.types")
 MAX_LENGTH = 4096
 _FEW = 3000  # tokens that a verifier with a small context takes in one message
 

@@ -17,7 +17,6 @@ from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind
 
-MODULES = ("outrider.cloud.grammar", "outrider.proto.types.sampling")
 MAX_LENGTH = 1024
 VOCAB, EOS = 8192, 0
 STEPS = 6

@@ -16,8 +16,8 @@ from malformed_http import CHAT, COMPLETIONS, refused_requests, request
 from tokenizers import Tokenizer
 from uvicorn.server import ServerState
 
+from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.chat_template import ChatTemplate
 from outrider.edge.daemon.cloud import Cloud, Served
 from outrider.edge.daemon.server import Daemon, HttpProtocol, _Http
 from outrider.edge.event_stream import Event, Finished, Tokens
@@ -29,7 +29,6 @@ from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import CommittedToken, FinishReason, Provenance
 
-MODULES = ("outrider.edge.daemon",)
 MAX_LENGTH = 2048
 ANSWER_WITHIN_S = 300.0
 PORT = 8080
@@ -103,6 +102,13 @@ class ScriptedTexts:
         yield Finished(FinishReason.EOS, "", EdgeStatistics(), 0.1, 0.05)
 
 
+class Rendering:
+    """The chat template, without a process of its own."""
+
+    async def render(self, messages: Any, **variables: Any) -> str:
+        return ChatTemplate(TemplateSource(_TEMPLATE)).render(messages, variables)
+
+
 class Transport(asyncio.Transport):
     """One connection's end: keeps what the server writes."""
 
@@ -142,7 +148,7 @@ class Door:
         client: Any = ScriptedTexts(Ready(route, MODEL, tokenizer, sha256, None, chat_template=_TEMPLATE))
         daemon = Daemon(DaemonConfig(listen=f"127.0.0.1:{PORT}"), client)
         cloud: Cloud = daemon.cloud
-        cloud.served = Served(client.ready, ChatTemplate(_TEMPLATE), TokenText(tokenizer))
+        cloud.served = Served(client.ready, Rendering(), TokenText(tokenizer))  # type: ignore[arg-type]
         cloud._error = None
         self._config = _Http(daemon._app, None).config
         self._config.load()

@@ -1,18 +1,27 @@
-"""Chat templates of strangers' models: refused by name, or they make a prompt within the limits."""
+"""Chat templates of strangers' models: refused by name, or they make a prompt within the limits.
+
+The daemon renders in a process that the kernel ends where a template takes too much. Here it is rendered beside the
+test, so what looks as if it took too much is left out, and loops end by a signal.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from refusals import check_refusal
 
-from outrider.edge.daemon.chat_template import MAX_CHARACTERS, ChatTemplate
+from outrider.edge.chat.template import MAX_CHARACTERS, ChatTemplate, TemplateSource
 from outrider.proto.errors import InvalidArgument
 
-MODULES = ("outrider.edge.daemon.chat_template",)
 MAX_LENGTH = 1024
+LOOPS_S = 5.0  # of the processor
+_EXPLOSIVE = re.compile(r"\*\*|\d{5}|(\*[^*]*){3}|(for[^f]*){4}", re.DOTALL)
 _MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi {{ 7 * 7 }} \u00e9"},
@@ -114,16 +123,35 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
 def try_input(data: bytes) -> None:
     """Compile one template and render messages, which may follow it after a zero byte."""
     source, _, given = data.decode(errors="replace").partition("\0")
+    if _EXPLOSIVE.search(source):
+        return
+    parsed = TemplateSource.of(source)
+    if parsed is None:
+        return
     try:
-        template = ChatTemplate.from_text(source)
-        if template is None:
-            return
-        prompt = template.render(_messages(given), reasoning_effort="low")
+        with _loops_end():
+            prompt = ChatTemplate(parsed).render(_messages(given), {"reasoning_effort": "low"})
     except InvalidArgument as error:
         check_refusal(error)
         return
     assert isinstance(prompt, str)
     assert len(prompt) <= MAX_CHARACTERS
+
+
+@contextmanager
+def _loops_end() -> Iterator[None]:
+    """Raise in a template's loops after a while, which is a failure of the template like any other."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError("it loops")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LOOPS_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _messages(given: str) -> list[Any]:

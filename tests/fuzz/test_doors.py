@@ -14,8 +14,7 @@ import template_door
 from run_doors import DOORS
 
 from outrider.cloud.grammar import GrammarMatcher
-from outrider.edge.daemon import texts
-from outrider.edge.daemon.chat_template import ChatTemplate
+from outrider.edge.chat.template import ChatTemplate
 from outrider.proto.errors import Internal, InvalidArgument
 
 INPUTS = {"codec_door": 4000, "grammar_door": 60, "template_door": 500, "http_door": 500}
@@ -88,7 +87,7 @@ def test_a_refusal_without_a_reason_and_a_defect_are_found(monkeypatch: pytest.M
     def breaks(*_: object) -> None:
         raise Internal("a defect")
 
-    monkeypatch.setattr(template_door.ChatTemplate, "from_text", refuses)
+    monkeypatch.setattr(template_door.ChatTemplate, "__init__", refuses)
     with pytest.raises(AssertionError, match="says why"):
         template_door.try_input(b"x")
     monkeypatch.setattr(grammar_door, "_follow", breaks)
@@ -111,10 +110,10 @@ def test_a_mask_that_depends_on_the_way_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_daemon_that_breaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(*_: object) -> None:
+    async def breaks(*_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(texts, "checked", breaks)
+    monkeypatch.setattr(http_door.Rendering, "render", breaks)
     http_door._door.cache_clear()
     with pytest.raises(AssertionError):
         http_door.try_input(http_door.seeds()[0])
