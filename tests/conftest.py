@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -74,6 +77,36 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _verifiers_share_the_embedded_target() -> Iterator[None]:
+    """Load and check the embedded target once for all verifiers of this process that have the same options.
+
+    Each has a `Target` with a KV cache of its own. Tests of loading call `load_target` itself.
+    """
+    backends = sys.modules.get("outrider.cloud.backends")
+    if backends is None:  # no collected test has verifiers
+        yield
+        return
+    from outrider.cloud.family_index import embedded_targets
+    from outrider.cloud.target import Target, load_target
+
+    @lru_cache(maxsize=3)
+    def loaded(target: str, **options: Any) -> tuple[Any, str, dict[str, Any]]:
+        first = load_target(target, **options)
+        parts = {name: getattr(first, name) for name in ("passes", "packing", "straight")}
+        return first.model, first.tokenizer_json, parts
+
+    def load(target: str, *, exact: str, device: str, dtype: str, **sizes: int) -> Target:
+        if target not in embedded_targets():
+            return load_target(target, exact=exact, device=device, dtype=dtype, **sizes)
+        model, tokenizer, parts = loaded(target, exact=exact, device=device, dtype=dtype, **sizes)
+        return Target(model, tokenizer, **sizes, **parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "load_target", load)
+        yield
 
 
 @pytest.fixture(autouse=True)
