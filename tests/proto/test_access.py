@@ -168,19 +168,42 @@ def test_a_changed_file_is_read_again(tmp_path):
         keys.check("a")
 
 
-def test_a_broken_or_missing_new_version_leaves_the_old_keys_and_is_logged_once(tmp_path, caplog):
+@pytest.mark.parametrize("spoilt", ["", "[keys", "[keys]\n", None])
+def test_a_file_that_is_emptied_broken_or_gone_revokes_every_key_and_is_logged_once(tmp_path, caplog, spoilt):
     path = written(tmp_path / "keys.toml", key("alice", "a"))
     keys = Keys.from_file(path)
-    path.write_text("[keys")
+    alice = keys.check("a")
+    if spoilt is None:
+        path.unlink()
+    else:
+        path.write_text(spoilt)
     for _ in range(3):
-        assert keys.check("a").name == "alice"
-    assert caplog.text.count("stay as they were") == 1
-    path.unlink()
-    for _ in range(3):
-        assert keys.check("a").name == "alice"
-    assert caplog.text.count("stay as they were") == 2
-    touched(path, key("bob", "b"))
+        with pytest.raises(Unauthenticated, match="the file of keys is unusable"):
+            keys.check("a")
+    assert (keys.current(), keys.unusable, keys.still_has(alice)) == ((), True, False)
+    assert caplog.text.count("API keys are all refused until that is mended") == 1
+    path.touch(0o600)
+    touched(path, key("alice", "a"), key("bob", "b"))
     assert keys.check("b").name == "bob"
+    assert (keys.unusable, keys.still_has(alice)) == (False, True)
+
+
+def test_a_file_that_comes_back_as_it_was_is_in_force_again(tmp_path):
+    path = written(tmp_path / "keys.toml", key("alice", "a"))
+    keys = Keys.from_file(path)
+    aside = path.rename(tmp_path / "aside")
+    with pytest.raises(Unauthenticated):
+        keys.check("a")
+    aside.rename(path)
+    assert keys.check("a").name == "alice"
+
+
+def test_a_key_that_is_taken_out_is_no_longer_one_and_another_stays(tmp_path):
+    path = written(tmp_path / "keys.toml", key("alice", "a"), key("bob", "b"))
+    keys = Keys.from_file(path)
+    alice, bob = keys.check("a"), keys.check("b")
+    touched(path, key("bob", "b"))
+    assert (keys.still_has(alice), keys.still_has(bob)) == (False, True)
 
 
 # --- limits ---

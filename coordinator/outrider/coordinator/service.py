@@ -257,11 +257,13 @@ class ControlService:
 
         Raises:
             InvalidArgument: this is no hash.
+            Unauthenticated: the caller's key has been revoked.
             Unavailable: the coordinator stops.
         """
         _check_tokenizer(tokenizer_sha256, "watch_drafters.tokenizer_sha256")
         shown: tuple[DrafterManifest, ...] | None = None
         while True:
+            self.admission.check_still_known(caller)
             # No await between the comparison and `changed`, or a change could be missed.
             now = self._offers.to(caller, tokenizer_sha256)
             if now != shown:

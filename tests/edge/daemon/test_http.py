@@ -233,6 +233,32 @@ def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp
         assert live.get("/v1/models", Host="daemon.example", Authorization=f"Bearer {secret}").status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_ends_soon_after_its_key_is_revoked_and_health_says_so(start, tmp_path, stream) -> None:
+    secret = new_secret()
+    keys = tmp_path / "keys.toml"
+    keys.write_text(Key("alice", secret_sha256(secret)).toml())
+    keys.chmod(0o600)
+    with start(api_keys=keys) as live:
+        live.client.hold = True
+        replies = []
+        body = {"model": "tiny", "prompt": "x", "stream": stream}
+        bearer = f"Bearer {secret}"
+        text = threading.Thread(target=lambda: replies.append(live.post("/v1/completions", body, Authorization=bearer)))
+        text.start()
+        live.until(lambda: live.client.running == 1)
+        keys.write_text("")
+        text.join(60)
+        error = replies[0].events[-1]["error"] if stream else replies[0].error
+        assert error["code"] == "invalid_api_key"
+        assert replies[0].status == (200 if stream else 401)
+        live.until(lambda: live.client.running == 0)
+        health = live.get("/health")
+        assert (health.status, "file of keys is unusable" in health.json["reason"]) == (503, True)
+        refused = live.post("/v1/completions", body, Authorization=bearer)
+        assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+
+
 def test_sessions_of_a_key_count_every_choice_and_come_back(start, tmp_path) -> None:
     secret = new_secret()
     keys = tmp_path / "keys.toml"

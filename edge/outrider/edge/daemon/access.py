@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import logging
 import re
@@ -81,6 +82,10 @@ class Auth:
                 code, message = "missing_api_key", "no API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"}) from error
 
+    def has_revoked(self, key: Key | None) -> bool:
+        """Return whether a key that was taken before is taken no more."""
+        return key is not None and self.keys is not None and not self.keys.still_has(key)
+
     def _is_ours(self, name: str) -> bool:
         if name in ("localhost", self.listen_host.lower(), "", *(allowed.lower() for allowed in self.allowed)):
             return True
@@ -104,7 +109,9 @@ def _is_address(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """ASGI middleware that checks, logs and counts requests; `scope["state"]` gets `request_id`, `key` and `began`.
+    """ASGI middleware that checks, logs and counts requests.
+
+    `scope["state"]` gets `request_id`, `key`, `began`, and `revoked`, which returns whether the key is taken no more.
 
     Attributes:
         app: the application, which gets HTTP alone.
@@ -135,7 +142,8 @@ class Guard:
             await send(message)
 
         try:
-            state["key"] = self.auth.check(scope["path"], headers)
+            state["key"] = key = self.auth.check(scope["path"], headers)
+            state["revoked"] = functools.partial(self.auth.has_revoked, key)
             await self.app(scope, receive, answer)
         except ApiError as error:
             if not status:

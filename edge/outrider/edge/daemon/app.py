@@ -20,6 +20,7 @@ from outrider.edge.daemon.errors import DEFECT, ApiError, json_response
 from outrider.edge.daemon.parsed_request import parse_chat, parse_completion
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.edge.daemon.texts import Service, TextEndpoint
+from outrider.proto.plumbing.access import Keys
 from outrider.proto.release import release
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -49,9 +50,11 @@ class Api:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started = int(time.time())
+        self._keys: Keys | None = None
 
     def application(self, auth: Auth) -> Guard:
         """Return all routes behind the guard."""
+        self._keys = auth.keys
         chat = TextEndpoint(self._service, ChatRequest, parse_chat, ChatAnswer)
         completions = TextEndpoint(self._service, CompletionRequest, parse_completion, CompletionAnswer)
         routes = [
@@ -83,7 +86,11 @@ class Api:
 
     async def _health(self, request: HttpRequest) -> Response:  # noqa: ARG002
         cloud = self._service.cloud
-        status, reason = ("unavailable", SHUTTING_DOWN) if self._service.limiter.draining else cloud.health
+        status, reason = cloud.health
+        if self._service.limiter.draining:
+            status, reason = "unavailable", SHUTTING_DOWN
+        elif self._keys is not None and self._keys.unusable:
+            status, reason = "unavailable", "every API key is refused: the file of keys is unusable; the log says why"
         body = {"status": status, "reason": reason, "drafter": cloud.client.drafter_name}
         if status == "unavailable":
             return json_response(body, 503, {"Retry-After": "2"})

@@ -35,6 +35,7 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # a proxy must not collect the pieces
 ]
+REVOKED = ApiError(401, "the API key has been revoked", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 Item = tuple[int, Event]
 R = TypeVar("R", bound=Request)
@@ -82,7 +83,7 @@ class TextEndpoint(Generic[R]):
         state, key = scope["state"], scope["state"]["key"]
         try:
             request = await self.parse(options, served)
-            generation = Generation(self.service, request, state["request_id"], state["began"])
+            generation = Generation(self.service, request, state["request_id"], state["began"], state["revoked"])
             answer = self.answer(state["request_id"], options.model, request, served.tokens)
             with ExitStack() as places:
                 tickets = [places.enter_context(closing(self._admit(key))) for _ in request.choices] if key else []
@@ -131,12 +132,16 @@ class Generation:
         request: what the client wants.
         request_id: for logs.
         began: arrival of the request, in seconds of the monotonic clock.
+        revoked: returns whether the request's API key has been taken away.
     """
 
-    def __init__(self, service: Service, request: ParsedRequest, request_id: str, began: float) -> None:
+    def __init__(
+        self, service: Service, request: ParsedRequest, request_id: str, began: float, revoked: Callable[[], bool]
+    ) -> None:
         self._service = service
         self._request = request
         self._began = began
+        self._revoked = revoked
         self._first_token_s = 0.0  # 0: there is none yet
         self.request_id = request_id
         self.observers = [TextObserver(service.metrics, request_id, service.cloud.lost) for _ in request.choices]
@@ -147,6 +152,7 @@ class Generation:
         The first error ends all texts, and so does leaving early. A slow reader holds them back.
 
         Raises:
+            ApiError: the key has been revoked.
             Unavailable: the daemon is shutting down.
             OutriderError: a text cannot be finished, or the cloud is away before any has begun.
         """
@@ -193,15 +199,17 @@ class Generation:
             await queue.put(error)
 
     async def _watch(self, queue: asyncio.Queue[Item | Exception]) -> None:
-        """End the texts when the daemon ends, or when none has begun and the cloud has been away for long."""
-        error: OutriderError | None = None
+        """End the texts when the daemon ends, their key is revoked, or none begins while the cloud is away for long."""
+        error: Exception | None = None
         while error is None:
             try:
-                async with asyncio.timeout(None if self._first_token_s else WATCH_EVERY_S):
+                async with asyncio.timeout(WATCH_EVERY_S):
                     await self._service.limiter.cut.wait()
                 error = Unavailable(SHUTTING_DOWN, retry_after_s=RETRY_AFTER_END_S)
             except TimeoutError:
                 error = None if self._first_token_s else self._service.cloud.hopeless()
+                if self._revoked():
+                    error = REVOKED
         await queue.put(error)
 
     def account(self, usage: dict[str, Any]) -> None:
@@ -255,6 +263,8 @@ class Reply:
             yield b"[DONE]"
         except OutriderError as error:
             yield json_bytes(from_outrider(error).body())
+        except ApiError as error:
+            yield json_bytes(error.body())
         except Exception:  # a stream's top: its client must not take half a text for the whole
             log.exception("a stream failed", extra=about(session=self.generation.request_id))
             yield json_bytes(DEFECT.body())

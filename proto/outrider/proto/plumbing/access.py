@@ -100,7 +100,11 @@ def secret_sha256(secret: str) -> str:
 
 
 class Keys:
-    """A set of keys for several threads, which follows its file."""
+    """A set of keys for several threads, which follows its file.
+
+    A file that is empty, wrong, unreadable or gone holds no key: none is taken until it is mended, since what was
+    taken out of it must not go on working.
+    """
 
     def __init__(self, keys: tuple[Key, ...] = ()) -> None:
         self._keys = _distinct(keys)
@@ -114,15 +118,27 @@ class Keys:
             ConfigError: it is unreadable or no TOML, a field is unknown or wrong, there is no key, or others may write.
         """
         keys = cls()
-        keys._file = Watched("API keys", (path,), lambda: _read(path.expanduser()))
+        otherwise = "are all refused until that is mended"
+        keys._file = Watched("API keys", (path,), lambda: _read(path.expanduser()), otherwise)
         keys._keys = keys._file.value
         return keys
 
     def current(self) -> tuple[Key, ...]:
         """Return the keys, as the file has them now."""
         if self._file is not None:
-            self._keys = self._file.if_changed() or self._keys
+            self._file.if_changed()
+            self._keys = () if self._file.error is not None else self._file.value
         return self._keys
+
+    @property
+    def unusable(self) -> bool:
+        """Whether no key is taken since the file cannot be used."""
+        self.current()
+        return self._file is not None and self._file.error is not None
+
+    def still_has(self, key: Key) -> bool:
+        """Return whether a key that was checked before is still one of these."""
+        return any(each.sha256 == key.sha256 for each in self.current())
 
     def check(self, presented: str) -> Key:
         """Return the key whose secret is `presented`, in a time that does not depend on which one it is, if any.
@@ -131,6 +147,8 @@ class Keys:
             Unauthenticated: there is none.
         """
         keys = self.current()
+        if not keys and self.unusable:
+            raise Unauthenticated("cannot be checked: the file of keys is unusable; its log says why", field="api_key")
         if not presented:
             raise Unauthenticated("is missing; give one with --api-key-file or OUTRIDER_API_KEY", field="api_key")
         digest = secret_sha256(presented)

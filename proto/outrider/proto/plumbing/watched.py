@@ -17,38 +17,50 @@ T = TypeVar("T")
 class Watched(Generic[T]):
     """A value made from files, and made again when they change; safe for any thread.
 
-    A new version that cannot be read leaves the old value in force, and is logged once.
+    A new version that cannot be read leaves the old value in `value`, and is logged once.
 
     Attributes:
-        value: newest value.
+        value: newest value that could be read.
+        error: reason why the present version cannot be read; None: it was read.
+
+    Args:
+        what: name of the value in the log.
+        files: files that it is made from.
+        make: reads them.
+        otherwise: what becomes of the value while they cannot be read, for the log.
 
     Raises:
         ConfigError: the first version cannot be read.
     """
 
-    def __init__(self, what: str, files: tuple[Path, ...], make: Callable[[], T]) -> None:
+    def __init__(
+        self, what: str, files: tuple[Path, ...], make: Callable[[], T], otherwise: str = "stay as they were"
+    ) -> None:
         self._what = what
+        self._otherwise = otherwise
         self._files = files
         self._make = make
         self._lock = threading.Lock()
         self._version = self._refused = _version(files)
         self.value = make()
+        self.error: ConfigError | None = None
 
     def if_changed(self) -> T | None:
         """Return the new value if the files have changed and can be read; else None."""
         with self._lock:
             version = _version(self._files)
             if version == self._version:
+                self.error = None
                 return None
             try:
                 self.value = self._make()
             except ConfigError as error:
                 # The next call tries again: a key and its certificate, say, are replaced one after the other.
                 if version != self._refused:
-                    logger.warning("%s stay as they were: %s", self._what, error)
-                self._refused = version
+                    logger.warning("%s %s: %s", self._what, self._otherwise, error)
+                self._refused, self.error = version, error
                 return None
-            self._version = version
+            self._version, self._refused, self.error = version, version, None
             logger.info("%s read again: %s", self._what, ", ".join(map(str, self._files)))
             return self.value
 
@@ -59,6 +71,6 @@ def _version(files: tuple[Path, ...]) -> tuple[object, ...]:
             found = path.expanduser().stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     return tuple(of(path) for path in files)
