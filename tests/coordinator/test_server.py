@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from outrider.coordinator import server
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.stream_limits import StreamLimits
 from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from outrider.proto import codec
 from outrider.proto.errors import (
@@ -211,6 +215,65 @@ def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceback(
 
     serve(scenario, ScriptedCluster(), drafters=(drafters,))
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
+    serve: Serve, drafters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_FETCHES", 3)
+    monkeypatch.setattr(server, "MAX_FETCHES_OF_PEER", 4)
+    monkeypatch.setattr(server, "UNREAD_S", 0.5)
+    limits: list[StreamLimits] = []
+    monkeypatch.setattr(server, "StreamLimits", lambda *fields: limits.append(StreamLimits(*fields)) or limits[-1])
+    write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
+
+    async def scenario(call: Any) -> None:
+        (manifest,) = await call("ListDrafters", "")
+        sha256 = next(file.sha256 for file in manifest.files if file.name == "model.onnx")
+        fetch = call.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/FetchFile")
+        before = open_files()
+        unread = [fetch(codec.encode_fetch(sha256, 0)) for _ in range(3)]
+        await call.until(lambda: limits[0].working == 3)
+        with pytest.raises(ResourceExhausted, match="the coordinator has 3 fetches") as refusal:
+            _ = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]
+        assert refusal.value.retry_after_s > 0
+        await call.until(lambda: limits[0].working == 0)  # they stay unread
+        assert open_files() == before
+        whole = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]  # the fourth of this address
+        assert sum(map(len, whole)) == 8 << 20
+        unread.append(fetch(codec.encode_fetch(sha256, 0)))
+        await call.until(lambda: limits[0].working == 1)
+        with pytest.raises(ResourceExhausted, match="your address has 4 fetches"):
+            _ = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]
+        with pytest.raises(grpc.aio.AioRpcError) as late:  # read in the end, it does not pass for the whole file
+            _ = [chunk async for chunk in unread[0]]
+        assert (late.value.code(), "unread" in (late.value.details() or "")) == (grpc.StatusCode.UNAVAILABLE, True)
+        for each in unread:
+            each.cancel()
+        await call.until(lambda: not limits[0]._by_host)
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+
+
+def open_files() -> int:
+    """Return the number of files of drafters that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(str(os.path.realpath(link)).endswith("model.onnx") for link in links)
+
+
+def test_watches_of_one_address_have_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_WATCHES_OF_PEER", 2)
+
+    async def scenario(call: Any) -> None:
+        watches = [call.stream("WatchDrafters", "") for _ in range(2)]
+        for watch in watches:
+            assert await anext(watch) == ()
+        with pytest.raises(ResourceExhausted, match="your address has 2 watches of drafters"):
+            await anext(call.stream("WatchDrafters", ""))
+        for watch in watches:
+            await watch.aclose()
+
+    serve(scenario, ScriptedCluster())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.relay import StreamRelay
 from outrider.coordinator.service import ControlService
+from outrider.coordinator.stream_limits import StreamLimits
 from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
@@ -31,6 +32,13 @@ from outrider.proto.streams import write_answers
 from outrider.proto.types import ClusterStatus
 
 logger = logging.getLogger(__name__)
+
+# A stream that is not read holds a chunk of 256 KiB and gRPC's buffers, about 0.9 MB; a fetch also an open file.
+MAX_FETCHES, MAX_FETCHES_OF_PEER = 64, 16
+MAX_WATCHES, MAX_WATCHES_OF_PEER = 4096, 1024
+UNREAD_S = 30.0
+MAX_CALLS = 8192  # of all kinds, so that there is always room for those without a limit of their own
+MAX_STREAMS_OF_CONNECTION = 2048  # a client waits with more
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
@@ -113,8 +121,11 @@ class CoordinatorServer:
             # Relayed frames may be longer than control requests, whose length `_Entry` checks.
             "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": config.max_reply_bytes,
+            "grpc.max_concurrent_streams": MAX_STREAMS_OF_CONNECTION,
         }
-        server = grpc.aio.server(options=list((dict(SERVER_OPTIONS) | limits).items()))
+        calls = MAX_CALLS + (config.relay_streams if relay is not None else 0)
+        options = list((dict(SERVER_OPTIONS) | limits).items())
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         methods = control_handlers(service, config.max_request_bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
@@ -160,6 +171,8 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
     The caller is checked before its request, and a request of more than `max_bytes` is not read.
     """
     entry = _Entry(service.admission, service.metrics, max_bytes)
+    fetches = StreamLimits("fetches of files", MAX_FETCHES, MAX_FETCHES_OF_PEER, UNREAD_S)
+    watches = StreamLimits("watches of drafters", MAX_WATCHES, MAX_WATCHES_OF_PEER, UNREAD_S)
 
     async def status(_: None, caller: Caller) -> ClusterStatus:
         service.admission.check_status(caller)
@@ -173,10 +186,10 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
         "OpenLease": entry.unary(codec.decode_lease_request, service.open_lease, codec.encode_lease),
         "ListDrafters": entry.unary(codec.decode_drafter_query, service.list_drafters, codec.encode_drafters),
         "FetchFile": entry.stream(
-            codec.decode_fetch, lambda file, caller: service.fetch(*file, caller), codec.encode_chunk
+            codec.decode_fetch, lambda file, caller: service.fetch(*file, caller), codec.encode_chunk, fetches
         ),
         "ReportSession": entry.unary(codec.decode_report, service.report, codec.encode_nothing),
-        "WatchDrafters": entry.stream(codec.decode_drafter_query, service.watch, codec.encode_drafters),
+        "WatchDrafters": entry.stream(codec.decode_drafter_query, service.watch, codec.encode_drafters, watches),
         "Status": entry.unary(codec.decode_nothing, status, codec.encode_status),
         "Drain": entry.unary(codec.decode_drain, drain, codec.encode_drained),
     }
@@ -201,8 +214,7 @@ class _Entry:
                 caller = self._admit(data, context)
                 return encode(await act(decode(data), caller))
             except Exception as error:  # the top of a call: the edge gets an answer to any failure
-                failure = _as_outrider(error)
-                self._metrics.refuse_call(failure)
+                failure = self._failure(error)
             await context.abort(*to_status(failure))
             raise failure  # not reached: abort raises
 
@@ -213,20 +225,37 @@ class _Entry:
         decode: Callable[[bytes], Request],
         act: Callable[[Request, Caller], AsyncGenerator[Reply, None]],
         encode: Callable[[Reply], bytes],
+        limits: StreamLimits,
     ) -> grpc.RpcMethodHandler:
         async def answers(data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
             try:
                 caller = self._admit(data, context)
-                async with aclosing(act(decode(data), caller)) as items:
-                    async for item in items:
-                        yield encode(item)
+                with limits.work():
+                    async with aclosing(act(decode(data), caller)) as items:
+                        async for item in items:
+                            yield encode(item)
                 return
             except Exception as error:  # as above
-                failure = _as_outrider(error)
-                self._metrics.refuse_call(failure)
+                failure = self._failure(error)
             await context.abort(*to_status(failure))
 
-        return grpc.unary_stream_rpc_method_handler(write_answers(answers))
+        written = write_answers(answers, limits.unread_s)
+
+        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> None:
+            try:
+                with limits.of_peer(context.peer()):
+                    await written(data, context)
+                    return
+            except ResourceExhausted as error:
+                failure = self._failure(error)
+            await context.abort(*to_status(failure))
+
+        return grpc.unary_stream_rpc_method_handler(handle)
+
+    def _failure(self, error: Exception) -> OutriderError:
+        failure = _as_outrider(error)
+        self._metrics.refuse_call(failure)
+        return failure
 
     def _admit(self, data: bytes, context: Any) -> Caller:
         caller = self._admission.identify(context.invocation_metadata() or (), context.peer())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,11 +14,12 @@ from outrider.edge.security import Security
 from outrider.edge.warm_start import FleetPriors
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
-from outrider.proto.errors import DeadlineExceeded, Unavailable
+from outrider.proto.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import ClusterStatus, DrafterManifest, Lease, LeaseRequest, RemoteFile, SessionReport
 
+MAX_WAIT_S = 10.0  # between two attempts at a download
 T = TypeVar("T")
 _PREFIX = f"/{codec.CONTROL_SERVICE}/"
 
@@ -108,10 +111,24 @@ class CoordinatorClient:
 def file_fetcher(
     address: str, timeout_s: float = 120.0, security: Security | None = None
 ) -> Callable[[RemoteFile, int], Iterator[bytes]]:
-    """Return a blocking download from the coordinator, for the drafter cache, which works in a thread."""
+    """Return a blocking download from the coordinator, for the drafter cache, which works in a thread.
+
+    It waits for its turn, up to `timeout_s`, where others fetch as much as the coordinator sends at once.
+    """
     secured = security or Security()
 
     def fetch(file: RemoteFile, offset: int) -> Iterator[bytes]:
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                yield from fetch_now(file, offset)
+                return
+            except ResourceExhausted as error:  # before the first piece
+                if not error.retry_after_s or time.monotonic() > until:
+                    raise
+                time.sleep(min(error.retry_after_s, MAX_WAIT_S) * random.uniform(0.5, 1.5))
+
+    def fetch_now(file: RemoteFile, offset: int) -> Iterator[bytes]:
         credentials = ClientCredentials(secured.tls).current() if secured.tls else None
         with open_blocking_channel(address, CLIENT_OPTIONS, credentials, secured.server_name) as channel:
             stream: Any = channel.unary_stream(_PREFIX + "FetchFile")

@@ -37,8 +37,13 @@ def is_local_address(address: str, field: str) -> bool:
 
 def is_local_peer(peer: str) -> bool:
     """Return whether a gRPC peer (`ipv4:127.0.0.1:5`, `ipv6:%5B::1%5D:5`, `unix:`) is on this machine."""
+    return peer.startswith("unix:") or is_loopback(host_of_peer(peer))
+
+
+def host_of_peer(peer: str) -> str:
+    """Return the address of a gRPC peer, without its port."""
     kind, _, rest = peer.partition(":")
     if kind == "unix":
-        return True
+        return peer
     host = rest.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
-    return is_loopback(host.removeprefix("::ffff:"))
+    return host.removeprefix("::ffff:")
