@@ -597,6 +597,15 @@ def test_drafts_overtake_where_they_spare_a_target_over_a_hundredth_of_its_time(
         assert overtakes(view) == (saved > 0.012)
 
 
+@pytest.mark.parametrize("times", [{"drafting_s": 1e-6}, {"drafting_s": 1e-9}, {"step_s": 5e-7}])
+@pytest.mark.parametrize("round_trip_s", [0.0, 0.01, 4294.0])
+def test_the_least_times_that_an_edge_can_report_have_a_plan(times: dict[str, float], round_trip_s: float) -> None:
+    for received in (0, 3):
+        view = usual_verifier(**times, round_trip_s=round_trip_s, received=received, since_miss=2, since_miss_s=0.5)
+        assert 0 <= patience_for(view).seconds < math.inf
+        assert overtakes(view) in (True, False)
+
+
 def test_before_anything_is_measured_drafts_are_taken_to_overtake() -> None:
     view = VerifierView(0.1, 0.03, 0.0, 0.0, 1.0, max_drafts=16)
     assert overtakes(view)

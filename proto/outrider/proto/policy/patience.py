@@ -14,6 +14,7 @@ WORTH_THE_LINK = 1.012  # below it drafts come too late to be worth making and s
 LEANING = 1.05  # among equally good plans the one that waits takes fewer steps
 LATE, MARGIN_S = 1.25, 0.002  # a wait ends when drafts exceed their expected time by this factor and margin
 _GRAIN = 8  # resolution of times, in parts of a step
+_TINY_S = 1e-6  # least time that is told from 0; an edge reports whole microseconds
 _HORIZON = 48  # tokens after a miss that a plan looks ahead
 
 
@@ -217,9 +218,9 @@ class _Outlook:
 def _outlook_of(view: VerifierView) -> _Outlook:
     return _outlook(
         _rounded(view.acceptance, 0.02),
-        _on_scale(view.step_s),
+        _on_scale(max(view.step_s, _TINY_S)),  # neither is 0 here
         _on_scale(view.row_s),
-        _on_scale(view.drafting_s),
+        _on_scale(max(view.drafting_s, _TINY_S)),
         _on_scale(view.round_trip_s),
         view.max_drafts,
     )
@@ -238,4 +239,4 @@ def _rounded(value: float, grain: float) -> float:
 
 def _on_scale(seconds: float) -> float:
     """Round to the nearest twentieth of an octave, so that wavering measurements give one plan."""
-    return 2 ** (round(math.log2(seconds) * 20) / 20) if seconds > 1e-6 else 0.0
+    return 2 ** (round(math.log2(seconds) * 20) / 20) if seconds >= _TINY_S else 0.0
