@@ -144,6 +144,7 @@ def shown(summary: ChaosSummary) -> str:
     return "\n".join(summary.lines())
 
 
+@pytest.mark.timeout(900)
 def test_a_thousand_schedules_break_nothing() -> None:
     summary = run_schedules(0, 1000)
     print(shown(summary))
@@ -152,7 +153,7 @@ def test_a_thousand_schedules_break_nothing() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_a_hundred_thousand_schedules_show_every_fault_in_every_state() -> None:
     summary = run_in_processes(1_000_000, 100_000, processes=2)
     print(shown(summary))

@@ -15,8 +15,9 @@ from outrider.bench.chaos.target import VOCAB
 from outrider.bench.chaos.turns import Turn
 from outrider.bench.chaos.verifier import Process, Verifier
 from outrider.bench.chaos.world import LocalClock, Path, Violation, World
-from outrider.proto.errors import OutriderError
+from outrider.proto.errors import LeaseExpired, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.access import Key
+from outrider.proto.session import RetryRules
 from outrider.proto.types import Patience, Sampling
 
 BOUND_S = 120.0  # after the last fault, within which every session ends
@@ -144,7 +145,13 @@ class Schedule:
             raise Violation(f"{self.coordinator.running} sessions still count for the key")
 
     def _is_due(self, error: OutriderError) -> bool:
-        """Return whether the schedule explains an error: a place of the key that nobody could give back before long."""
+        """Return whether the schedule explains an error.
+
+        Faults may last for longer than an edge tries, and a place of the key that nobody can give back lasts as long as
+        its lease.
+        """
+        if self.world.disturbed_s > RetryRules().abandon_after_s:
+            return isinstance(error, Unavailable | ResourceExhausted | LeaseExpired)
         unreported = any(edge.dead for edge in self.edges) or any(
             kind in ("cut-control", "coordinator") for kind, _ in self.coverage
         )

@@ -48,6 +48,7 @@ class World:
     Attributes:
         targets: targets of all texts.
         faults_until: time at which the last fault so far is over, in seconds.
+        disturbed_s: sum of the lengths of all faults, in seconds.
         counts: what has happened, for the report.
         trace: lines of the schedule; None: nobody wants them.
     """
@@ -57,6 +58,7 @@ class World:
         self.clock = ShuffledClock(self.rng)
         self.targets = ToyTargets()
         self.faults_until = 0.0
+        self.disturbed_s = 0.0
         self.counts: Counter[str] = Counter()
         self.trace: list[str] | None = [] if traced else None
 
@@ -77,6 +79,7 @@ class World:
     def disturb(self, seconds: float) -> None:
         """Note that a fault lasts for true `seconds` from now on."""
         self.faults_until = max(self.faults_until, self.now + seconds)
+        self.disturbed_s += seconds
 
 
 class LocalClock:
