@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -250,14 +251,8 @@ def test_an_edges_help_loads_nothing_of_the_cloud() -> None:
 
 
 def test_what_runs_every_command_exists() -> None:
-    program = "\n".join(
-        [
-            "import importlib",
-            "from outrider.deploy.cli import COMMANDS",
-            "for entry in COMMANDS.values():",
-            "    if entry.declared:",
-            "        module, _, function = entry.load().run.partition(':')",
-            "        assert callable(getattr(importlib.import_module(module), function)), entry",
-        ]
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    declared = [entry for entry in COMMANDS.values() if entry.declared]
+    assert len(declared) > 20
+    for entry in declared:
+        module, _, function = entry.load().run.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), entry

@@ -11,13 +11,13 @@ from outrider.deploy.cli import main
 
 FILES = {"manifest.json", "model.onnx", "tokenizer.json"}
 SMALL = ["--hidden", "32", "--layers", "1", "--mlp", "32"]
-SHORT = ["--steps", "3", "--self-text", "0", "--threads", "1"]
+SHORT = ["--steps", "1", "--self-text", "0", "--threads", "1"]
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     path = tmp_path / "corpus.jsonl"
-    lines = [{"id": str(i), "text": f"def f{i}(x):\n    return x + {i}\n" * 30} for i in range(12)]
+    lines = [{"id": str(i), "text": f"def f{i}(x):\n    return x + {i}\n" * 15} for i in range(12)]
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return str(path)
 
