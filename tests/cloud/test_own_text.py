@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +106,7 @@ def test_one_key_may_fill_the_sample_where_there_is_no_other(tmp_path: Path) -> 
 
 
 def test_tokens_and_seeds_alone_make_a_version_that_proves_better(tmp_path: Path) -> None:
-    learner = Learner(settings(tmp_path, loss="cce", key_share=1.0), clock=count().__next__)
+    learner = Learner(settings(tmp_path, loss="cce", key_share=1.0))
     parent = learner.status()["version"]
     for step in range(40):
         for seed in range(4 * step, 4 * step + 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -335,7 +336,9 @@ def test_noise_of_the_clock_neither_stops_nor_passes_a_candidate() -> None:
 def test_real_drafters_are_timed_by_the_work_of_their_thread() -> None:
     found = ShadowText.of(text(1))
     assert found is not None
-    assert reading_of(OnnxDrafter(find_package("swift"), threads=1), found).draft_s > 0
+    drafter = OnnxDrafter(find_package("swift"), threads=1)
+    assert reading_of(drafter, found, time.thread_time).draft_s > 0
+    assert reading_of(drafter, found).draft_s == 0, "not unless it is asked for"
 
 
 # --- restarts ---

@@ -21,6 +21,7 @@ import numpy as np
 
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.trial import NAME_BYTES, JudgedText, JudgeMemory, OpenTrial, TrialJournal
+from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.proto.errors import InvalidArgument
@@ -63,14 +64,14 @@ class ShadowReading:
 
     Attributes:
         hits: [g] bool, whether its proposal at each generated position is the text's token.
-        draft_s: time to draft a token of it, seconds; 0: it drafted none.
+        draft_s: time to draft a token of it, seconds; 0: not measured, or it drafted none.
     """
 
     hits: np.ndarray
     draft_s: float
 
 
-def reading_of(drafter: Drafter, text: ShadowText, clock: Callable[[], float] = time.thread_time) -> ShadowReading:
+def reading_of(drafter: Drafter, text: ShadowText, clock: Callable[[], float] | None = None) -> ShadowReading:
     """Return what the drafter would have proposed all along a text, and how long it takes to draft its beginning.
 
     The hits are the bits that decoding the same text with this drafter gives. A steered drafter is judged unsteered.
@@ -78,14 +79,15 @@ def reading_of(drafter: Drafter, text: ShadowText, clock: Callable[[], float] = 
     Args:
         drafter: any.
         text: text with its sampling.
-        clock: seconds that this thread has worked; a wall clock counts what others do meanwhile.
+        clock: seconds that this thread has worked, since a wall clock counts what others do meanwhile; None: the time
+            is not measured.
     """
     state = drafter.open(text.rule)
     try:
         prompt, generated = text.tokens[: text.first_generated].tolist(), text.tokens[text.first_generated :].tolist()
         state.extend(prompt)
         proposed = state.propose_forced(generated)
-        draft_s = min(_draft_s(state, len(prompt), clock) for _ in range(2))
+        draft_s = min(_draft_s(state, len(prompt), clock) for _ in range(2)) if clock is not None else 0.0
     finally:
         state.close()
     return ShadowReading(np.array([draft.id for draft in proposed]) == np.array(generated), draft_s)
@@ -96,6 +98,13 @@ def _draft_s(state: DraftState, length: int, clock: Callable[[], float]) -> floa
     began = clock()
     drafts = state.propose(TIMED_TOKENS)
     return (clock() - began) / len(drafts) if drafts else 0.0
+
+
+def _differ_in_graph(one: Drafter, other: Drafter) -> bool:
+    """Return whether one may take longer for a token than the other: those of one graph differ in numbers alone."""
+    if not (isinstance(one, OnnxDrafter) and isinstance(other, OnnxDrafter)):
+        return True
+    return one.package.graph_sha256 != other.package.graph_sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,8 @@ class ShadowJudge:
     """The only way of records to training: each is judged on by the candidate of that time, if it is fresh.
 
     A candidate is better only if it hits more, keeps its hit rate in every kind of text that is common or was when the
-    trial began, and takes no longer to draft.
+    trial began, and takes no longer to draft. That needs no test where both have one graph, as an adapter and its
+    parent do: it is merged into the weights before the first token.
 
     Args:
         current: drafter that candidates are compared with.
@@ -150,7 +160,7 @@ class ShadowJudge:
         self._clock = clock
         self._candidate: Drafter | None = None
         self._test = PairedTest()
-        self._pace = PaceTest()
+        self._pace: PaceTest | None = None
         self._texts_of_key: Counter[bytes] = Counter()
         self._keys: set[bytes] = set()
 
@@ -218,42 +228,45 @@ class ShadowJudge:
         if verdict is Verdict.BETTER:
             self.current = candidate
         self._candidate = self.memory.trial = None
-        worse = test.difference < 0 or self._pace.shows_slower(candidate_error(test.number))
+        slower = self._pace is not None and self._pace.shows_slower(candidate_error(test.number))
+        worse = test.difference < 0 or slower
         return Judgement(verdict is Verdict.BETTER, worse, why, test.texts, test.difference)
 
     def _open(self, candidate: Drafter, trial: OpenTrial) -> None:
         self.candidates = trial.number
         self._candidate = candidate
-        self._test, self._pace = PairedTest(trial.number, trial.kept), PaceTest()
+        self._test = PairedTest(trial.number, trial.kept)
+        self._pace = PaceTest() if _differ_in_graph(candidate, self.current) else None
         self._texts_of_key.clear()
 
     def _compared(self, candidate: Drafter, text: ShadowText) -> tuple[float, float]:
         """Return the difference of hit rates and the ratio of times; either is first in turn, since caches are cold."""
         order = [candidate, self.current][:: -1 if self._test.texts % 2 else 1]
-        found = {id(drafter): reading_of(drafter, text, self._clock) for drafter in order}
+        clock = self._clock if self._pace is not None else None
+        found = {id(drafter): reading_of(drafter, text, clock) for drafter in order}
         own, other = found[id(candidate)], found[id(self.current)]
         slowdown = own.draft_s / other.draft_s if own.draft_s > 0 and other.draft_s > 0 else 0.0
         return float(own.hits.mean() - other.hits.mean()), slowdown
 
     def _count(self, text: JudgedText) -> None:
         self._test.add(text.difference, text.prompt_class)
-        if text.slowdown:
+        if self._pace is not None and text.slowdown:
             self._pace.add(text.slowdown)
         self._texts_of_key[text.key] += 1
 
     def _verdict(self) -> tuple[Verdict, str]:
         """Return the outcome so far, and the reason for it in a few words."""
-        test, error = self._test, candidate_error(self._test.number)
+        test, pace, error = self._test, self._pace, candidate_error(self._test.number)
         hits = f"hits {test.difference:+.3f} in {test.texts} texts"
-        if self._pace.shows_slower(error):
-            return Verdict.WORSE, f"drafting takes {self._pace.slowdown:.2f} times as long"
+        if pace is not None and pace.shows_slower(error):
+            return Verdict.WORSE, f"drafting takes {pace.slowdown:.2f} times as long"
         if test.verdict is Verdict.WORSE:
             return Verdict.WORSE, hits + (f" of class {test.lost_class}" if test.lost_class is not None else "")
         if not test.gains:
             return Verdict.OPEN, f"{hits}, which shows nothing"
         if doubtful := test.doubtful_classes:
             return Verdict.OPEN, f"{hits}, and may lose in {', '.join(f'class {each}' for each in sorted(doubtful))}"
-        if not self._pace.shows_kept(error):
+        if pace is not None and not pace.shows_kept(error):
             return Verdict.OPEN, f"{hits}, and may draft more slowly"
         return Verdict.BETTER, hits
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ class Learner:
 
     Args:
         settings: those of the trainer.
-        clock: seconds that this thread has worked, by which drafting is timed.
 
     Attributes:
         newest: newest version that proved better, or the parent.
@@ -41,7 +38,7 @@ class Learner:
         OutriderError: the drafter cannot be trained on, or the file of rehearsal cannot be read.
     """
 
-    def __init__(self, settings: TrainerSettings, *, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, settings: TrainerSettings) -> None:
         rehearsal = [record for path in settings.rehearsal for record in read_records(path)]
         self.trainer = Trainer(settings, rehearsal)
         self._candidate: VersionCandidate | None = None
@@ -54,7 +51,6 @@ class Learner:
             candidates=candidates,
             memory=self.trainer.memory,
             journal=self._journal,
-            clock=clock,
         )
         self._resume()
 
