@@ -350,9 +350,11 @@ def test_the_share_of_a_core_is_kept_and_an_idle_trainer_may_catch_up() -> None:
         used += 1.0
         now += 1.0
     assert used / now == pytest.approx(0.25, rel=0.05)
+    assert share.lately == pytest.approx(0.25, rel=0.2)
     share.wait_s()
     now += 1e6
     assert share.wait_s() == 0
+    assert share.lately == pytest.approx(0, abs=1e-3)
     used += 1.5
     assert share.wait_s() == 0  # of the two seconds that it had saved
     used += 1.0

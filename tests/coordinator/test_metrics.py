@@ -14,7 +14,7 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.metrics import MAX_MODELS, CoordinatorMetrics
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.proto.errors import ConfigError, NotFound
-from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
+from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, TrainerStatus
 
 
 def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -110,6 +110,39 @@ def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(se
         assert (f"{version}_evidence", ("tiny-drafter", "2")) in found
 
     serve(scenario, ScriptedCluster(ready("a")), drafters=(drafters,), metrics_listen="127.0.0.1:0")
+
+
+def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(serve) -> None:
+    cluster = ScriptedCluster(ready("a"))
+    works = {"load": 0.9, "waited_s": 12.5, "hurried": 2, "cpu_share": 0.4, "steps": 160, "waiting": 70, "published": 3}
+    tries = {"candidate": 4, "candidate_texts": 37, "candidate_difference": -0.25, "dropped": 1}
+    cluster.trainers = (
+        TrainerStatus("tiny", "waiting for idle time", "general", **works, **tries),
+        TrainerStatus("new", "loading"),
+    )
+
+    async def scenario(call) -> None:
+        assert (await call("Status", None)).trainers == cluster.trainers
+        found = await asyncio.to_thread(scrape, call.server.metrics_address)
+        prefix = "outrider:coordinator_trainer_"
+        shown = {name.removeprefix(prefix): value for (name, labels), value in found.items() if labels == ("tiny",)}
+        assert {name: value for name, value in shown.items() if not name.startswith("outrider:")} == {
+            "up": 1,
+            "load": 0.9,
+            "waited_seconds": 12.5,
+            "hurried_steps": 2,
+            "cpu_share": 0.4,
+            "steps": 160,
+            "positions_waiting": 70,
+            "candidate_texts": 37,
+            "candidate_difference": -0.25,
+            "versions_published": 3,
+            "versions_dropped": 1,
+        }
+        new = {name: value for (name, labels), value in found.items() if labels == ("new",)}
+        assert new == {f"{prefix}up": 0}, "a sum of 0 that grows to 160 at once would be a rate"
+
+    serve(scenario, cluster, metrics_listen="127.0.0.1:0")
 
 
 def test_no_metrics_are_served_unless_asked_for(serve) -> None:

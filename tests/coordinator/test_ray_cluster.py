@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster
 from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
-from outrider.proto.types import LeaseRequest
+from outrider.proto.types import LeaseRequest, TrainerStatus
 
 pytestmark = pytest.mark.ray
 Serve = Callable[..., None]
@@ -136,6 +137,65 @@ def test_trainers_are_told_who_may_own_versions_and_deaf_ones_passed_over(
     monkeypatch.setattr(ray, "get_actor", get_actor)
     asyncio.run(RayCluster().allow_own_versions(frozenset({b"salt"})))
     assert told == [{b"salt"}]
+
+
+class Answers:
+    """A trainer's handle, whose answers arrive when a test says so; Ray is asked through `wait` and `get`."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.answers: dict[object, Any] = {}
+        self.info = SimpleNamespace(remote=self._ask)
+
+    def _ask(self) -> object:
+        self.asked.append(object())
+        return self.asked[-1]
+
+    def answer(self, said: Any) -> None:
+        self.answers[self.asked[-1]] = said
+
+
+def test_trainers_say_what_they_do_and_a_busy_or_dead_one_delays_no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Answers()
+    models = ["tiny"]
+
+    def wait(refs: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
+        assert (num_returns, timeout) == (len(refs), 0)
+        return [ref for ref in refs if ref in trainer.answers], []
+
+    def get(ref: object, timeout: float | None = None) -> Any:
+        if isinstance(said := trainer.answers[ref], Exception):
+            raise said
+        return said
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: trainer)
+    monkeypatch.setattr(
+        ray_cluster, "_named", lambda prefix, _: tuple(models) if prefix == ray_cluster.TRAINER_PREFIX else ()
+    )
+    cluster = RayCluster()
+
+    def poll() -> TrainerStatus:
+        asyncio.run(cluster.refresh())
+        (status,) = cluster.trainers
+        return status
+
+    assert poll() == poll() == TrainerStatus("tiny", "loading")
+    assert len(trainer.asked) == 1, "it is not asked again while it loads"
+    trainer.answer({"state": "training", "steps": 7, "drafter": "general", "model": "other", "pid": 12, "counts": {}})
+    working = TrainerStatus("tiny", "training", "general", steps=7)
+    assert poll() == poll() == working
+    assert len(trainer.asked) == 2
+    for failure in (ray.exceptions.RayError("it died"), {"steps": "seven"}):
+        trainer.answer(failure)
+        assert poll() == replace(working, state="down"), "its sums stay, so that none of them seems to grow again"
+    trainer.answer({"state": "nothing to learn from", "steps": 8})
+    assert poll() == replace(working, state="nothing to learn from", steps=8)
+    models.clear()
+    asyncio.run(cluster.refresh())
+    assert cluster.trainers == ()
 
 
 def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callable[[str], Any]) -> None:

@@ -18,6 +18,7 @@ from outrider.proto.types import (
     RelayStatus,
     RemoteFile,
     SessionReport,
+    TrainerStatus,
     VerifierStatus,
     VersionStatus,
 )
@@ -78,7 +79,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
     }
     shown = as_json(cluster())
     keys = {"verifiers", "drafters", "edges", "acceptance", "versions", "leases_granted", "relay", "recent"}
-    keys |= {"own_versions", "own_keys"}
+    keys |= {"own_versions", "own_keys", "trainers"}
     assert set(shown) == keys
     assert shown["acceptance"][0] == {
         "model": "llama",
@@ -249,3 +250,70 @@ def test_versions_in_json_hold_every_field_and_round_what_is_measured() -> None:
         "acceptance": 0.7512,
         "trials": 800.0,
     }
+
+
+# --- trainers ---
+
+TRAINERS = (
+    TrainerStatus(
+        "reference",
+        "waiting for idle time",
+        "general",
+        "8" * 12,
+        sequence=3,
+        load=0.87654,
+        waited_s=42.04,
+        hurried=2,
+        cpu_share=0.31234,
+        max_cpu_share=0.5,
+        steps=160,
+        positions=123_456,
+        keys=9,
+        waiting=700,
+        candidate=4,
+        candidate_texts=37,
+        candidate_difference=0.021234,
+        published=3,
+        dropped=1,
+    ),
+    TrainerStatus("tiny", "loading"),
+)
+
+
+def test_a_trainer_is_shown_with_what_it_waits_for_and_the_version_that_it_tries() -> None:
+    text = io.StringIO()
+    Console(file=text, width=80, color_system=None).print(tables(ClusterStatus((), (), 0, (), trainers=TRAINERS)))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for word in ("42 s", "88%", "31%/50%", "160", "4: +0.021", "loading"):
+        assert word in text.getvalue()
+    wide = shown_table(ClusterStatus((), (), 0, (), trainers=TRAINERS))
+    assert "waiting for idle time for 42 s" in wide
+    assert "4: +0.021 in 37" in wide
+    assert "on trial" not in shown_table(ClusterStatus((), (), 0, ())), "without trainers there is no table"
+
+
+def test_a_trainer_in_json_holds_every_field() -> None:
+    first, second = as_json(ClusterStatus((), (), 0, (), trainers=TRAINERS))["trainers"]
+    assert first == {
+        "model": "reference",
+        "state": "waiting for idle time",
+        "drafter": "general",
+        "version": "8" * 12,
+        "sequence": 3,
+        "load": 0.8765,
+        "waited_s": 42.0,
+        "hurried": 2,
+        "cpu_share": 0.3123,
+        "max_cpu_share": 0.5,
+        "steps": 160,
+        "positions": 123_456,
+        "keys": 9,
+        "waiting": 700,
+        "candidate": 4,
+        "candidate_texts": 37,
+        "candidate_difference": 0.0212,
+        "published": 3,
+        "dropped": 1,
+    }
+    assert (second["model"], second["state"], second["drafter"]) == ("tiny", "loading", "")

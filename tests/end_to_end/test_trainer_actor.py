@@ -110,6 +110,7 @@ def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(t
     from outrider.cloud.config import VerifierConfig
     from outrider.deploy.cluster import local_cluster
     from outrider.edge import Client, EdgeConfig
+    from outrider.edge.control import CoordinatorClient
 
     settings = TrainerSettings(
         folder=tmp_path / "learned", rank=2, positions=96, texts=2, cpu_share=1.0, min_keys=1, publish_every=1
@@ -142,6 +143,14 @@ def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(t
             assert learning["counts"]["candidates"] >= 1
             assert learning["verifiers"] == 1, "whose load it looks at"
             assert 0 <= learning["load"] <= 1
+            control = CoordinatorClient(cluster.coordinator)
+            while not ((trainers := (await control.status()).trainers) and trainers[0].steps):
+                assert time.monotonic() < end
+                await asyncio.sleep(0.1)
+            await control.close()
+            (shown,) = trainers
+            assert (shown.model, shown.drafter, shown.max_cpu_share) == ("reference", "general", 1.0)
+            assert shown.state in ("training", "waiting for idle time", "nothing to learn from")
             ray.kill(cluster.trainer, no_restart=True)
             assert await texts(share=True) == expected
 

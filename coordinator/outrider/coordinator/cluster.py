@@ -18,7 +18,7 @@ from outrider.coordinator.config import StaticVerifier
 from outrider.proto.errors import InvalidArgument, NotFound
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import VerifierStatus
+from outrider.proto.types import TrainerStatus, VerifierStatus
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,8 @@ class VerifierInfo(VerifierStatus):
         Raises:
             InvalidArgument: a field is missing or cannot be read.
         """
-        kinds = _kinds()
         try:
-            return cls(**{name: kinds[name](value) for name, value in report.items() if name in kinds})
+            return cls(**known_fields(cls, report))
         except (ValueError, TypeError) as error:
             raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
 
@@ -70,13 +69,23 @@ class VerifierInfo(VerifierStatus):
         return replace(self, address="") if self.state is VerifierState.DOWN else self
 
 
+def known_fields(kind: type, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a report says of the fields of a dataclass; raises `ValueError` or `TypeError`."""
+    kinds = _kinds(kind)
+    return {name: kinds[name](value) for name, value in report.items() if name in kinds}
+
+
 @functools.cache
-def _kinds() -> dict[str, Any]:
-    return get_type_hints(VerifierInfo)
+def _kinds(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 class Cluster(Protocol):
     """A fleet of verifiers; every method may raise `Unavailable` if the fleet itself does not answer."""
+
+    @property
+    def trainers(self) -> tuple[TrainerStatus, ...]:
+        """State of all trainers at the last refresh, sorted by model."""
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
         """Return the present state of all verifiers, sorted by name; those that do not answer are `down`."""
@@ -104,8 +113,11 @@ class Cluster(Protocol):
 class StaticCluster:
     """Verifiers at fixed addresses, probed by the standard gRPC health service.
 
-    Sessions and step time, which the health service does not report, stay 0; granted leases spread the load.
+    Sessions and step time, which the health service does not report, stay 0; granted leases spread the load. There are
+    no trainers, which are Ray actors.
     """
+
+    trainers: tuple[TrainerStatus, ...] = ()
 
     def __init__(
         self,
@@ -158,7 +170,7 @@ class StaticCluster:
         return self._require(name).chat_template_json
 
     async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
-        """Do nothing: trainers are Ray actors, and these verifiers have none."""
+        """Do nothing, without trainers."""
 
     async def close(self) -> None:
         """Close the probing channels."""

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.versions import VersionState
 from outrider.proto.errors import OutriderError
-from outrider.proto.types import RelayStatus, SessionReport, VersionStatus
+from outrider.proto.types import RelayStatus, SessionReport, TrainerStatus, VersionStatus
 
 MAX_MODELS = 64  # labels for models in reports, which come from strangers; further ones count as `other`
 FORWARD_BOUNDS_S = (
@@ -27,6 +27,18 @@ _FLEET: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Cal
     (GaugeMetricFamily, "kv_pages_free", "KV pages that no session holds.", lambda v: v.kv_pages_free),
     (CounterMetricFamily, "restarts", "Restarts of a verifier.", lambda v: v.restarts),
 )
+_TRAINER = {  # field of a trainer's status and meaning; a restart may take sums back to the last checkpoint
+    "load": ("load", "Share of its node's cores that verifiers took lately."),
+    "waited_seconds": ("waited_s", "Time that the next training step has waited for idle time."),
+    "hurried_steps": ("hurried", "Training steps made without idle time."),
+    "cpu_share": ("cpu_share", "Share of one core that training took lately."),
+    "steps": ("steps", "Optimizer steps so far."),
+    "positions_waiting": ("waiting", "Positions that are not learned from yet."),
+    "candidate_texts": ("candidate_texts", "Texts that the version on trial was compared on."),
+    "candidate_difference": ("candidate_difference", "Mean difference of hit rates of the version on trial."),
+    "versions_published": ("published", "Versions that proved better."),
+    "versions_dropped": ("dropped", "Versions that did not."),
+}
 _VERSION = {  # by field of a version's status
     "acceptance": "Share of hits of a version that edges are offered.",
     "share": "Share of the edges that are offered a version.",
@@ -104,6 +116,7 @@ class FleetMetrics(Collector):
 
     Args:
         verifiers: returns the known verifiers.
+        trainers: returns the trainers.
         drafters: returns the number of drafter packages served.
         versions: returns the versions of all drafters.
     """
@@ -111,10 +124,12 @@ class FleetMetrics(Collector):
     def __init__(
         self,
         verifiers: Callable[[], tuple[VerifierInfo, ...]],
+        trainers: Callable[[], tuple[TrainerStatus, ...]],
         drafters: Callable[[], int],
         versions: Callable[[], tuple[VersionStatus, ...]],
     ) -> None:
         self._verifiers = verifiers
+        self._trainers = trainers
         self._drafters = drafters
         self._versions = versions
 
@@ -134,6 +149,18 @@ class FleetMetrics(Collector):
             for verifier in verifiers:
                 family.add_metric((verifier.model, verifier.name), value(verifier))
             yield family
+        trainers = self._trainers()
+        prefix = "outrider:coordinator_trainer"
+        up = GaugeMetricFamily(f"{prefix}_up", "1 if a trainer answers.", labels=(MODEL,))
+        for trainer in trainers:
+            up.add_metric((trainer.model,), trainer.state not in ("loading", "down"))
+        yield up
+        for name, (field, meaning) in _TRAINER.items():
+            shown = GaugeMetricFamily(f"{prefix}_{name}", meaning, labels=(MODEL,))
+            for trainer in trainers:
+                if trainer.drafter:  # it has answered once
+                    shown.add_metric((trainer.model,), getattr(trainer, field))
+            yield shown
         yield GaugeMetricFamily("outrider:coordinator_drafters", "Drafter packages served.", value=self._drafters())
         versions = self._versions()
         counts = GaugeMetricFamily(

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
 import ray.exceptions
 
-from outrider.coordinator.cluster import VerifierInfo
+from outrider.coordinator.cluster import VerifierInfo, known_fields
 from outrider.coordinator.roster import Roster
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unavailable
+from outrider.proto.types import TrainerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +94,15 @@ class RayCluster:
         self._roster = Roster()
         self._polling = asyncio.Lock()
         self._asked: dict[str, ray.ObjectRef[Any]] = {}
+        self._trainers: dict[str, TrainerStatus] = {}
+        self._asked_trainers: dict[str, ray.ObjectRef[Any]] = {}
         # Ray ends an actor that is not detached when its first handle goes.
         self._respawned: dict[str, object] = {}
+
+    @property
+    def trainers(self) -> tuple[TrainerStatus, ...]:
+        """State of all trainers at the last refresh, sorted by model."""
+        return tuple(self._trainers.values())
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
         """Ask every actor for its info; raises `Unavailable` if Ray itself does not answer."""
@@ -132,21 +141,46 @@ class RayCluster:
     async def close(self) -> None:
         """Forget the handles; the actors and the connection to Ray stay."""
         self._asked.clear()
+        self._asked_trainers.clear()
         self._respawned.clear()
 
     def _poll(self) -> tuple[VerifierInfo, ...]:
         listed = verifier_names(self._namespace)
         self._roster.observe(listed, self._reports(listed))
         for name in self._roster.leaving:
-            self._send(name, "acknowledge_drain")  # so that its end counts as intended
+            self._send(ACTOR_PREFIX + name, "acknowledge_drain")  # so that its end counts as intended
         if self._respawn is not None:
             for name in self._roster.to_respawn(time.monotonic()):
                 self._replace(name, self._respawn)
+        self._poll_trainers()
         return self._roster.infos
+
+    def _poll_trainers(self) -> None:
+        """Take the answers that are there, and ask again: a trainer may be in the middle of a step."""
+        models = _named(TRAINER_PREFIX, self._namespace)
+        asked, self._asked_trainers = self._asked_trainers, {}
+        refs = list(asked.values())
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
+        known, self._trainers = self._trainers, {}
+        for model in models:
+            self._trainers[model] = known.get(model, TrainerStatus(model, "loading"))
+            answer = asked.get(model)
+            if answer is not None and answer in done:
+                self._trainers[model] = self._trainer(self._trainers[model], answer)
+                answer = None
+            if (answer := answer or self._send(TRAINER_PREFIX + model, "info")) is not None:
+                self._asked_trainers[model] = answer
+
+    def _trainer(self, before: TrainerStatus, answer: ray.ObjectRef[Any]) -> TrainerStatus:
+        try:
+            return replace(before, **{**known_fields(TrainerStatus, ray.get(answer)), "model": before.model})
+        except (*_RAY_FAILURES, ValueError, TypeError) as error:  # it is dead or restarts, or of another release
+            logger.debug("the trainer of %s does not answer: %s", before.model, error)
+            return replace(before, state="down")
 
     def _reports(self, listed: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
         # An actor that is still loading answers much later, so its request is kept instead of repeated at every poll.
-        asked = {name: self._asked.get(name) or self._send(name, "info") for name in listed}
+        asked = {name: self._asked.get(name) or self._send(ACTOR_PREFIX + name, "info") for name in listed}
         waiting = {name: ref for name, ref in asked.items() if ref is not None}
         refs = list(waiting.values())
         done = set(ray.wait(refs, num_returns=len(refs), timeout=self._info_timeout_s)[0]) if refs else set()
@@ -163,12 +197,12 @@ class RayCluster:
                 logger.debug("the trainer of %s cannot be told its owners: %s", model, error)
 
     def _send(self, name: str, method: str) -> ray.ObjectRef[Any] | None:
-        """Call a method of a verifier without waiting for its answer; None: the verifier cannot be called."""
+        """Call a method of an actor without waiting for its answer; None: the actor cannot be called."""
         try:
-            answer: ray.ObjectRef[Any] = getattr(self._actor(name), method).remote()
+            answer: ray.ObjectRef[Any] = getattr(ray.get_actor(name, namespace=self._namespace), method).remote()
             return answer
-        except (NotFound, *_RAY_FAILURES) as error:
-            logger.debug("verifier %s cannot be called for %s: %s", name, method, error)
+        except (AttributeError, ValueError, *_RAY_FAILURES) as error:
+            logger.debug("%s cannot be called for %s: %s", name, method, error)
             return None
 
     def _answer(self, name: str, ref: ray.ObjectRef[Any]) -> Mapping[str, Any] | None:

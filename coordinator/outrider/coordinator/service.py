@@ -72,11 +72,8 @@ class ControlService:
         self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
         self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
         self._offers = DrafterOffers(catalogue, self._statistics, self.admission, config.lease_secret)
-        self.metrics.registry.register(
-            FleetMetrics(
-                lambda: self.verifiers, lambda: len(catalogue.manifests), lambda: self._statistics.version_states
-            )
-        )
+        fleet = (lambda: self.verifiers, lambda: cluster.trainers, lambda: len(catalogue.manifests))
+        self.metrics.registry.register(FleetMetrics(*fleet, lambda: self._statistics.version_states))
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
@@ -232,6 +229,7 @@ class ControlService:
             edges=self._statistics.edges,
             acceptance=self._statistics.acceptance.shown,
             versions=self._statistics.version_states,
+            trainers=self._cluster.trainers,
         )
 
     async def drain(self, name: str) -> int:

@@ -14,6 +14,7 @@ from outrider.coordinator.package import MANIFEST
 from outrider.proto.drafter_format import DRAFTER_FORMAT
 from outrider.proto.errors import NotFound, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import TrainerStatus
 
 TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
 TOKENIZER_SHA256 = tokenizer_hash(TOKENIZER_JSON)
@@ -42,6 +43,7 @@ class ScriptedCluster:
         self.refreshes = 0
         self.drained: list[str] = []
         self.owners: frozenset[bytes] | None = None
+        self.trainers: tuple[TrainerStatus, ...] = ()
         self._tokenizer_json = tokenizer_json
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:

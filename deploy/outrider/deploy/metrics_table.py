@@ -68,7 +68,7 @@ def metrics_by_part() -> dict[str, tuple[Described, ...]]:
     http = CollectorRegistry()
     HttpMetrics(http)
     coordinator = CoordinatorMetrics().registry
-    coordinator.register(FleetMetrics(tuple, int, tuple))
+    coordinator.register(FleetMetrics(tuple, tuple, int, tuple))
     RelayMetrics(coordinator)
     registries = {
         "Edge": EdgeMetrics().registry,

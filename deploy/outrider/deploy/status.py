@@ -25,6 +25,13 @@ The JSON object:
         against, texts, difference: version that it is compared with, texts so far, mean difference of hit rates
         evidence    natural log of the wealth that bets on its being better have made
         acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
+    trainers        list, by model
+        model, drafter, version, sequence (of the newest version that proved better, or its parent), published, dropped
+        (versions that proved better, and those that did not), steps, positions, keys, waiting (positions to learn from)
+        state (training, waiting for idle time, nothing to learn from, loading, down), load (share of its node's cores
+        that verifiers took lately), waited_s, hurried (steps made without idle time)
+        cpu_share, max_cpu_share: share of one core that it took lately, and its limit
+        candidate (number of the version on trial; 0: none), candidate_texts, candidate_difference (of hit rates)
     own_versions    number of versions that the edges of one API key alone are offered; own_keys: of these keys
     leases_granted  since the coordinator started, or since its state file did
     relay           streams relayed by the coordinator (`RelayStatus`); null without a relay
@@ -51,6 +58,7 @@ from outrider.proto.types import (
     ClusterStatus,
     EdgeStatus,
     SessionReport,
+    TrainerStatus,
     VerifierStatus,
     VersionStatus,
 )
@@ -58,7 +66,10 @@ from outrider.proto.types import (
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
 # Columns; all others hold numbers.
-TEXTS = {*("verifier", "state", "address", "link"), *("drafter", "own drafter", "version", "made for", "why")}
+TEXTS = {
+    *("verifier", "state", "address", "link"),
+    *("drafter", "own drafter", "version", "made for", "why", "trainer"),
+}
 GUARANTEES = {
     "bytes": "a text keeps its bytes whatever shares its steps",
     "bytes_by_tiles": "a text keeps its bytes whatever shares its steps, by slow tiles",
@@ -71,7 +82,9 @@ STATE_STYLES = {
     "current": "green",
     "candidate": "yellow",
     "retired": "red",
+    "training": "green",
 }
+DIGITS = {"age_s": 1, "waited_s": 1, "evidence": 3, "trials": 1}  # others: 4
 SHORT = 12  # characters of a version, which is a hash
 
 
@@ -123,7 +136,8 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         ],
         "edges": [_edge(edge) for edge in status.edges],
         "acceptance": [_acceptance(cell) for cell in status.acceptance],
-        "versions": [_version(version) for version in status.versions],
+        "versions": [_rounded(version) for version in status.versions],
+        "trainers": [_rounded(trainer) for trainer in status.trainers],
         "own_versions": status.own_versions,
         "own_keys": status.own_keys,
         "leases_granted": status.leases_granted,
@@ -142,6 +156,8 @@ def tables(status: ClusterStatus) -> RenderableType:
     parts += ["", _drafters(status)]
     if any(version.state != "current" for version in status.versions):
         parts += ["", _versions(status.versions)]
+    if status.trainers:
+        parts += ["", _trainers(status.trainers)]
     return Group(*parts, "", _sums(status))
 
 
@@ -182,9 +198,8 @@ def _acceptance(cell: ClassAcceptance) -> dict[str, Any]:
     }
 
 
-def _version(version: VersionStatus) -> dict[str, Any]:
-    rounded = {"age_s": 1, "difference": 4, "evidence": 3, "acceptance": 4, "trials": 1}
-    return {k: round(v, rounded[k]) if k in rounded else v for k, v in asdict(version).items()}
+def _rounded(shown: VersionStatus | TrainerStatus) -> dict[str, Any]:
+    return {k: round(v, DIGITS.get(k, 4)) if isinstance(v, float) else v for k, v in asdict(shown).items()}
 
 
 def _verifiers(verifiers: Sequence[VerifierStatus]) -> Table:
@@ -279,6 +294,23 @@ def _versions(versions: Sequence[VersionStatus]) -> Table:
                 _ago(version.age_s),
                 version.why or "-",
             )
+    return table
+
+
+def _trainers(trainers: Sequence[TrainerStatus]) -> Table:
+    """Return what each trainer does and has done, and the version that it tries."""
+    table = _table("trainer", "state", "load", "of a core", "steps", "on trial", "better", "dropped")
+    for t in trainers:
+        table.add_row(
+            t.model,
+            Text(t.state + (f" for {_ago(t.waited_s)}" if t.waited_s else ""), STATE_STYLES.get(t.state, "")),
+            f"{t.load:.0%}",
+            f"{t.cpu_share:.0%}/{t.max_cpu_share:.0%}",
+            str(t.steps),
+            f"{t.candidate}: {t.candidate_difference:+.3f} in {t.candidate_texts}" if t.candidate else "-",
+            str(t.published),
+            str(t.dropped),
+        )
     return table
 
 

@@ -103,9 +103,10 @@ class TrainerActor:
     def info(self) -> dict[str, Any]:
         """Return plain values about the learning so far."""
         with self._learning:
-            gate = self._gate
-            idle = {"gate": gate.state, "load": gate.load, "waited_s": gate.waited_s, "hurried": gate.hurried}
-            return self._learner.status() | self._own.status() | idle | {"verifiers": gate.watched, "pid": os.getpid()}
+            gate, share = self._gate, self._share
+            idle = {"state": gate.state, "load": gate.load or 0.0, "waited_s": gate.waited_s, "hurried": gate.hurried}
+            idle |= {"cpu_share": share.lately, "max_cpu_share": share.limit, "verifiers": gate.watched}
+            return self._learner.status() | self._own.status() | idle | {"pid": os.getpid()}
 
     def stop(self) -> None:
         """Write a checkpoint and learn no more; the actor stays, to be killed."""

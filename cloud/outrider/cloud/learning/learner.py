@@ -123,8 +123,11 @@ class Learner:
             "positions": state.positions,
             "keys": len(state.keys),
             "waiting": self.trainer.buffer.waiting,
+            "candidate": self._candidate.sequence if self._candidate else 0,
             "candidate_texts": test.texts if test else 0,
             "candidate_difference": test.difference if test else 0.0,
+            "published": state.counts["versions"],
+            "dropped": state.counts["candidates dropped"],
             "counts": dict(state.counts),
         }
 

@@ -38,6 +38,7 @@ STATUS = Table(
     edges=many(Table(t.EdgeStatus, pb.EdgeStatus, last=one(REPORT))),
     acceptance=many(Table(t.ClassAcceptance, pb.ClassAcceptance, prior=one(DRAFTER_PRIOR))),
     versions=many(Table(t.VersionStatus, pb.VersionStatus)),
+    trainers=many(Table(t.TrainerStatus, pb.TrainerStatus)),
 )
 # They serve DrafterUpdate and WatchDraftersRequest too, which have the same fields.
 DRAFTERS: Single[tuple[t.DrafterManifest, ...]] = Single(pb.ListDraftersReply, "drafters", many(MANIFEST))

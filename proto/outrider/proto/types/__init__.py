@@ -22,6 +22,7 @@ from outrider.proto.types.control import (
     RelayStatus,
     RemoteFile,
     SessionReport,
+    TrainerStatus,
     VerifierStatus,
     VersionStatus,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "SteeringRequest",
     "Timing",
     "TopLogprobs",
+    "TrainerStatus",
     "VerifierStatus",
     "VersionStatus",
     "token_ids",

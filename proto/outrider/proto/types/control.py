@@ -282,6 +282,53 @@ class VerifierStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """One trainer as the coordinator sees it.
+
+    Attributes:
+        model: target of the drafter that learns.
+        state: `training`, `waiting for idle time`, `nothing to learn from`, `loading` or `down`.
+        drafter: name of the drafter that learns.
+        version: newest version that proved better, or its parent.
+        sequence: number of that version.
+        load: share of its node's cores that verifiers took lately, 0 to 1; 0 if it does not look.
+        waited_s: time that the next step has waited for idle time, in seconds.
+        hurried: number of steps made without idle time.
+        cpu_share: share of one core that it took lately.
+        max_cpu_share: limit of that share.
+        steps: number of optimizer steps.
+        positions: number of judged positions that it learned from.
+        keys: number of API keys that these came from.
+        waiting: number of positions that it has not learned from yet.
+        candidate: sequence of the version on trial; 0: none.
+        candidate_texts: number of texts that it was compared on.
+        candidate_difference: mean difference of hit rates on these texts.
+        published: number of versions that proved better.
+        dropped: number of versions that did not.
+    """
+
+    model: str
+    state: str
+    drafter: str = ""
+    version: str = ""
+    sequence: int = 0
+    load: float = 0.0
+    waited_s: float = 0.0
+    hurried: int = 0
+    cpu_share: float = 0.0
+    max_cpu_share: float = 0.0
+    steps: int = 0
+    positions: int = 0
+    keys: int = 0
+    waiting: int = 0
+    candidate: int = 0
+    candidate_texts: int = 0
+    candidate_difference: float = 0.0
+    published: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EdgeStatus:
     """One edge: its newest report, how long ago that came, and how many have come."""
 
@@ -324,3 +371,4 @@ class ClusterStatus:
     versions: tuple[VersionStatus, ...] = ()
     own_versions: int = 0
     own_keys: int = 0
+    trainers: tuple[TrainerStatus, ...] = ()
