@@ -16,14 +16,17 @@ import torch
 from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning import actor as acting
+from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning.actor import TrainerActor
 from outrider.cloud.learning.learner import Learner, drafters_folder
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory, TrialJournal
+from outrider.cloud.learning.version_folder import VersionFolder
 from outrider.drafters import ProposalRule
+from outrider.drafters.adapters import read_adapter
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import find_package, load_package
+from outrider.drafters.packages import DrafterPackage, find_package, load_package
 from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.salts import salted
 
@@ -261,6 +264,97 @@ def test_a_slower_candidate_of_another_graph_is_never_published(tmp_path: Path, 
     assert not any(b.any() for _, b in now.values()), "as the parent has them"
 
 
+# --- versions that a coordinator retires ---
+
+
+def numbers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def two_versions(folder: Path) -> tuple[Learner, list[DrafterPackage]]:
+    """Return a learner that has published two versions, and that tries a third."""
+    learner = Learner(settings(folder))
+    for number in (1, 2):
+        trainer = learner.trainer
+        matrices = {name: (a, b + 1e-3 * number) for name, (a, b) in trainer.published_matrices().items()}
+        trainer.published_matrices = lambda matrices=matrices: matrices
+        learner.newest = load_package(trainer.publish(trainer.write_candidate()))
+        learner.judge.compare_with(OnnxDrafter(learner.newest))
+        del trainer.published_matrices
+    teach(learner, 6)
+    assert learner.judge.test is not None
+    return learner, [load_package(folder / "drafters" / "general" / number) for number in ("1", "2")]
+
+
+def test_training_goes_on_from_the_version_before_one_that_is_retired(tmp_path: Path) -> None:
+    learner, (first, second) = two_versions(tmp_path)
+    learner.retire([second.version, "another"])
+    assert numbers(tmp_path / "drafters" / "general") == ["1"]
+    assert (learner.newest.version, learner.judge.current.version) == (first.version, first.version)
+    assert learner.judge.test is None, "what was compared with it is no longer tried"
+    assert not numbers(tmp_path / "candidates")
+    now = learner.trainer.drafter.matrices()
+    assert all(np.allclose(a.T @ b.T, read[0].T @ read[1].T, atol=1e-5) for (a, b), read in pairs(now, first))
+    again = Learner(settings(tmp_path))
+    assert again.newest.version == first.version
+    assert again.trainer.write_candidate().sequence > 2, "a number is never used twice"
+    again.retire([first.version])
+    assert again.newest.version == again.trainer.package.version
+    assert not any(b.any() for _, b in again.trainer.drafter.matrices().values()), "as the parent has them"
+
+
+def pairs(matrices: dict[str, Any], package: DrafterPackage) -> list[tuple[Any, Any]]:
+    read = read_adapter(package)
+    return [(matrices[name], read[name]) for name in read]
+
+
+def test_an_older_version_that_is_retired_is_deleted_alone(tmp_path: Path) -> None:
+    learner, (first, second) = two_versions(tmp_path)
+    candidate = learner._candidate
+    learner.retire([first.version])
+    assert numbers(tmp_path / "drafters" / "general") == ["2"]
+    assert (learner.newest.version, learner._candidate) == (second.version, candidate)
+    assert learner.judge.test is not None
+
+
+def test_without_a_coordinator_the_oldest_versions_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "MAX_VERSIONS", 1)
+    two = Learner(settings(tmp_path)).trainer
+    for _ in range(2):
+        two.publish(two.write_candidate())
+    assert numbers(tmp_path / "drafters" / "general") == ["2"]
+
+
+def test_a_version_goes_as_a_whole_even_if_the_trainer_dies_meanwhile(tmp_path: Path, monkeypatch, caplog) -> None:
+    folder = VersionFolder(tmp_path)
+    for number in (1, 2):
+        shutil.copytree(find_package("swift").folder, tmp_path / str(number))
+    version = find_package("swift").version
+    (tmp_path / "2" / "manifest.json").write_text("{")
+    monkeypatch.setattr(shutil, "rmtree", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        folder.retire([version])
+    monkeypatch.undo()
+    assert folder.numbers() == [2], "a catalogue sees all of it or nothing"
+    assert "cannot be read" in caplog.text
+    folder.finish_deleting()
+    assert numbers(tmp_path) == ["2"]
+    assert folder.retire([version]) == frozenset()
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "busy", str(path))
+
+    (tmp_path / ".2.deleted" / "graph").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    folder.keep_newest(0)
+    assert folder.numbers() == [2]
+    assert "stays" in caplog.text, "what is in its way could not be deleted"
+    monkeypatch.undo()
+    shutil.copytree(find_package("swift").folder, tmp_path / "3")
+    folder.keep_newest(1)
+    assert numbers(tmp_path) == ["3"]
+
+
 # --- around it ---
 
 
@@ -322,6 +416,19 @@ def test_forgetting_reaches_what_waits_in_the_inbox_too(actor, monkeypatch) -> N
     assert actor.forget(salted(b"", "key-0")) == 32
     assert actor.forget(salted(b"", "key-0")) == 0
     assert actor.info()["waiting"] == 16 * 16
+
+
+def test_an_actor_deletes_what_a_coordinator_retires_and_nothing_else(actor, tmp_path: Path) -> None:
+    with actor._learning:
+        trainer = actor._learner.trainer
+        actor._learner.newest = published = load_package(trainer.publish(trainer.write_candidate()))
+    actor.retire(frozenset({("swift", published.version), ("general", "another")}))
+    until(lambda: not actor._retired)
+    with actor._learning:
+        assert numbers(tmp_path / "drafters" / "general") == ["1"]
+    actor.retire(frozenset({("general", published.version)}))
+    until(lambda: actor.info()["version"] == actor._learner.trainer.package.version)
+    assert not numbers(tmp_path / "drafters" / "general")
 
 
 def test_a_push_waits_for_room_and_is_refused_if_there_is_none(actor, monkeypatch) -> None:

@@ -19,6 +19,7 @@ from outrider.cloud.learning.own import OwnLearners
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.drafters.packages import DrafterPackage, load_package
+from outrider.proto.errors import Internal
 from outrider.proto.salts import salted
 
 VOCAB = 8192
@@ -84,7 +85,7 @@ def test_one_key_teaches_a_version_for_itself_and_none_for_others(tmp_path: Path
     assert set(learner.trainer.state.keys) == {ALICE.hex()}
     assert learner.trainer.state.counts["candidates"] >= 1
     assert set(trainers.own._learners) == {ALICE}
-    assert trainers.own.status() == {"own_learners": 1, "own_keys": 1, "own_versions": 1}
+    assert trainers.own.status() == {"own_learners": 1, "own_keys": 1, "own_versions": 1, "undeleted": 0}
     # A restart goes on from the checkpoint, but for nobody until a coordinator names the keys again.
     learner.trainer.save()
     again = Trainers(tmp_path)
@@ -266,6 +267,76 @@ def test_a_key_that_is_revoked_loses_them_and_late_texts_teach_no_one(actor, tmp
     assert actor.info()["own_learners"] == 1
     assert "alice" not in str(actor.info())
     assert ALICE.hex() not in str(actor.info())
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of alice's that cannot be deleted, while the patch lasts."""
+    unlink = os.unlink
+
+    def refuse(path, *arguments, **options) -> None:
+        if str(path).endswith("adapter.safetensors"):
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    return Path("adapter.safetensors")
+
+
+def test_files_that_cannot_be_deleted_are_reported_and_teach_no_more(actor, tmp_path, stuck, monkeypatch) -> None:
+    """Forgetting is a promise: it must not seem kept where a part of a version is still there."""
+    with pytest.raises(Internal, match="not permitted") as refused:
+        actor.forget(ALICE)
+    assert refused.value.field == "key"
+    assert actor.info()["undeleted"] == 1
+    left = [path for path in traces(tmp_path, ALICE) if path.is_file()]
+    assert {path.name for path in left} == {stuck.name}, "all else is gone"
+    assert actor._learner.forget(ALICE) == 0, "the texts too"
+    actor.push((text(100).encode(),))
+    until(lambda: actor.info()["counts"]["records"] == 17)
+    assert actor.info()["own_learners"] == 1, "it begins with nothing, or not at all"
+    monkeypatch.undo()
+    until(lambda: not actor.info()["undeleted"])
+    assert not traces(tmp_path, ALICE)
+    assert actor.forget(ALICE) == 16, "which came since"
+
+
+@pytest.mark.usefixtures("stuck")
+def test_a_key_that_is_revoked_is_deleted_as_soon_as_that_is_possible(actor, tmp_path, monkeypatch, caplog) -> None:
+    actor.allow_own(frozenset({BOB}))
+    until(lambda: actor.info()["undeleted"])
+    assert "goes on trying" in caplog.text
+    actor.push((text(100, "bob").encode(),))
+    until(lambda: actor.info()["counts"]["records"] == 17)
+    assert traces(tmp_path, ALICE)
+    monkeypatch.undo()
+    until(lambda: not traces(tmp_path, ALICE))
+    assert traces(tmp_path, BOB)
+
+
+def test_own_versions_that_are_retired_are_deleted(actor, tmp_path: Path) -> None:
+    by_key = {owner: tmp_path / "drafters" / owner.hex() for owner in (ALICE, BOB)}
+    versions = {owner: load_package(folder / "1").version for owner, folder in by_key.items()}
+    with actor._learning:
+        actor._own._learners.pop(BOB)
+    actor.retire(frozenset({(ALICE.hex(), "another"), (BOB.hex(), versions[BOB])}))
+    until(lambda: actor.info()["own_versions"] == 1)
+    assert [path.name for path in by_key[ALICE].iterdir()] == ["1"]
+    actor.retire(frozenset({(ALICE.hex(), versions[ALICE])}))
+    until(lambda: actor.info()["own_versions"] == 0)
+
+
+def test_learners_of_single_keys_leave_a_parent_that_is_retired(by_hand, tmp_path: Path) -> None:
+    learner, own = by_hand._learner, by_hand._own._learners[ALICE].learner
+    with by_hand._learning:
+        matrices = {name: (a, b + 1e-3) for name, (a, b) in learner.trainer.published_matrices().items()}
+        learner.trainer.published_matrices = lambda: matrices
+        learner.newest = load_package(learner.trainer.publish(learner.trainer.write_candidate()))
+        own.begin_again(learner.newest)
+    by_hand.retire(frozenset({("general", learner.newest.version)}))
+    by_hand._learn()
+    assert own.trainer.package.version == learner.newest.version == learner.trainer.package.version
+    assert own.trainer.write_candidate() is not None, "the files of its parent are there"
 
 
 def test_what_a_key_left_on_disk_goes_when_a_trainer_hears_that_it_is_gone(actor, tmp_path: Path) -> None:

@@ -283,6 +283,31 @@ def test_states_survive_a_restart_and_what_was_forgotten_leaves_nothing(tmp_path
     assert "own1" not in str(again.statistics.acceptance.shown)
 
 
+def test_trainers_are_told_what_is_retired_while_its_files_are_there(serve: Serve, fleet, drafters: Path) -> None:
+    cluster = fleet["cluster"]
+    write_package(drafters / "2", version="2", sequence=2, files={"model.onnx": b"another"})
+
+    async def scenario(call: Any) -> None:
+        service, alice, bob = call.server.service, as_client(call, "alice"), as_client(call, "bob")
+        await service.scan_drafters()
+        assert cluster.retired == frozenset()
+        for number in range(60):
+            await alice.report(report("edge", v1=0.5, own1=0.2))
+            await bob.report(report(f"edge-{number}", v1=0.5, v2=0.2))
+        await call.until(lambda: cluster.retired == {(ALICE, "own1"), ("tiny-drafter", "2")})
+        for folder in (drafters / ALICE, drafters / "2"):
+            await asyncio.to_thread(shutil.rmtree, folder)
+        await service.scan_drafters()
+        cluster.retired = frozenset()
+        seen = cluster.refreshes
+        await call.until(lambda: cluster.refreshes > seen + 1)
+        assert cluster.retired == frozenset()
+        for client in (alice, bob):
+            await client.close()
+
+    serve(scenario, **fleet)
+
+
 def test_a_version_that_is_deleted_is_taken_from_its_edges_at_the_next_scan(serve: Serve, fleet, drafters) -> None:
     async def scenario(call: Any) -> None:
         alice = as_client(call, "alice")

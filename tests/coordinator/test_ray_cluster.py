@@ -120,11 +120,11 @@ def test_both_sides_agree_on_where_verifiers_and_trainers_are_found() -> None:
     assert (ray_cluster.NAMESPACE, ray_cluster.TRAINER_PREFIX) == (trainer.NAMESPACE, trainer.TRAINER_PREFIX)
 
 
-def test_trainers_are_told_who_may_own_versions_and_deaf_ones_passed_over(
+def test_trainers_are_told_owners_and_retired_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[frozenset[bytes]] = []
-    listens = SimpleNamespace(allow_own=SimpleNamespace(remote=told.append))
+    told: list[frozenset[Any]] = []
+    listens = SimpleNamespace(allow_own=SimpleNamespace(remote=told.append), retire=SimpleNamespace(remote=told.append))
     handles = {"outrider-trainer-deaf": object(), "outrider-trainer-tiny": listens}
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_cluster, "_named", lambda *_: ("deaf", "gone", "tiny"))
@@ -136,7 +136,9 @@ def test_trainers_are_told_who_may_own_versions_and_deaf_ones_passed_over(
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
     asyncio.run(RayCluster().allow_own_versions(frozenset({b"salt"})))
-    assert told == [{b"salt"}]
+    asyncio.run(RayCluster().retire_versions(frozenset()))
+    asyncio.run(RayCluster().retire_versions(frozenset({("general", "8")})))
+    assert told == [{b"salt"}, {("general", "8")}], "nothing is no news"
 
 
 class Answers:
@@ -155,7 +157,7 @@ class Answers:
         self.answers[self.asked[-1]] = said
 
 
-def test_trainers_say_what_they_do_and_a_busy_or_dead_one_delays_no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_say_what_they_do_and_delay_no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Answers()
     models = ["tiny"]
 

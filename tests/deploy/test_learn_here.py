@@ -93,6 +93,39 @@ def test_a_text_without_prompt_or_drafter_to_teach_is_passed_over() -> None:
     assert not learning._waiting
 
 
+def test_the_edge_drafts_with_what_its_trainer_says_or_with_the_parent_again(monkeypatch) -> None:
+    said = iter(["1", "v1", "v1", "v2", "1", "1"])
+
+    class Process:
+        def __init__(self, begin: dict[str, Any]) -> None:
+            assert begin["drafter"] == "parent"
+            self.info = {"version": next(said), "folder": "parent"}
+
+        async def __aenter__(self) -> Process:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def learn(self, records: list[bytes]) -> None:
+            version = next(said, "")
+            self.info = {"version": version, "folder": {"1": "parent"}.get(version, f"learned/{version}")}
+            if not version:
+                own.parent = None
+
+    drafted: list[str] = []
+
+    async def draft_with(folder: Path) -> None:
+        drafted.append(str(folder))
+
+    monkeypatch.setattr(learn_here, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(learn_here, "_TrainerProcess", Process)
+    parent = SimpleNamespace(name="general", version="1", folder=Path("parent"))
+    own: Any = SimpleNamespace(parent=parent, trainer=None, draft_with=draft_with)
+    learning = LearningHere(own, cpu_share=0.5, folder=Path("learned"), logs={})
+    asyncio.run(learning._learn_from(own.parent, Path("learned")))
+    assert drafted == ["learned/v1", "learned/v2", "parent"]
+
+
 @pytest.mark.parametrize(
     "free",
     [{}, {"grammar": Grammar(GrammarKind.LARK, "start: /a/")}, {"logit_bias": ((1, 2.0),)}, {"allowed_tokens": (1,)}],

@@ -275,12 +275,13 @@ TRAINERS = (
         candidate_difference=0.021234,
         published=3,
         dropped=1,
+        undeleted=1,
     ),
     TrainerStatus("tiny", "loading"),
 )
 
 
-def test_a_trainer_is_shown_with_what_it_waits_for_and_the_version_that_it_tries() -> None:
+def test_a_trainer_is_shown_with_what_it_waits_for_and_tries() -> None:
     text = io.StringIO()
     Console(file=text, width=80, color_system=None).print(tables(ClusterStatus((), (), 0, (), trainers=TRAINERS)))
     lines = text.getvalue().splitlines()
@@ -290,6 +291,7 @@ def test_a_trainer_is_shown_with_what_it_waits_for_and_the_version_that_it_tries
     wide = shown_table(ClusterStatus((), (), 0, (), trainers=TRAINERS))
     assert "waiting for idle time for 42 s" in wide
     assert "4: +0.021 in 37" in wide
+    assert "reference: files of 1 forgotten keys cannot be deleted" in wide
     assert "on trial" not in shown_table(ClusterStatus((), (), 0, ())), "without trainers there is no table"
 
 
@@ -315,5 +317,6 @@ def test_a_trainer_in_json_holds_every_field() -> None:
         "candidate_difference": 0.0212,
         "published": 3,
         "dropped": 1,
+        "undeleted": 1,
     }
     assert (second["model"], second["state"], second["drafter"]) == ("tiny", "loading", "")

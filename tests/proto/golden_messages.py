@@ -331,6 +331,7 @@ EXAMPLES = {
                     candidate_difference=-0.0125,
                     published=3,
                     dropped=5,
+                    undeleted=1,
                 ),
                 t.TrainerStatus("tiny", "loading"),
             ),

@@ -106,6 +106,9 @@ class Cluster(Protocol):
     async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
         """Let trainers learn for the edges of these API keys alone, named by their salts, and forget all others."""
 
+    async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
+        """Let trainers delete these versions: owner, or drafter where there is none, and version."""
+
     async def close(self) -> None:
         """Close connections; the verifiers go on."""
 
@@ -170,6 +173,9 @@ class StaticCluster:
         return self._require(name).chat_template_json
 
     async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
+        """Do nothing, without trainers."""
+
+    async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
         """Do nothing, without trainers."""
 
     async def close(self) -> None:

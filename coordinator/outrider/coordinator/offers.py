@@ -64,6 +64,16 @@ class DrafterOffers:
         return frozenset(key_salt(self._lease_secret, name) for name in names) if names is not None else None
 
     @property
+    def retired(self) -> frozenset[tuple[str, str]]:
+        """Retired versions whose files are here: owner, or drafter where there is none, and version."""
+        versions = self._statistics.versions
+        return frozenset(
+            (p.owner or p.manifest.name, p.manifest.version)
+            for p in self._catalogue.packages
+            if versions.state(_line_of(p), p.manifest.version) is VersionState.RETIRED
+        )
+
+    @property
     def own(self) -> tuple[int, int]:
         """Number of versions that only their owners are offered, and number of these owners."""
         packages = [p for p in self._catalogue.packages if p.owner]

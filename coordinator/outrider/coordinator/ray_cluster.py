@@ -136,7 +136,16 @@ class RayCluster:
         Raises:
             Unavailable: Ray does not answer.
         """
-        await asyncio.to_thread(self._tell_trainers, owners)
+        await asyncio.to_thread(self._tell_trainers, "allow_own", owners)
+
+    async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
+        """Tell every trainer these versions, and wait for no answer, since their files are looked at again.
+
+        Raises:
+            Unavailable: Ray does not answer.
+        """
+        if versions:
+            await asyncio.to_thread(self._tell_trainers, "retire", versions)
 
     async def close(self) -> None:
         """Forget the handles; the actors and the connection to Ray stay."""
@@ -188,13 +197,14 @@ class RayCluster:
         answers = {name: self._answer(name, ref) for name, ref in waiting.items() if ref in done}
         return {name: answer for name, answer in answers.items() if answer is not None}
 
-    def _tell_trainers(self, owners: frozenset[bytes]) -> None:
+    def _tell_trainers(self, method: str, argument: frozenset[Any]) -> None:
         for model in _named(TRAINER_PREFIX, self._namespace):
             try:
-                ray.get_actor(TRAINER_PREFIX + model, namespace=self._namespace).allow_own.remote(owners)
-            # One that learns for no single key has no such method.
+                actor = ray.get_actor(TRAINER_PREFIX + model, namespace=self._namespace)
+                getattr(actor, method).remote(argument)
+            # One of another release may have no such method.
             except (AttributeError, ValueError, *_RAY_FAILURES) as error:
-                logger.debug("the trainer of %s cannot be told its owners: %s", model, error)
+                logger.debug("the trainer of %s cannot be told to %s: %s", model, method, error)
 
     def _send(self, name: str, method: str) -> ray.ObjectRef[Any] | None:
         """Call a method of an actor without waiting for its answer; None: the actor cannot be called."""

@@ -94,6 +94,7 @@ class ControlService:
             try:
                 self._view.known = await self._cluster.refresh()
                 await self._tell_owners()
+                await self._cluster.retire_versions(self._offers.retired)
             except OutriderError as error:
                 logger.warning("the cluster cannot be asked: %s", error)
             self._refreshed_s = time.monotonic()

@@ -43,6 +43,7 @@ class ScriptedCluster:
         self.refreshes = 0
         self.drained: list[str] = []
         self.owners: frozenset[bytes] | None = None
+        self.retired: frozenset[tuple[str, str]] = frozenset()
         self.trainers: tuple[TrainerStatus, ...] = ()
         self._tokenizer_json = tokenizer_json
 
@@ -73,6 +74,10 @@ class ScriptedCluster:
     async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
         """Note the owners."""
         self.owners = owners
+
+    async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
+        """Note the versions."""
+        self.retired |= versions
 
     async def close(self) -> None:
         """Do nothing."""

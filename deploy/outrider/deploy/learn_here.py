@@ -143,7 +143,10 @@ class LearningHere:
                 if process.info["version"] != drafts_with:
                     drafts_with = process.info["version"]
                     await self._learning.draft_with(Path(process.info["folder"]))
-                    log.info("drafting with version %d that was trained here", process.info["sequence"])
+                    if drafts_with == parent.version:
+                        log.warning("drafting without what was trained here, which hit less")
+                    else:
+                        log.info("drafting with version %s that was trained here", drafts_with)
                 await asyncio.sleep(LOOK_EVERY_S)
                 await process.learn(self._next())
 

@@ -27,7 +27,8 @@ The JSON object:
         acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
     trainers        list, by model
         model, drafter, version, sequence (of the newest version that proved better, or its parent), published, dropped
-        (versions that proved better, and those that did not), steps, positions, keys, waiting (positions to learn from)
+        (versions that proved better, and those that did not), steps, positions, keys, waiting (positions to learn),
+        undeleted (keys to be forgotten whose files cannot be deleted)
         state (training, waiting for idle time, nothing to learn from, loading, down), load (share of its node's cores
         that verifiers took lately), waited_s, hurried (steps made without idle time)
         cpu_share, max_cpu_share: share of one core that it took lately, and its limit
@@ -320,7 +321,10 @@ def _sums(status: ClusterStatus) -> str:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
     if status.own_keys:
         line += f"; {status.own_versions} versions that {status.own_keys} keys have for themselves"
-    return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
+    stay = [
+        f"{t.model}: files of {t.undeleted} forgotten keys cannot be deleted" for t in status.trainers if t.undeleted
+    ]
+    return "\n".join([line, *stay, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
 
 
 def _guarantees(verifiers: Sequence[VerifierStatus]) -> list[str]:

@@ -62,14 +62,15 @@ class OwnLearning:
         return self._prepared.learnable
 
     async def draft_with(self, folder: Path) -> None:
-        """Let texts and turns to come draft with a version that was trained here, in the place of its parent.
+        """Let texts and turns to come draft with a version that was trained here, or with its parent again.
 
         What cannot be loaded changes nothing.
 
         Raises:
             OutriderError: the folder holds no whole package.
         """
-        await self._prepared.take_own(load_package(folder))
+        package, parent = load_package(folder), self.parent
+        await self._prepared.take_own(None if parent is not None and package.version == parent.version else package)
 
     def ended(self, ready: Ready, session: str, machine: EdgeSession) -> None:
         """Hand a text over that has ended, if somebody learns from it."""

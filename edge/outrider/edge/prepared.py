@@ -107,13 +107,17 @@ class Prepared:
         """Package of the first drafter that can learn, without what was learned here; None: there is none yet."""
         return self._preparation.learnable
 
-    async def take_own(self, package: DrafterPackage) -> None:
-        """Give the texts to come a version that was trained here, for as long as its parent would be in its place."""
+    async def take_own(self, package: DrafterPackage | None) -> None:
+        """Give the texts to come a version that was trained here, for as long as its parent would be in its place.
+
+        None: they get the parent again.
+        """
         if self._loading is not None:
             await asyncio.wait((self._loading,))
         async with self._renewing:
             ready = self.ready_now()
-            self.ready = replace(ready, own_versions=ready.own_versions | {package.version})
+            if package is not None:
+                self.ready = replace(ready, own_versions=ready.own_versions | {package.version})
             self._preparation.own = package
             await self._renew(None)
 

@@ -61,6 +61,7 @@ class TrainerActor:
         self._own = OwnLearners(settings, self._learner)
         self._turns: list[Learner | OwnLearners] = [self._learner, self._own]
         self._owners: frozenset[bytes] | None = None  # as a coordinator has said last
+        self._retired: frozenset[tuple[str, str]] = frozenset()  # since the last look
         self._share = CpuShare(settings.cpu_share, time.monotonic, time.process_time)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._gate = IdleGate(verifiers_cpu_s, time.monotonic, cores, settings.max_load, settings.patience_s)
@@ -87,11 +88,16 @@ class TrainerActor:
         return len(records)
 
     def forget(self, key_salt: bytes) -> int:
-        """Drop all records of a key and what it has for itself, and return the records' number of positions."""
+        """Drop all records of a key and what it has for itself, and return the records' number of positions.
+
+        Raises:
+            Internal: not all of its files can be deleted; the records are gone.
+        """
         with self._learning:
             self._take_all()
+            positions = self._learner.forget(key_salt)
             self._own.forget(key_salt)
-            return self._learner.forget(key_salt)
+            return positions
 
     def allow_own(self, owners: frozenset[bytes]) -> None:
         """Let these keys, named by their salts, have versions of their own; all others lose theirs, and their records.
@@ -99,6 +105,13 @@ class TrainerActor:
         It returns at once.
         """
         self._owners = owners
+
+    def retire(self, versions: frozenset[tuple[str, str]]) -> None:
+        """Delete published versions that a coordinator has retired, each named by its drafter or owner, and itself.
+
+        It returns at once.
+        """
+        self._retired = versions
 
     def info(self) -> dict[str, Any]:
         """Return plain values about the learning so far."""
@@ -147,6 +160,12 @@ class TrainerActor:
         if self._owners is not None and self._owners != self._own.allowed:
             for gone in self._own.allow(self._owners):
                 self._learner.forget(gone)
+        self._own.delete_again()
+        retired, self._retired = self._retired, frozenset()
+        if retired:
+            name = self._learner.trainer.package.name
+            self._learner.retire([version for home, version in retired if home == name])
+            self._own.retire(retired)
         while True:
             with self._changed:
                 if not self._inbox:

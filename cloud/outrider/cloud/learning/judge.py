@@ -20,7 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.trial import NAME_BYTES, JudgedText, JudgeMemory, OpenTrial, TrialJournal
+from outrider.cloud.learning.trial import (
+    NAME_BYTES,
+    JudgedText,
+    JudgeMemory,
+    OpenTrial,
+    TrialJournal,
+    VersionWatch,
+)
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
@@ -126,6 +133,24 @@ class Judgement:
     difference: float
 
 
+class _Readings:
+    """Readings of one text by several drafters, each made once."""
+
+    def __init__(self, text: ShadowText) -> None:
+        self._text = text
+        self._made: dict[int, ShadowReading] = {}
+
+    def of(self, drafter: Drafter, clock: Callable[[], float] | None = None) -> ShadowReading:
+        """Return a drafter's reading, with its time if it is the first and there is a clock."""
+        if id(drafter) not in self._made:
+            self._made[id(drafter)] = reading_of(drafter, self._text, clock)
+        return self._made[id(drafter)]
+
+    def difference(self, drafter: Drafter, other: Drafter) -> float:
+        """Return the hit rate of a drafter less that of another."""
+        return float(self.of(drafter).hits.mean() - self.of(other).hits.mean())
+
+
 class ShadowJudge:
     """The only way of records to training: each is judged on by the candidate of that time, if it is fresh.
 
@@ -133,9 +158,13 @@ class ShadowJudge:
     trial began, and takes no longer to draft. That needs no test where both have one graph, as an adapter and its
     parent do: it is merged into the weights before the first token.
 
+    A current drafter that is a version of a parent may be watched: it is to be retired if it hits less than that, over
+    all texts since it was published.
+
     Args:
         current: drafter that candidates are compared with.
         candidates: candidates judged before, in earlier runs too; each further one needs more evidence.
+        parent: drafter that the current one is compared with; None: it is not watched.
         kept: kinds of text that must be known to keep their hit rate, however rare they are.
         memory: what outlives the process, for whoever saves it.
         journal: file of the trial; None: it is not to be resumed.
@@ -146,6 +175,7 @@ class ShadowJudge:
         self,
         current: Drafter,
         *,
+        parent: Drafter | None = None,
         candidates: int = 0,
         kept: Collection[int] = (),
         memory: JudgeMemory | None = None,
@@ -153,6 +183,7 @@ class ShadowJudge:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.current = current
+        self._parent = parent
         self.candidates = candidates
         self.memory = memory if memory is not None else JudgeMemory()
         self._kept = kept
@@ -195,9 +226,9 @@ class ShadowJudge:
             self._keys.add(text.key)
             self._count(text)
 
-    def compare_with(self, current: Drafter) -> None:
-        """Compare candidates to come with this drafter, and drop the one that is being judged."""
-        self.current, self._candidate = current, None
+    def compare_with(self, current: Drafter, parent: Drafter | None = None) -> None:
+        """Compare candidates to come with this drafter, that with its parent, and drop the one that is being judged."""
+        self.current, self._parent, self._candidate = current, parent, None
         self.memory.trial = None
 
     def take(self, record: LessonRecord) -> LessonRecord:
@@ -209,13 +240,23 @@ class ShadowJudge:
         if text is None:
             return record
         self.memory.count(record.prompt_class)
+        readings = _Readings(text)
         if self._candidate is not None and self._may_count(record.key_salt):
-            difference, slowdown = self._compared(self._candidate, text)
+            difference, slowdown = self._compared(self._candidate, readings)
             judged = JudgedText(difference, slowdown, record.prompt_class, record.key_salt, names)
             if self._journal is not None:
                 self._journal.append(judged)
             self._count(judged)
+        if self._parent is not None and self.current.version != self._parent.version:
+            watch = self.memory.watch or VersionWatch(self.current.version, 1)
+            self.memory.watch = watch.next(self.current.version)
+            self.memory.watch.add(readings.difference(self.current, self._parent))
         return record
+
+    def fallen(self) -> str:
+        """Return the reason in a few words for which the current version is to be retired; empty: there is none."""
+        watch = self.memory.watch
+        return watch.reason if watch is not None and watch.version == self.current.version else ""
 
     def judgement(self) -> Judgement | None:
         """Return the end of the candidate's trial, and make one that is better the current drafter; None: not yet."""
@@ -239,14 +280,13 @@ class ShadowJudge:
         self._pace = PaceTest() if _differ_in_graph(candidate, self.current) else None
         self._texts_of_key.clear()
 
-    def _compared(self, candidate: Drafter, text: ShadowText) -> tuple[float, float]:
+    def _compared(self, candidate: Drafter, readings: _Readings) -> tuple[float, float]:
         """Return the difference of hit rates and the ratio of times; either is first in turn, since caches are cold."""
-        order = [candidate, self.current][:: -1 if self._test.texts % 2 else 1]
-        clock = self._clock if self._pace is not None else None
-        found = {id(drafter): reading_of(drafter, text, clock) for drafter in order}
-        own, other = found[id(candidate)], found[id(self.current)]
-        slowdown = own.draft_s / other.draft_s if own.draft_s > 0 and other.draft_s > 0 else 0.0
-        return float(own.hits.mean() - other.hits.mean()), slowdown
+        for drafter in [candidate, self.current][:: -1 if self._test.texts % 2 else 1]:
+            readings.of(drafter, self._clock if self._pace is not None else None)
+        own, other = readings.of(candidate).draft_s, readings.of(self.current).draft_s
+        slowdown = own / other if own > 0 and other > 0 else 0.0
+        return readings.difference(candidate, self.current), slowdown
 
     def _count(self, text: JudgedText) -> None:
         self._test.add(text.difference, text.prompt_class)

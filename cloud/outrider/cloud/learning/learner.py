@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Learner:
         self.newest = self._newest()
         self.judge = ShadowJudge(
             _loaded(self.newest),
+            parent=self._watched_parent(),
             candidates=candidates,
             memory=self.trainer.memory,
             journal=self._journal,
@@ -68,6 +70,10 @@ class Learner:
         """Judge on a record, and keep it to learn from."""
         self.trainer.buffer.add(self.judge.take(record))
         self._decide()
+        if why := self.judge.fallen():
+            log.warning("version %s of %s is retired: %s", self.newest.version, self.newest.name, why)
+            self.trainer.state.counts["versions retired"] += 1
+            self.retire((self.newest.version,))
 
     def begin_again(self, parent: DrafterPackage) -> None:
         """Learn from another parent on, with the records that are here; published versions stay, a candidate does not.
@@ -75,17 +81,35 @@ class Learner:
         Raises:
             OutriderError: the drafter cannot be trained on.
         """
-        before, candidate = self.trainer, self._candidate
-        self._candidate = before.memory.trial = None
-        if candidate is not None:
-            self._drop(candidate, "its parent is no longer the newest")
+        before = self.trainer
+        self._end_trial("its parent is no longer the newest")
         self.trainer = Trainer(replace(before.settings, drafter=str(parent.folder)))
         self.trainer.buffer, self.trainer.memory = before.buffer, before.memory
         self.trainer.state.counts = before.state.counts
         self._tried_at = self.trainer.state.updates
         self.newest = self._newest()
-        self.judge.compare_with(_loaded(self.newest))
+        self.judge.compare_with(_loaded(self.newest), self._watched_parent())
         self.trainer.save()  # with the number of candidates, and the texts that were seen
+
+    def retire(self, versions: Collection[str]) -> None:
+        """Delete published versions that turned out worse.
+
+        If the newest is among them, learning goes on from the newest that is left, or from the parent, and so does the
+        judge.
+
+        Raises:
+            OutriderError: the version that is left cannot be loaded.
+        """
+        gone = self.trainer.versions.retire(versions)
+        if gone:
+            log.info("versions %s of %s were retired", ", ".join(sorted(gone)), self.trainer.package.name)
+        if self.newest.version not in gone:
+            return
+        self._end_trial("the version that it was compared with was retired")
+        self.newest = self._newest()
+        self.judge.compare_with(_loaded(self.newest), self._watched_parent())
+        self.trainer.go_back_to(self.newest)
+        self._tried_at = self.trainer.state.updates
 
     def ready(self, wall_s: float) -> bool:
         """Drop what is too old at Unix time `wall_s`, and return whether enough is new for a step."""
@@ -133,10 +157,17 @@ class Learner:
 
     def _newest(self) -> DrafterPackage:
         """Return the newest version that was published here from this parent, or the parent."""
-        package, sequence = self.trainer.package, self.trainer.state.sequence
-        folder = self.trainer.settings.versions(package.name) / str(sequence)
-        newest = load_package(folder) if sequence > package.sequence and folder.is_dir() else package
-        return newest if newest.parent == package.version else package
+        trainer, package = self.trainer, self.trainer.package
+        for number in reversed(trainer.versions.numbers()):
+            if package.sequence < number <= trainer.state.sequence:
+                version = load_package(trainer.versions.of(number))
+                if version.parent == package.version:
+                    return version
+        return package
+
+    def _watched_parent(self) -> OnnxDrafter | None:
+        """Return the parent if versions that draft are to be compared with it."""
+        return _loaded(self.trainer.package) if self.trainer.settings.watched else None
 
     def _begin(self) -> None:
         """Make a candidate, and let the records to come judge it."""
@@ -189,6 +220,13 @@ class Learner:
         if judgement.worse:
             self.trainer.go_back()  # and not where it was only too early to tell
         self._drop(candidate, judgement.why)
+
+    def _end_trial(self, why: str) -> None:
+        """Drop the candidate, if there is one."""
+        candidate = self._candidate
+        self._candidate = self.trainer.memory.trial = None
+        if candidate is not None:
+            self._drop(candidate, why)
 
     def _drop(self, candidate: VersionCandidate, why: str) -> None:
         log.warning("version %d of %s was dropped: %s", candidate.sequence, self.trainer.package.name, why)

@@ -19,6 +19,7 @@ OWN: Mapping[
     "publish_every": 8,
     "min_keys": 1,
     "key_share": 1.0,
+    "watched": True,
 }
 CLASS_POSITIONS = 100_000  # about 33 MB
 KEY_SHARE = 0.05  # of the sample of a class, which one key has at most
@@ -34,6 +35,8 @@ class TrainerSettings(Settings):
         class_positions, new_positions, key_share: as in `Buffer`.
         owner: salt of the key whose texts alone teach it, in hexadecimal digits, and whose edges alone get its
             versions; `folder` is then `own/OWNER` in the folder of the trainer. Empty: all.
+        watched: whether a version that drafts is compared with its parent on later texts, and retired if it hits less;
+            where there is a coordinator, that does it.
     """
 
     drafter: str = option(
@@ -100,6 +103,7 @@ class TrainerSettings(Settings):
     class_positions: int = CLASS_POSITIONS
     new_positions: int = NEW_POSITIONS
     owner: str = ""
+    watched: bool = False
 
     def versions(self, name: str) -> Path:
         """Return the folder of published versions of the drafter of this name, below that of all, `drafters`."""

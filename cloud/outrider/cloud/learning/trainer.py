@@ -28,6 +28,7 @@ from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory
+from outrider.cloud.learning.version_folder import VersionFolder
 from outrider.drafters.adapters import LowRank, read_adapter, write_adapter_package
 from outrider.drafters.packages import DrafterPackage, LearnedFrom, find_package, load_package
 from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
@@ -36,6 +37,7 @@ CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"
 MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
 MIN_SHARE_OF_KEY = 0.02  # of the positions, for a key to count among those that taught
 OWN_VERSIONS = 4  # of an owner that are kept
+MAX_VERSIONS = 32  # for all that are kept where no coordinator tells which are retired, 0.3 MB each
 TOLERATED = 3  # steps in a row that are not finite
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Trainer:
 
     Attributes:
         memory: that of the judge of its candidates, which is saved with its own state.
+        versions: those that were published.
 
     Raises:
         ModelRefused: the drafter cannot be trained on.
@@ -113,6 +116,8 @@ class Trainer:
         self._start = self._adapter_of(self.package)
         self._published = self._start
         self._forget_updates(self._start)
+        self.versions = VersionFolder(settings.versions(self.package.name))
+        self.versions.finish_deleting()
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
@@ -186,7 +191,7 @@ class Trainer:
         state, matrices, name = self.state, self.published_matrices(), self.package.name
         home, owner = self._candidates(), self.settings.owner
         shutil.rmtree(home, ignore_errors=True)
-        sequence = max([state.sequence, self.package.sequence, *self._sequences()]) + 1
+        sequence = max([state.sequence, self.package.sequence, *self.versions.numbers()]) + 1
         learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
         try:
             folder = write_adapter_package(
@@ -217,21 +222,20 @@ class Trainer:
         One that is there already, since a trainer died next, is taken for published.
         """
         state = self.state
-        folder = self._home() / str(candidate.sequence)
+        folder = self.versions.of(candidate.sequence)
         if candidate.folder != folder:
             folder.parent.mkdir(parents=True, exist_ok=True)
             candidate.folder.rename(folder)
         state.sequence = candidate.sequence
         state.counts["versions"] += 1
         self._published = candidate.matrices
-        for number in sorted(self._sequences())[:-OWN_VERSIONS] if self.settings.owner else ():
-            shutil.rmtree(self._home() / str(number), ignore_errors=True)
+        self.versions.keep_newest(OWN_VERSIONS if self.settings.owner else MAX_VERSIONS)
         self.save()
         return folder
 
     def find_candidate(self, sequence: int) -> VersionCandidate | None:
         """Return the candidate of this number, published or not, that an earlier run has written; None: it is gone."""
-        for home in (self._home(), self._candidates()):
+        for home in (self.versions.path, self._candidates()):
             folder = home / str(sequence)
             try:
                 return VersionCandidate(folder, sequence, self._adapter_of(load_package(folder)))
@@ -241,21 +245,20 @@ class Trainer:
 
     def is_published(self, candidate: VersionCandidate) -> bool:
         """Return whether the candidate is where catalogues look."""
-        return candidate.folder.parent == self._home()
+        return candidate.folder.parent == self.versions.path
 
     def go_back(self) -> None:
         """Go on from the last version published, or from the parent."""
         self._forget_updates(self._published)
 
-    def _home(self) -> Path:
-        return self.settings.versions(self.package.name)
+    def go_back_to(self, version: DrafterPackage) -> None:
+        """Go on from a version published earlier, or from the parent, which counts as the last one from now on."""
+        self._published = self._adapter_of(version)
+        self.go_back()
+        self.save()
 
     def _candidates(self) -> Path:
         return self.settings.folder / "candidates"
-
-    def _sequences(self) -> list[int]:
-        """Return the numbers of the versions that are there: one may have been published just before a crash."""
-        return [int(path.name) for path in self._home().glob("[0-9]*") if path.name.isdecimal()]
 
     def save(self) -> Path:
         """Write a checkpoint, which is there whole or not at all, and remove older ones."""

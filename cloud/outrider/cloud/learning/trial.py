@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from outrider.proto.policy.sequential import MIN_CLASS_SHARE
+from outrider.proto.policy.sequential import CLIP, MIN_CLASS_SHARE, SignTest, candidate_error
 
 MAX_SEEN = 1 << 17
 NAME_BYTES = 16
+WATCHED_TEXTS = 500  # after which a comparison with the parent begins again
 RECENT_TEXTS = 1000.0  # over which the kinds of traffic fade
 
 
@@ -71,16 +72,66 @@ class OpenTrial:
 
 
 @dataclass(slots=True)
+class VersionWatch:
+    """Comparison of the version that drafts with its parent, on texts since it was published.
+
+    It lasts for `WATCHED_TEXTS`, since what is asked for changes, and each needs more evidence than the one before: the
+    chance that a version which hits no less than its parent is ever retired is a hundredth.
+
+    Attributes:
+        version: version that drafts.
+        number: which comparison it is, of all versions, from 1.
+        loses: test of whether it hits less.
+        difference: sum of the differences of hit rates.
+    """
+
+    version: str
+    number: int
+    loses: SignTest = field(default_factory=SignTest)
+    difference: float = 0.0
+
+    def add(self, difference: float) -> None:
+        """Count a text: hit rate of the version less that of its parent."""
+        self.loses.add(min(1.0, max(-1.0, -difference / CLIP)))
+        self.difference += difference
+
+    @property
+    def reason(self) -> str:
+        """Reason in a few words for which the version is to be retired; empty: there is none."""
+        if not self.loses.shows(candidate_error(self.number)):
+            return ""
+        return f"hits {self.difference / self.loses.count:+.3f} against its parent in {self.loses.count} texts"
+
+    def next(self, version: str) -> VersionWatch:
+        """Return the comparison that the next text of this version belongs to."""
+        if version == self.version and self.loses.count < WATCHED_TEXTS:
+            return self
+        return VersionWatch(version, self.number + 1)
+
+    def saved(self) -> list[Any]:
+        """Return it for a JSON file."""
+        return [self.version, self.number, self.loses.row(), self.difference]
+
+    @classmethod
+    def restored(cls, saved: Sequence[Any]) -> Self:
+        """Restore what `saved` returned; raises `ValueError` or `TypeError` if it is malformed."""
+        version, number, row, difference = saved
+        return cls(str(version), int(number), SignTest.from_row(row), float(difference))
+
+
+@dataclass(slots=True)
 class JudgeMemory:
     """Everything that a judge must not forget during a trial, or between two.
 
     Attributes:
         trial: the present one; None: there is none.
+        watch: comparison of the version that drafts, or of the last one that was watched; None: there was none.
         kinds: texts by kind, of which the older ones have faded.
         seen: names of texts that came, the newest last.
     """
 
     trial: OpenTrial | None = None
+    watch: VersionWatch | None = None
     kinds: dict[int, float] = field(default_factory=dict)
     seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
@@ -110,6 +161,7 @@ class JudgeMemory:
         trial = self.trial
         return {
             "trial": [trial.sequence, trial.number, list(trial.kept)] if trial else None,
+            "watch": self.watch.saved() if self.watch else None,
             "kinds": sorted(self.kinds.items()),
         }
 
@@ -128,8 +180,9 @@ class JudgeMemory:
         if saved["trial"] is not None:
             sequence, number, kept = saved["trial"]
             trial = OpenTrial(int(sequence), int(number), tuple(map(int, kept)))
+        watch = VersionWatch.restored(saved["watch"]) if saved["watch"] is not None else None
         kinds = {int(which): float(texts) for which, texts in saved["kinds"]}
-        return cls(trial, kinds, OrderedDict.fromkeys(name.tobytes() for name in names))
+        return cls(trial, watch, kinds, OrderedDict.fromkeys(name.tobytes() for name in names))
 
 
 class TrialJournal:

@@ -305,6 +305,7 @@ class TrainerStatus:
         candidate_difference: mean difference of hit rates on these texts.
         published: number of versions that proved better.
         dropped: number of versions that did not.
+        undeleted: number of keys that were to be forgotten, and whose files cannot be deleted.
     """
 
     model: str
@@ -326,6 +327,7 @@ class TrainerStatus:
     candidate_difference: float = 0.0
     published: int = 0
     dropped: int = 0
+    undeleted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

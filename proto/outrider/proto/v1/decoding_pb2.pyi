@@ -699,7 +699,7 @@ class ClusterStatus(_message.Message):
     def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., own_versions: _Optional[int] = ..., own_keys: _Optional[int] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("model", "state", "drafter", "version", "sequence", "load", "waited_s", "hurried", "cpu_share", "max_cpu_share", "steps", "positions", "keys", "waiting", "candidate", "candidate_texts", "candidate_difference", "published", "dropped")
+    __slots__ = ("model", "state", "drafter", "version", "sequence", "load", "waited_s", "hurried", "cpu_share", "max_cpu_share", "steps", "positions", "keys", "waiting", "candidate", "candidate_texts", "candidate_difference", "published", "dropped", "undeleted")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -719,6 +719,7 @@ class TrainerStatus(_message.Message):
     CANDIDATE_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    UNDELETED_FIELD_NUMBER: _ClassVar[int]
     model: str
     state: str
     drafter: str
@@ -738,7 +739,8 @@ class TrainerStatus(_message.Message):
     candidate_difference: float
     published: int
     dropped: int
-    def __init__(self, model: _Optional[str] = ..., state: _Optional[str] = ..., drafter: _Optional[str] = ..., version: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[float] = ..., waited_s: _Optional[float] = ..., hurried: _Optional[int] = ..., cpu_share: _Optional[float] = ..., max_cpu_share: _Optional[float] = ..., steps: _Optional[int] = ..., positions: _Optional[int] = ..., keys: _Optional[int] = ..., waiting: _Optional[int] = ..., candidate: _Optional[int] = ..., candidate_texts: _Optional[int] = ..., candidate_difference: _Optional[float] = ..., published: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
+    undeleted: int
+    def __init__(self, model: _Optional[str] = ..., state: _Optional[str] = ..., drafter: _Optional[str] = ..., version: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[float] = ..., waited_s: _Optional[float] = ..., hurried: _Optional[int] = ..., cpu_share: _Optional[float] = ..., max_cpu_share: _Optional[float] = ..., steps: _Optional[int] = ..., positions: _Optional[int] = ..., keys: _Optional[int] = ..., waiting: _Optional[int] = ..., candidate: _Optional[int] = ..., candidate_texts: _Optional[int] = ..., candidate_difference: _Optional[float] = ..., published: _Optional[int] = ..., dropped: _Optional[int] = ..., undeleted: _Optional[int] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
     __slots__ = ("drafter", "version", "state", "share", "why", "age_s", "against", "texts", "difference", "evidence", "acceptance", "trials")
