@@ -140,6 +140,17 @@ class Client:
         lease = await self._coordinator.open_lease(request)
         return self._coordinator.address if lease.relayed else lease.address
 
+    async def wake(self) -> None:
+        """Wake a radio that sleeps, as soon as a text is likely: when a user begins to type.
+
+        A few bytes go to where the next text would, take no slot there, and come back. What goes wrong is left for the
+        text to meet. Before `prepare`, or a coordinator's first lease, there is nowhere to send them.
+        """
+        lease = self.ready.route.expected() if self.ready else None
+        if lease is not None:
+            tls_name = lease.tls_name if lease.tls else None
+            await self._channels.wake(lease.address, tls_name, self.config.open_timeout_s)
+
     async def generate(
         self,
         prompt: str | Sequence[int],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
 from outrider.proto.types import CloudFrame, EdgeFrame, Lease, Opened
 
 LAST_WORDS_S = 0.2
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 # gRPC reports a lost connection with one of these; a verifier's own error carries a detail.
 BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
@@ -191,6 +193,16 @@ class Channels:
         connection.streams += 1
         method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
         return Stream(method(metadata=metadata), statistics, connection)
+
+    async def wake(self, address: str, tls_name: str | None, within_s: float) -> None:
+        """Exchange a few bytes with the verifier at `address`, for `within_s` seconds at most.
+
+        The arguments are those of `open_stream`. What goes wrong is left for the next text to meet.
+        """
+        self.connect(address, tls_name)
+        check = self._by_address[address].channel.unary_unary(HEALTH_METHOD)
+        with suppress(grpc.aio.AioRpcError):
+            await check(b"", timeout=within_s)  # an empty request asks for the health of all
 
     async def close_stream(self, stream: Stream) -> None:
         """Close a stream, and the connections that nobody uses any more."""

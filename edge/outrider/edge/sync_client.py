@@ -67,6 +67,10 @@ class SyncClient(_OnLoop):
         self._thread.join()
         self._loop.close()
 
+    def wake(self) -> None:
+        """Call `Client.wake`."""
+        self._call(self._client.wake())
+
     def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion:
         """Call `Client.complete`."""
         return self._call(self._client.complete(prompt, sampling, **options))
