@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from outrider.edge.tracing import Tracing
 from outrider.edge.versions import versions_of
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
-from outrider.proto.types import Learning, LeaseRequest, Open, Sampling, VersionStatus
+from outrider.proto.types import Learning, Open, Sampling, VersionStatus
 
 
 class Client:
@@ -134,22 +133,12 @@ class Client:
         ready = self._prepared.ready_now()
         if self._coordinator is None:
             return (await ready.route.lease("inquiry", ())).address
-        request = LeaseRequest(
-            model=ready.model, session=uuid.uuid4().hex, tokenizer_sha256=ready.tokenizer_sha256, inquiry=True
-        )
-        lease = await self._coordinator.open_lease(request)
-        return self._coordinator.address if lease.relayed else lease.address
+        return await self._coordinator.inquire(ready.model, ready.tokenizer_sha256)
 
     async def wake(self) -> None:
-        """Wake a radio that sleeps, as soon as a text is likely: when a user begins to type.
-
-        A few bytes go to where the next text would, take no slot there, and come back. What goes wrong is left for the
-        text to meet. Before `prepare`, or a coordinator's first lease, there is nowhere to send them.
-        """
-        lease = self.ready.route.expected() if self.ready else None
-        if lease is not None:
-            tls_name = lease.tls_name if lease.tls else None
-            await self._channels.wake(lease.address, tls_name, self.config.open_timeout_s)
+        """Exchange a few bytes with the next text's verifier, which wakes a radio while a user types; never fail."""
+        if self.ready and (lease := self.ready.route.expected()):
+            await self._channels.wake(lease, self.config.open_timeout_s)
 
     async def generate(
         self,

@@ -194,13 +194,13 @@ class Channels:
         method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
         return Stream(method(metadata=metadata), statistics, connection)
 
-    async def wake(self, address: str, tls_name: str | None, within_s: float) -> None:
-        """Exchange a few bytes with the verifier at `address`, for `within_s` seconds at most.
+    async def wake(self, lease: Lease, within_s: float) -> None:
+        """Exchange a few bytes with the lease's verifier, for `within_s` seconds at most.
 
-        The arguments are those of `open_stream`. What goes wrong is left for the next text to meet.
+        They take no place there. What goes wrong is left for the next text to meet.
         """
-        self.connect(address, tls_name)
-        check = self._by_address[address].channel.unary_unary(HEALTH_METHOD)
+        self.connect(lease.address, lease.tls_name if lease.tls else None)
+        check = self._by_address[lease.address].channel.unary_unary(HEALTH_METHOD)
         with suppress(grpc.aio.AioRpcError):
             await check(b"", timeout=within_s)  # an empty request asks for the health of all
 

@@ -79,9 +79,9 @@ class Namespace:
                 f"network namespaces with TUN devices are not allowed here: {error.strerror}; {REMEDY}", field="tun"
             ) from error
 
-    def new_socket(self, family: int) -> socket.socket:
-        """Return a TCP socket of this namespace that is not connected, nor blocks."""
-        made = self._inside.submit(socket.socket, family, socket.SOCK_STREAM).result()
+    def new_socket(self, family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+        """Return a socket of this namespace, for TCP unless `kind` is another, that is not connected, nor blocks."""
+        made = self._inside.submit(socket.socket, family, kind).result()
         made.setblocking(False)
         return made
 

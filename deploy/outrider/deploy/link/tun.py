@@ -103,6 +103,17 @@ class PacketWay:
         self._set_timer()
 
 
+def open_ways(
+    edge: Namespace, verifier: Namespace, shape: LinkShape, faults: PacketFaults, seed: int, radio: Radio | None
+) -> tuple[PacketWay, PacketWay]:
+    """Return both directions between two namespaces, up before down; the arguments are those of `TunLink`."""
+    timer, up, down = Timer(), PacketPipe(shape.up, faults, 2 * seed), PacketPipe(shape.down, faults, 2 * seed + 1)
+    return (
+        PacketWay(up, timer, edge.device, verifier.device, radio),
+        PacketWay(down, timer, verifier.device, edge.device, radio),
+    )
+
+
 class TunLink:
     """A listener that carries every connection over a link of packets to one address.
 
@@ -148,13 +159,7 @@ class TunLink:
         for address in (_EDGE, _VERIFIER):
             self._namespaces.append(Namespace(address))
         edge, verifier = self._namespaces
-        timer, up, down = Timer(), self._shape.up, self._shape.down
-        self._ways = (
-            PacketWay(PacketPipe(up, self._faults, 2 * self._seed), timer, edge.device, verifier.device, self._radio),
-            PacketWay(
-                PacketPipe(down, self._faults, 2 * self._seed + 1), timer, verifier.device, edge.device, self._radio
-            ),
-        )
+        self._ways = open_ways(edge, verifier, self._shape, self._faults, self._seed, self._radio)
         inner = verifier.new_socket(socket.AF_INET)
         inner.bind((_VERIFIER, 0))
         far = LinkRelay(self._to, LinkShape(), max_connections=_MAX_CONNECTIONS)
