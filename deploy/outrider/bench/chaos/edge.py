@@ -151,6 +151,7 @@ class Edge:
         self.check.end(done, self.machine)
         if done.error is not None:
             self.errors.append(done.error)
+            self._world.disturb(0.0)  # the next turn may take as long
         self._world.counts["turns"] += 1
         self._world.counts["tokens"] += len(self.check.emitted)
         self._report()
