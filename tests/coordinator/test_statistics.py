@@ -97,7 +97,18 @@ def test_statistics_survive_a_restart(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"verified": [[1]], "leases_granted": 0}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, "", "{}", "[]", '{"verified": [[1]], "leases_granted": 0}'),
+        '{"verified": [], "leases_granted": Infinity}',
+        '{"verified": [], "leases_granted": 1e999}',
+        '{"verified": [["m", "d", "v", NaN, 5]], "leases_granted": 3}',
+        '{"verified": [["m", "d", "v", 1' + "0" * 400 + ', 5]], "leases_granted": 3}',
+        "[" * 100_000 + "]" * 100_000,
+        '{"verified": [], "leases_granted": 3, "acceptance": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+)
 def test_a_missing_or_broken_state_file_starts_from_nothing(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "state.json").write_text(content)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -344,6 +345,29 @@ def test_a_spoilt_beginning_is_fetched_again_from_the_start(tmp_path):
     server.breaks_after = None
     cache.ensure(remote(server.folder), server)
     assert [offset for name, offset in server.asked if name == "model.onnx"] == [0, 500, 0]
+
+
+def test_a_promise_of_too_many_bytes_is_refused_before_the_first_is_fetched(tmp_path, monkeypatch):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    with pytest.raises(ModelRefused, match="at most are fetched"):
+        cache.ensure_file(RemoteFile("tokenizer.json", "0" * 64, 1 << 50), server)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100 << 20))
+    with pytest.raises(Unavailable, match=r"make room, or give another folder with --cache") as caught:
+        cache.ensure_file(RemoteFile("tokenizer.json", "0" * 64, 40 << 20), server)
+    assert (caught.value.field, server.asked) == ("cache", [])
+
+
+def test_a_cache_folder_that_cannot_be_used_is_one_sentence(tmp_path):
+    server = Server(write_package(tmp_path / "served"))
+    (tmp_path / "file").write_text("no folder")
+    cache = DrafterCache(tmp_path / "file" / "cache")
+    for use in (
+        lambda: cache.ensure(remote(server.folder), server),
+        lambda: cache.ensure_file(RemoteFile("a", "0" * 64, 5), server),
+    ):
+        with pytest.raises(Unavailable, match=r"cannot use .*cache: Not a directory; give another folder") as caught:
+            use()
+        assert caught.value.field == "cache"
 
 
 def test_a_tampered_cache_is_fetched_again(tmp_path):

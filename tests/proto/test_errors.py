@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import grpc
 import pytest
 
 from outrider.proto import errors
-from outrider.proto.errors import NotFound, OutriderError
+from outrider.proto.errors import NotFound, OutriderError, Unavailable
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error, to_status
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -42,6 +44,12 @@ def test_every_error_comes_back_from_grpc_as_itself(kind):
     assert type(back) is kind
     assert (back.message, back.field, back.retry_after_s) == ("is wrong; mend it", "open.prompt", 1.5)
     assert str(back) == str(error) == message == "open.prompt: is wrong; mend it"
+
+
+@pytest.mark.parametrize(("sent", "taken"), [(1e9, 3600.0), (math.inf, 3600.0), (math.nan, 0.0), (-5.0, 0.0)])
+def test_a_strangers_time_to_wait_is_bounded(sent, taken):
+    status, message, metadata = to_status(Unavailable("is away", retry_after_s=sent))
+    assert from_rpc_error(FakeRpcError(status, message, metadata)).retry_after_s == taken
 
 
 @pytest.mark.parametrize("kind", KINDS)

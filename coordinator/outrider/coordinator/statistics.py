@@ -212,18 +212,26 @@ class FleetStatistics:
     def load(self, path: Path) -> None:
         """Restore what `save` wrote; without a readable file, begin with nothing."""
         try:
-            parsed = json.loads(path.read_text())
+            parsed = json.loads(path.read_text(), parse_constant=finite_number, parse_float=finite_number)
             rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["verified"]}
             leases_granted, edges = int(parsed["leases_granted"]), int(parsed.get("edges", 0))
             self.versions.take_over(parsed.get("versions", {}))  # which older releases did not write
             self.acceptance.take_over(parsed.get("acceptance", ()))  # nor this
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             logger.warning("statistics in %s cannot be read, and begin with nothing: %r", path, error)
             return
         self.leases_granted, self._edges_before = leases_granted, edges
         self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
+
+
+def finite_number(text: str) -> float:
+    """Return the number in a state file; raises `ValueError` for what is none or infinite."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
 
 
 def check_report(report: SessionReport) -> None:

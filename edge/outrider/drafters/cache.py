@@ -21,8 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.drafters.packages import MANIFEST, DrafterPackage, check_file, embedded_file, load_package, read_manifest
-from outrider.proto.errors import DataLoss, InvalidArgument
+from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, Unavailable
 from outrider.proto.types import DrafterManifest, RemoteFile
+
+MAX_FILE_BYTES = 16 << 30
+SPARE_BYTES = 64 << 20  # that a download leaves on the disk
 
 Fetch = Callable[[RemoteFile, int], Iterator[bytes]]
 """Called with a file and the bytes to skip; yields the rest of its content piece by piece."""
@@ -39,6 +42,8 @@ class DrafterCache:
 
         Raises:
             InvalidArgument: the manifest does not list `manifest.json`, or lists a name twice.
+            ModelRefused: a file is promised to be larger than any may be.
+            Unavailable: the root cannot be used, or has no room.
             DataLoss: what came is not what was promised.
             OutriderError: whatever `fetch` raises; the next call goes on where this one stopped.
         """
@@ -55,16 +60,26 @@ class DrafterCache:
         if MANIFEST not in names or len(set(names)) != len(names):
             raise InvalidArgument(f"must list {MANIFEST}, and no name twice", field="drafter.files")
         folder = self.root / "drafters" / manifest.name / manifest.version
-        with _locked(folder):
+        with self._usable(), _locked(folder):
             for file in files:
                 self._ensure_file(folder, file, fetch)
         return folder
 
     def ensure_file(self, file: RemoteFile, fetch: Fetch) -> Path:
-        """Return the path of that file, fetched unless it is here already."""
+        """Return the path of that file, fetched unless it is here already; raises like `ensure`."""
         folder = self.root / "files" / file.sha256
-        with _locked(folder):
+        with self._usable(), _locked(folder):
             return self._ensure_file(folder, file, fetch)
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise Unavailable(
+                f"cannot use {self.root}: {reason}; give another folder with --cache", field="cache"
+            ) from error
 
     def _ensure_file(self, folder: Path, file: RemoteFile, fetch: Fetch) -> Path:
         path, content = folder / file.name, self.root / "content" / file.sha256
@@ -99,6 +114,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _fetch_whole(path: Path, file: RemoteFile, fetch: Fetch) -> None:
     partial = path.with_name(f"{file.name}.{file.sha256[:16]}.part")
     resumed = partial.exists()
+    _check_size(path.parent, file, partial.stat().st_size if resumed else 0)
     _download(partial, file, fetch)
     if resumed and not _is_whole(partial, file):  # the old beginning may be at fault: once more from nothing
         partial.unlink()
@@ -109,6 +125,18 @@ def _fetch_whole(path: Path, file: RemoteFile, fetch: Fetch) -> None:
         partial.unlink()
         raise
     partial.replace(path)
+
+
+def _check_size(folder: Path, file: RemoteFile, have: int) -> None:
+    if file.bytes > MAX_FILE_BYTES:
+        raise ModelRefused(f"{file.name} has {file.bytes} bytes; {MAX_FILE_BYTES} at most are fetched", field="file")
+    free = shutil.disk_usage(folder).free
+    if file.bytes - have + SPARE_BYTES > free:
+        raise Unavailable(
+            f"{folder} has {free} bytes free, and {file.name} needs {file.bytes - have}; "
+            "make room, or give another folder with --cache",
+            field="cache",
+        )
 
 
 def _link(known: Path, path: Path) -> Path:

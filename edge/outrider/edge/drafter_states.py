@@ -5,10 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+import numpy as np
+
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.edge.text_drafters import name_of
 from outrider.proto.session import CatchUpJob, CaughtUp, Drafted, DrafterName, DraftJob, TeacherForced
+from outrider.proto.types import MAX_TOKEN_ID, DraftToken
+
+_IDS = {int, np.int32, np.int64, np.uint32}
+_NUMBERS = {float, int, np.float32, np.float64}
 
 
 class DrafterStates:
@@ -23,7 +29,7 @@ class DrafterStates:
         self._states: dict[DrafterName, tuple[DraftState, ProposalRule]] = {}  # and the rule that each follows
 
     def do(self, job: DraftJob | CatchUpJob, drafter: Drafter) -> Drafted | CaughtUp:
-        """Do a job of this drafter; raises whatever a drafter may."""
+        """Do a job of this drafter; raises whatever a drafter may, and `TypeError` for what are no proposals."""
         began = time.monotonic()
         state = self._state(drafter)
         state.truncate(job.truncate_to)
@@ -55,6 +61,8 @@ def _propose(state: DraftState, job: DraftJob, began: float) -> Drafted:
     forced = state.propose_forced(job.extend_with[job.skip : end]) if job.teacher_forced else ()
     state.extend(job.extend_with[end:])
     drafts = state.propose(job.count)
+    _check(forced, job.teacher_forced, job.teacher_forced)
+    _check(drafts, 0, job.count)
     return Drafted(job, drafts, time.monotonic() - began, TeacherForced(forced))
 
 
@@ -63,4 +71,20 @@ def _catch_up(state: DraftState, job: CatchUpJob, began: float) -> CaughtUp:
     scored = job.skip + job.score
     log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist()) if job.score else ()
     drafts = state.propose_forced(job.tokens[scored:]) if job.tokens[scored:] else ()
+    if len(log_q) != len(job.tokens[job.skip : scored]) or not {*map(type, log_q)} <= _NUMBERS:
+        raise TypeError("the drafter's scores are not one number a token")
+    _check(drafts, len(job.tokens[scored:]), len(job.tokens[scored:]))
     return CaughtUp(job, TeacherForced(drafts, log_q), time.monotonic() - began)
+
+
+def _check(drafts: tuple[DraftToken, ...], least: int, most: int) -> None:
+    """Refuse what a drafter, which may be anybody's code, gives for proposals; raises `TypeError`."""
+    if not isinstance(drafts, tuple) or not least <= len(drafts) <= most:
+        raise TypeError(f"the drafter did not propose a tuple of {least} to {most} tokens")
+    for draft in drafts:
+        if not isinstance(draft, DraftToken) or not isinstance(draft.runners_up, tuple):
+            raise TypeError("the drafter's proposals are not all of type DraftToken")
+        if not {type(draft.id), *map(type, draft.runners_up)} <= _IDS or not -1 <= draft.id <= MAX_TOKEN_ID:
+            raise TypeError("the drafter's proposals are not all token ids")
+        if not {*map(type, draft[1:4])} <= _NUMBERS:
+            raise TypeError("the drafter's probabilities are not all numbers")

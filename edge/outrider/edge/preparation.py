@@ -247,7 +247,7 @@ class Preparation:
                 request = LeaseRequest(model=self._config.model, session=uuid.uuid4().hex, inquiry=True)
                 return await coordinator.open_lease(request)
             except (ResourceExhausted, Unavailable) as error:
-                if not error.retry_after_s or time.monotonic() > until:
+                if not error.retry_after_s or time.monotonic() + error.retry_after_s > until:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 

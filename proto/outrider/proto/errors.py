@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MAX_RETRY_AFTER_S = 3600.0
+
 
 class OutriderError(Exception):
     """Anything that Outrider refuses or that fails in it."""
@@ -23,6 +25,11 @@ class OutriderError(Exception):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
+
+
+def bounded_retry_s(seconds: float) -> float:
+    """Return another machine's time to wait as far as it can be taken for one: 0 to an hour; NaN is 0."""
+    return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else 0.0
 
 
 class InvalidArgument(OutriderError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 from google.protobuf.message import DecodeError
 
-from outrider.proto.errors import Internal, OutriderError
+from outrider.proto.errors import Internal, OutriderError, bounded_retry_s
 from outrider.proto.v1 import decoding_pb2 as pb
 
 DETAIL_KEY = "outrider-error-bin"
@@ -46,5 +46,5 @@ def from_rpc_error(rpc_error: grpc.RpcError) -> OutriderError:
         if key == DETAIL_KEY and (detail := _detail(value)) is not None:
             kinds = {kind.__name__: kind for kind in _leaves_first(OutriderError)}
             kind = kinds.get(detail.kind, by_status)
-            return kind(detail.message, field=detail.field, retry_after_s=detail.retry_after_s)
+            return kind(detail.message, field=detail.field, retry_after_s=bounded_retry_s(detail.retry_after_s))
     return by_status(rpc_error.details() or code.name.lower().replace("_", " "))

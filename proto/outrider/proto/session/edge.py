@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken
+from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken, bounded_retry_s
 from outrider.proto.policy import Measurements, SurvivalWindow, WindowPolicy
 from outrider.proto.session.chain import Chain, DrafterName
 from outrider.proto.session.drafting import Drafting, job_tokens
@@ -205,7 +205,7 @@ class EdgeSession:
             case Disconnected(error):
                 return self._lose(error, now)
             case Goaway(reason, retry_after_s):
-                return self._lose(Unavailable(reason, retry_after_s=retry_after_s), now)
+                return self._lose(Unavailable(reason, retry_after_s=bounded_retry_s(retry_after_s)), now)
             case DrafterFailed(error, drafter):
                 return self._drafter_failed(error, drafter)
             case StopRequested(finish):
