@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,26 @@ from outrider.cloud.drafted_text import OwnDrafter
 from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.cloud.local_source import LocalSource
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.routes import DirectRoute
 
 TOKENIZER = tokenizer_file(target_folder("reference"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    """A tiny random Llama with the embedded target's tokenizer."""
+    return save_tiny_target(
+        tmp_path_factory.mktemp("tiny"),
+        tokenizer=tokenizer_file.read_text(encoding="utf-8"),
+        vocab_size=8192,
+        num_hidden_layers=2,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
 
 
 @pytest.fixture(scope="session")

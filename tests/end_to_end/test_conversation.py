@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,7 +16,6 @@ import pytest
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
-from outrider.cloud.testing import save_tiny_target
 from outrider.drafters import NgramDrafter
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
 from outrider.edge.decoding import Observer
@@ -66,20 +64,6 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "repeating": {"temperature": 0.9, "seed": 8, "presence_penalty": -30.0},  # a turn's text never counts in the next
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tokenizer_file) -> Path:
-    """A tiny random Llama with the embedded target's tokenizer."""
-    return save_tiny_target(
-        tmp_path_factory.mktemp("tiny"),
-        tokenizer=tokenizer_file.read_text(encoding="utf-8"),
-        vocab_size=8192,
-        num_hidden_layers=2,
-        max_position_embeddings=2048,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from poisoned import HEAD, without_numbers
 
-from outrider.cloud.testing import save_tiny_target
 from outrider.deploy import learn_here
 from outrider.deploy.learn_here import LearningHere
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
-from outrider.drafters.packages import LearnedFrom, load_package, sha256_of
+from outrider.drafters.packages import LearnedFrom, load_package
 from outrider.drafters.tensor_file import write_tensors
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
@@ -29,19 +27,6 @@ from outrider.proto.errors import OutriderError
 from outrider.proto.types import Draft, EdgeFrame, SessionReport
 
 WORDS = tuple("the of and to in is that for it as was with be by on not he his but at are this have from".split())  # noqa: SIM905
-HEAD = "model.lm_head.weight"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tokenizer_file) -> Path:
-    return save_tiny_target(
-        tmp_path_factory.mktemp("tiny"),
-        tokenizer=tokenizer_file.read_text(encoding="utf-8"),
-        vocab_size=8192,
-        max_position_embeddings=512,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +112,7 @@ def test_texts_are_the_same_while_a_trainer_learns_dies_and_comes_back(serving, 
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)  # drafting is timed in each text of a trial, which takes long on a busy machine
+@pytest.mark.timeout(900)
 def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny, tmp_path: Path) -> None:
     parent, folder = find_package("general").version, tmp_path / "learned"
 
@@ -169,7 +154,7 @@ def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_an_own_version_drafts_and_is_told_to_nobody_and_a_broken_one_is_refused(
+def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_back(
     serving, edge, tmp_path: Path, caplog, reports
 ) -> None:
     parent, rng = find_package("general"), np.random.default_rng(1)
@@ -204,23 +189,17 @@ def test_an_own_version_drafts_and_is_told_to_nobody_and_a_broken_one_is_refused
             with pytest.raises(OutriderError, match="adapter"):
                 await own.draft_with(good)
             path.write_bytes(content)
-            bad = poisoned(tmp_path, good)
+            bad = without_numbers(good, tmp_path / "bad")
             await own.draft_with(bad)
             assert "not finite" in caplog.text
             assert client.drafter.version == version, "the one before stays"
+            reports.clear()
+            await own.draft_with(parent.folder)  # the version was retired
+            assert client.drafter.version == parent.version
+            named = Named()
+            assert await texts(client, 0, 4, named) == plain
+            assert named.versions == {parent.version}
+            await until(lambda: len(reports) == 4)
+            assert {each.drafter_version for each in reports} == {parent.version}, "which others know"
 
     asyncio.run(main())
-
-
-def poisoned(folder: Path, good: Path) -> Path:
-    """A version whose hashes are right and whose numbers are not."""
-    bad = folder / "bad"
-    shutil.copytree(good, bad)
-    path = bad / "adapter.safetensors"
-    path.unlink()
-    tensors = {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16), f"{HEAD}.B": np.ones((8192, 8), np.float16)}
-    write_tensors(path, tensors)
-    manifest = json.loads((bad / "manifest.json").read_text()) | {"version": "bad0bad0bad0"}
-    manifest["files"][path.name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-    (bad / "manifest.json").write_text(json.dumps(manifest))
-    return bad

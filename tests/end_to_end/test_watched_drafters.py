@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from poisoned import BAD_VERSION, HEAD, without_numbers
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
@@ -18,9 +18,8 @@ from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
-from outrider.drafters.packages import LearnedFrom, sha256_of
+from outrider.drafters.packages import LearnedFrom
 from outrider.drafters.pool import DrafterPool
-from outrider.drafters.tensor_file import write_tensors
 from outrider.edge import Client, Completion, EdgeConfig, preparation
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.decoding import Observer
@@ -29,7 +28,6 @@ from outrider.proto.types import Draft, DrafterHits, EdgeFrame, RemoteFile, Sess
 
 SECRET = b"a secret of the two of them"
 PROMPT = "def count(words):\n    "
-HEAD = "model.lm_head.weight"
 Meanwhile = Callable[[], Awaitable[None]]
 
 
@@ -62,17 +60,9 @@ def publish(catalogue: Path, sequence: int, name: str = "general") -> str:
 
 def poison(catalogue: Path, sequence: int) -> None:
     """A later version whose hashes are right and whose numbers are not."""
-    publish(catalogue.parent / "unpublished", sequence)
-    made, folder = catalogue.parent / "unpublished" / f"general-{sequence}", catalogue / f".general-{sequence}"
-    shutil.copytree(made, folder)
-    path = folder / "adapter.safetensors"
-    path.unlink()
-    tensors = {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16), f"{HEAD}.B": np.ones((8192, 8), np.float16)}
-    write_tensors(path, tensors)
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"version": "bad0bad0bad0"}
-    manifest["files"][path.name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    folder.rename(catalogue / f"general-{sequence}")
+    made = catalogue.parent / "unpublished" / f"general-{sequence}"
+    publish(made.parent, sequence)
+    without_numbers(made, catalogue / made.name)
 
 
 async def states(control: CoordinatorClient) -> dict[str, str]:
@@ -178,7 +168,7 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             assert poisoned == again == alone
             assert named_poisoned == named_again == [("general", published[0])]
             control = CoordinatorClient(where["coordinator"])
-            assert await states(control) == {published[0]: "current", "bad0bad0bad0": "candidate"}
+            assert await states(control) == {published[0]: "current", BAD_VERSION: "candidate"}
 
             monkeypatch.setattr(versions, "UNANSWERED_S", 0.0)  # no edge can load it, and so compare it
 
@@ -194,7 +184,7 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             assert set(named_tried) <= {("general", version) for version in published}
             assert await states(control) == {
                 published[0]: "current",
-                "bad0bad0bad0": "retired",
+                BAD_VERSION: "retired",
                 published[1]: "candidate",
             }
             (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
@@ -206,7 +196,7 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             assert ("general", published[1]) in named, "a bad version does not stand in a later one's way"
             assert await states(control) == {
                 published[0]: "former",
-                "bad0bad0bad0": "retired",
+                BAD_VERSION: "retired",
                 published[1]: "current",
             }
         reports = [report for report in (await control.status()).recent if report.drafter and not report.edge.isdigit()]
