@@ -21,6 +21,7 @@ from outrider.bench.simulator.clock import Costs
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
+from outrider.proto.types import Patience
 
 COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)
 
@@ -49,6 +50,22 @@ def test_cloud_streaming_gives_each_session_a_token_a_step() -> None:
     assert alone.cloud_drafting_s == alone.edge_drafting_s == 0.0
     many = load(Policy(drafting=False), 20)
     assert many.gap_p95_s == pytest.approx(step_s + 19 * COSTS.row_s, rel=0.05), "they share their steps"
+
+
+@pytest.mark.parametrize("sessions", [2, 4])
+def test_sessions_that_share_steps_get_as_much_of_their_drafts_as_one_alone(sessions: int) -> None:
+    """A step that waits for the drafts of several must not begin a moment before they come."""
+    costs = Costs(step_s=0.012, row_s=0.001, min_step_s=0.05, drafting_s=0.001)
+    traces = [trace(seed, right=0.6) for seed in range(12)]
+
+    def found(sessions: int, **policy: object) -> Load:
+        links = (LinkShape(0.01),)
+        return load_of(traces, costs, Policy(**policy), sessions=sessions, links=links, threads=1, seconds=6.0)
+
+    one, several, ahead = found(1), found(sessions), found(sessions, patience=Patience(0.0, 1))
+    assert several.steps_per_token < 1.1 * one.steps_per_token
+    assert several.tokens_per_second > 0.9 * one.tokens_per_second
+    assert several.tokens_per_second > 1.1 * ahead.tokens_per_second, "else it should not wait"
 
 
 def test_edges_draft_at_once_and_drafters_beside_the_target_wait_for_a_thread() -> None:
@@ -97,7 +114,8 @@ def test_both_ends_are_not_slowed_by_the_rows_of_each_other(row_ms) -> None:
     )
     beside = max(load(colocated(length), 16, costs=costs).tokens_per_second for length in (1, 2, 4))
     assert both > 1.05 * max(cloud, beside)
-    assert both > 0.95 * edge
+    # A step waits out the margin of drafts from afar, and not yet that of a wait of both ends: 0.91 with cheap rows.
+    assert both > 0.9 * edge
 
 
 @pytest.mark.parametrize("guess", [1, 6, 16, 99])

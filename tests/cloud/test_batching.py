@@ -81,7 +81,22 @@ def test_a_session_that_may_join_any_step_is_co_scheduled_and_never_begins_one()
     together = batching.plan([planned, due], 0.0)
     assert together.delayed
     later = batching.plan([planned, due], together.wake_at)
-    assert [share.slot for share in later.shares] == [due, planned]
+    assert later.delayed, "they are a little late, and still worth it"
+    assert together.wake_at < later.wake_at < 2 * together.wake_at
+    last = batching.plan([planned, due], later.wake_at)
+    assert [share.slot for share in last.shares] == [due, planned]
+
+
+def test_one_that_is_late_does_not_hold_up_a_crowd() -> None:
+    late, crowd = slot_of(patience=None), [slot_of() for _ in range(15)]
+    late.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
+    for slot in crowd:
+        slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8, 9)))), 0.0)
+        slot.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
+    batching = measured()
+    expected_s = late.session._next._planned(batching.base_s, batching.row_s).expected_s
+    assert not batching.plan([late, *crowd], expected_s).delayed
+    assert batching.plan([late, *crowd[:1]], expected_s).delayed, "negative control: for one it waits"
 
 
 def test_a_step_is_delayed_only_for_drafts_that_are_worth_it() -> None:

@@ -76,7 +76,7 @@ async def texts(client: Client, first: int, count: int, observer: Observer | Non
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not condition():  # noqa: ASYNC110 - another process learns
             await asyncio.sleep(0.05)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from outrider.proto.policy.patience import (
+    LATE,
+    MARGIN_S,
     Plan,
     Prospect,
     VerifierView,
@@ -122,15 +124,21 @@ class NextStep:
         return self.ready_since + patience.seconds
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
-        """Return the expected tokens of a step now, and of one after the drafts that are due."""
+        """Return the expected tokens of a step now, and of one after the drafts that are due.
+
+        Drafts of the edge that are not here at the expected time may still be on their way: from then on they are
+        expected at the end of a margin, and after that no more.
+        """
         plan = self._planned(step_s, row_s)
         acceptance = self._acceptance()
         here = len(self.chain()[0])
         tokens_now = expected_tokens(acceptance, min(here, self.max_drafts))
-        if not self.waits_for_drafts:
+        wait_s = self.ready_since + plan.expected_s - now
+        if self.ends is None and wait_s <= MARGIN_S:
+            wait_s += (LATE - 1) * plan.expected_s + MARGIN_S
+        if not self.waits_for_drafts or (self.ends is None and wait_s <= 0):
             return Prospect(0.0, tokens_now, tokens_now)
-        wait_s = max(0.0, self.ready_since + plan.expected_s - now)
-        return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, here)))
+        return Prospect(max(0.0, wait_s), tokens_now, expected_tokens(acceptance, max(plan.drafts, here)))
 
     def local_job(self, step_s: float, row_s: float, now: float, block: int | None) -> LocalJob | None:
         """Return the next job for the verifier's own drafter; None: it has nothing to do."""
