@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/outrider demo
 
 test: check
-	$(BIN)/python -m pytest -m "(ray or wheel or alone) and not soak"
+	$(BIN)/python -m pytest -m "(ray or alone) and not soak" $$(grep -rlE --include='test_*.py' 'mark\.(ray|alone)' tests)
 
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
@@ -52,7 +52,7 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 # With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
 # many quick files come last, so that the workers end together.
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or wheel or alone or soak)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak)"
 
 lint: $(READY)
 	$(BIN)/ruff check .
