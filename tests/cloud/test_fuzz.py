@@ -69,7 +69,7 @@ async def honest_text(channel, server, seed):
     await call.write(codec.encode_edge_frame(honest_open(server, seed, drafting=False)))
     tokens = ()
     while True:
-        frame = codec.decode_cloud_frame(await asyncio.wait_for(call.read(), 20))
+        frame = codec.decode_cloud_frame(await asyncio.wait_for(call.read(), 120))
         if isinstance(frame, Commit):
             tokens += token_ids(frame.tokens)
             if frame.finish is not None:
@@ -87,7 +87,7 @@ async def send_and_look(channel, frames, max_reads):
         await call.done_writing()
     try:
         for _ in range(max_reads):
-            data = await asyncio.wait_for(call.read(), 20)
+            data = await asyncio.wait_for(call.read(), 120)
             if data is grpc.aio.EOF:
                 break
             seen.append(codec.decode_cloud_frame(data))

@@ -392,7 +392,7 @@ def actor(tmp_path: Path, monkeypatch):
     made._thread.join()
 
 
-def until(holds, seconds: float = 30.0) -> None:
+def until(holds, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end

@@ -88,7 +88,7 @@ class RawStream:
     async def receive(self):
         """The next frame; None at the end; OutriderError as the status says."""
         try:
-            data = await asyncio.wait_for(self.call.read(), 20)
+            data = await asyncio.wait_for(self.call.read(), 120)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         return None if data is grpc.aio.EOF else codec.decode_cloud_frame(data)
@@ -153,7 +153,7 @@ class Bench:
         await stream.opened()
         return await stream.rest()
 
-    async def until(self, condition, seconds=10.0):
+    async def until(self, condition, seconds=60.0):
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, "it never came true"

@@ -52,7 +52,7 @@ class Caller:
 
     async def raw(self, method: str, data: bytes) -> bytes:
         try:
-            return await self.channel.unary_unary(f"/{codec.CONTROL_SERVICE}/{method}")(data, timeout=5)
+            return await self.channel.unary_unary(f"/{codec.CONTROL_SERVICE}/{method}")(data, timeout=60)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -63,7 +63,7 @@ class Caller:
         self, method: str, *request: Any, metadata: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[Any]:
         stream = self.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/{method}")
-        call = stream(ENCODERS[method](*request), timeout=5, metadata=metadata)
+        call = stream(ENCODERS[method](*request), timeout=60, metadata=metadata)
         try:
             async for data in call:
                 yield DECODERS[method](data)
@@ -88,14 +88,14 @@ async def coordinator(cluster: Cluster | None, **options: Any) -> AsyncIterator[
 
 @pytest.fixture
 def serve() -> Callable[..., None]:
-    """Run a scenario against a coordinator over real gRPC, for 20 s at most."""
+    """Run a scenario against a coordinator over real gRPC, for two minutes at most."""
 
     def run(scenario: Scenario, cluster: Cluster | None = None, **options: Any) -> None:
         async def whole() -> None:
             async with coordinator(cluster, **options) as call:
                 await scenario(call)
 
-        asyncio.run(asyncio.wait_for(whole(), 20))
+        asyncio.run(asyncio.wait_for(whole(), 120))
 
     return run
 

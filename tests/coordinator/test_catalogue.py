@@ -321,4 +321,4 @@ def test_whoever_awaits_a_change_wakes_on_a_new_version_and_on_closing(tmp_path:
         assert not await waiting
         assert not await catalogue.changed()
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), 120))

@@ -330,8 +330,8 @@ def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it(serve
         updates = call.stream("WatchDrafters", "")
         await anext(updates)
         began_s = time.monotonic()
-        await call.server.stop(5.0)
-        assert time.monotonic() - began_s < 2
+        await call.server.stop(60.0)
+        assert time.monotonic() - began_s < 30
         with pytest.raises(Unavailable):
             await anext(updates)
 
@@ -406,16 +406,20 @@ def test_a_drained_verifier_gets_no_more_leases_and_its_sessions_are_counted(ser
 
 
 def test_no_lease_lands_on_a_verifier_while_its_drain_is_under_way(serve: Serve) -> None:
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
     class SlowDrain(ScriptedCluster):
         async def drain(self, name: str) -> int:
-            await asyncio.sleep(0.3)
+            begun.set()
+            await goes_on.wait()
             return await super().drain(name)
 
     async def scenario(call: Any) -> None:
         draining = asyncio.create_task(call("Drain", "a"))
-        await asyncio.sleep(0.1)
+        await begun.wait()
         with pytest.raises(Unavailable):
             await call("OpenLease", ask())
+        goes_on.set()
         await draining
 
     serve(scenario, SlowDrain(ready("a")))

@@ -71,7 +71,7 @@ class Setting:
         whole = [*ids, *BEYOND]
         scripted = [CommittedToken(token, None, -0.25 * at, ((token, -0.25 * at),)) for at, token in enumerate(whole)]
         self._channels.script, self._channels.sizes, self._channels.paced = lambda _: scripted, sizes, paced
-        return self._runner.run(asyncio.wait_for(self._decode(options), 30))
+        return self._runner.run(asyncio.wait_for(self._decode(options), 120))
 
     async def _decode(self, options: dict[str, Any]) -> Text:
         observer = Ends()

@@ -77,7 +77,7 @@ def run(tokenizer: Path, drafter: HeldDrafter, scenario: Callable[[Client, Watch
         async with client:
             await scenario(client, channels)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_drafter_that_never_gets_ready_delays_no_token(tokenizer_file: Path) -> None:

@@ -56,7 +56,7 @@ def run(tokenizer: Path, scenario: Callable[[Client, ScriptedChannels], Awaitabl
         finally:
             await client.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_a_slow_load_delays_no_token(tokenizer_file: Path, slow: SlowLoad) -> None:

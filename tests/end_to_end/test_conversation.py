@@ -587,7 +587,7 @@ class Raw:
     async def next(self) -> Any:
         """The next frame, None at the end, or the error that ends the stream."""
         try:
-            data = await asyncio.wait_for(self.call.read(), 20)
+            data = await asyncio.wait_for(self.call.read(), 120)
             if data is grpc.aio.EOF and await self.call.code() == grpc.StatusCode.OK:
                 return None
             if data is not grpc.aio.EOF:

@@ -86,7 +86,7 @@ def asked(tls: ServerTls | None, client: ClientTls | None) -> str:
             credentials = ClientCredentials(client).current() if client is not None else None
             return await ask(address, credentials, client.server_name if client is not None else "")
 
-    return asyncio.run(asyncio.wait_for(whole(), 30))
+    return asyncio.run(asyncio.wait_for(whole(), 120))
 
 
 # --- handshakes ---
