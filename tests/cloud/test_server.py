@@ -31,7 +31,8 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
+from outrider.proto.plumbing.health import MAX_WATCHERS
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import (
     PROTOCOL_VERSION,
@@ -78,8 +79,9 @@ def expected(folder):
 class RawStream:
     """One Decode call in bytes."""
 
-    def __init__(self, channel):
-        self.call = channel.stream_stream(codec.DECODE_METHOD)()
+    def __init__(self, channel, lease=b""):
+        metadata = ((LEASE_METADATA, lease),) if lease else ()
+        self.call = channel.stream_stream(codec.DECODE_METHOD)(metadata=metadata)
 
     async def send(self, *frames):
         for frame in frames:
@@ -130,8 +132,8 @@ class Bench:
         check = health_pb2_grpc.HealthStub(self.channel).Check
         return (await check(health_pb2.HealthCheckRequest())).status
 
-    def stream(self):
-        return RawStream(self.channel)
+    def stream(self, lease=b""):
+        return RawStream(self.channel, lease)
 
     def open(self, **changes):
         sampling = Sampling(temperature=1.0, seed=9, max_tokens=EXPECTED_TOKENS, ignore_eos=True)
@@ -148,7 +150,7 @@ class Bench:
         return sign_lease(LeaseClaim(verifier, model, session, time.time() + seconds), secret)
 
     async def text(self, **changes):
-        stream = self.stream()
+        stream = self.stream(changes.get("lease", b""))
         await stream.send(self.open(**changes))
         await stream.opened()
         return await stream.rest()
@@ -182,7 +184,7 @@ def expect_still_right(folder, expected, *frames, settings=None, secret=b""):
 
     async def scenario(bench):
         made = [frame(bench) if callable(frame) else frame for frame in frames]
-        stream = bench.stream()
+        stream = bench.stream(next((frame.lease for frame in made if isinstance(frame, Open)), b""))
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             await stream.send(*made)
         error = await stream.error()
@@ -505,10 +507,78 @@ def test_stopping_tells_running_sessions_that_they_may_resume(folder):
     assert isinstance(run(folder, scenario), Unavailable)
 
 
+def test_a_stream_without_a_lease_takes_no_place(folder, expected):
+    async def scenario(bench):
+        idle = [bench.stream() for _ in range(40)]
+        for error in await asyncio.gather(*(stream.error() for stream in idle)):
+            assert isinstance(error, Unauthenticated)
+        assert not len(bench.server._half_open)
+        lease = bench.lease()
+        assert await bench.text(lease=lease) == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario, secret=SECRET, max_sessions=1)
+
+
+def test_half_open_streams_are_few_of_a_lease_and_keep_neither_texts_nor_health_out(folder, expected):
+    async def scenario(bench):
+        lease = bench.lease(session="idle")
+        idle = [bench.stream(lease) for _ in range(40)]
+        for stream in idle:
+            await stream.call.wait_for_connection()
+        await bench.until(lambda: len(bench.server._half_open) == 2)
+        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+        assert await bench.text(session="s", lease=bench.lease()) == (expected, FinishReason.LENGTH)
+        await bench.until(lambda: sum(stream.call.done() for stream in idle) == 38)
+        for stream in idle:
+            if stream.call.done():
+                refused = await stream.error()
+                assert isinstance(refused, ResourceExhausted)
+                assert refused.retry_after_s > 0
+        metrics = bench.server._engine.metrics.registry
+        whose = {"model_name": "tiny", "verifier": "verifier"}
+        assert metrics.get_sample_value("outrider:verifier_refused_half_open_total", whose) == 38
+        for stream in idle:
+            stream.call.cancel()
+        await bench.until(lambda: not len(bench.server._half_open))
+
+    run(folder, scenario, secret=SECRET, max_sessions=2)
+
+
+def test_an_address_has_no_more_half_open_streams_than_sessions_come_back_at_once(folder, expected):
+    async def scenario(bench):
+        idle = [bench.stream() for _ in range(60)]
+        for stream in idle:
+            await stream.call.wait_for_connection()
+        await bench.until(lambda: len(bench.server._half_open) == 2 * 2 + 16)
+        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+        for stream in idle:
+            stream.call.cancel()
+        await bench.until(lambda: not len(bench.server._half_open))
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario, max_sessions=2)
+
+
+def test_watchers_of_health_are_few_and_checks_are_always_answered(folder):
+    async def scenario(bench):
+        watch = health_pb2_grpc.HealthStub(bench.channel).Watch
+        watchers = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHERS)]
+        for watcher in watchers:
+            assert (await watcher.read()).status == health_pb2.HealthCheckResponse.SERVING
+        one_more = watch(health_pb2.HealthCheckRequest())
+        assert await one_more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+        for watcher in watchers:
+            watcher.cancel()
+
+    run(folder, scenario)
+
+
 def test_a_lease_that_runs_out_sends_goaway(folder):
     async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(waiting(bench, lease=bench.lease(seconds=0.3)))
+        lease = bench.lease(seconds=0.3)
+        stream = bench.stream(lease)
+        await stream.send(waiting(bench, lease=lease))
         await stream.opened()
         goaway = await stream.receive()
         assert isinstance(goaway, Goaway)

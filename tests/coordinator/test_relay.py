@@ -172,14 +172,15 @@ def test_a_lease_says_that_it_is_relayed_and_no_other_address(serve: Serve) -> N
     relaying(serve, scenario)
 
 
-def test_the_callers_metadata_passes_but_for_its_key_and_lease(serve: Serve) -> None:
+def test_the_callers_metadata_passes_but_for_its_key(serve: Serve) -> None:
     async def scenario(call: Any, one: Verifier) -> None:
         more = (("traceparent", "00-trace"), ("authorization", "Bearer secret"))
         decoding = stream(call.channel, None, *more)
         await decoding.write(b"frame")
         await decoding.read()
         assert one.metadata[0]["traceparent"] == "00-trace"
-        assert not {"authorization", LEASE_METADATA} & set(one.metadata[0])
+        assert one.metadata[0][LEASE_METADATA], "the verifier answers none without it"
+        assert "authorization" not in one.metadata[0]
 
     relaying(serve, scenario)
 
@@ -347,6 +348,9 @@ class GoneEdge:
     def invocation_metadata(self) -> tuple[tuple[str, bytes], ...]:
         return ((LEASE_METADATA, lease()),)
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def time_remaining(self) -> None:
         return None
 
@@ -427,6 +431,43 @@ def test_streams_beyond_the_limit_are_refused_with_a_time_until_one_ends(serve: 
     relaying(serve, scenario, relay_streams=2)
 
 
+def test_a_stream_reaches_its_verifier_with_its_first_frame_and_two_of_a_lease_may_wait(serve: Serve) -> None:
+    async def scenario(call: Any, one: Verifier) -> None:
+        idle = [stream(call.channel) for _ in range(20)]
+        for decoding in idle:
+            await decoding.wait_for_connection()
+        await call.until(lambda: sum(decoding.done() for decoding in idle) == 18)
+        assert (one.running, status(call).streams, status(call).refused) == (0, 0, 18)
+        waiting = [decoding for decoding in idle if not decoding.done()]
+        for decoding in waiting:
+            await decoding.write(b"open")
+            assert await decoding.read() == b"open"
+        assert one.running == 2
+        refused = await ending(next(decoding for decoding in idle if decoding.done()))
+        assert isinstance(refused, ResourceExhausted)
+        assert refused.retry_after_s > 0
+
+    relaying(serve, scenario)
+
+
+def test_an_edge_that_ends_its_stream_before_the_first_frame_gives_its_place_back(serve: Serve) -> None:
+    async def scenario(call: Any, one: Verifier) -> None:
+        for _ in range(6):
+            decoding = stream(call.channel)
+            await decoding.done_writing()
+            assert await ending(decoding) is None
+        for _ in range(6):
+            gone = stream(call.channel)
+            await gone.wait_for_connection()
+            gone.cancel()
+        decoding = stream(call.channel)
+        await decoding.write(b"open")
+        assert await decoding.read() == b"open"
+        assert one.running == 1
+
+    relaying(serve, scenario)
+
+
 def test_without_the_option_nothing_is_relayed(serve: Serve) -> None:
     async def scenario(call: Any) -> None:
         assert await stream(call.channel).code() is grpc.StatusCode.UNIMPLEMENTED
@@ -450,7 +491,9 @@ def test_a_dead_verifier_is_unavailable_and_serves_at_once_after_its_return(
         lost = await ending(decoding)
         assert isinstance(lost, Unavailable)
         assert lost.retry_after_s > 0
-        assert isinstance(await ending(stream(call.channel)), Unavailable)
+        late = stream(call.channel)
+        await late.write(b"open")
+        assert isinstance(await ending(late), Unavailable)
         assert status(call).broken == 2
         again = Verifier()
         await again.start(one.address)

@@ -19,7 +19,7 @@ from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.testing import TOKENIZER_JSON, ScriptedCluster, ready, write_package
 from outrider.deploy.certs import Issued, issue
 from outrider.edge.control import CoordinatorClient, file_fetcher
-from outrider.edge.link import Channels, relay_metadata
+from outrider.edge.link import Channels, lease_metadata
 from outrider.edge.routes import CoordinatorRoute
 from outrider.edge.security import Security
 from outrider.proto import codec
@@ -248,7 +248,7 @@ def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordinator(
             lease = await CoordinatorRoute(client, "tiny", "").lease("s1", ())
             assert (lease.address, lease.tls, lease.tls_name) == (call.address, True, "localhost")
             channels = Channels(client.security)
-            opening = (lease.address, EdgeStatistics(), relay_metadata(lease), lease.tls_name)
+            opening = (lease.address, EdgeStatistics(), lease_metadata(lease), lease.tls_name)
             stream = channels.open_stream(*opening)
             stream.send(Cancel("only a frame"))
             assert await anext(stream.frames()) == OPENED
@@ -266,7 +266,7 @@ def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
     async def scenario(call: Any) -> None:
         lease = await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
         channels = Channels()
-        stream = channels.open_stream(call.address, EdgeStatistics(), relay_metadata(lease))
+        stream = channels.open_stream(call.address, EdgeStatistics(), lease_metadata(lease))
         stream.send(Cancel("only a frame"))
         with pytest.raises(Unavailable):
             await anext(stream.frames())

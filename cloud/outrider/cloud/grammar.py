@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import operator
 import os
@@ -24,8 +25,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.cloud.grammar_compiler import FIELD, STACK_BYTES, compile_grammar, make_tokenizer, one_line
-from outrider.cloud.grammar_trial import GrammarTrial, TooCostly
-from outrider.proto.errors import FailedPrecondition, InvalidArgument
+from outrider.cloud.grammar_trial import TRIAL_S, GrammarTrial, TooCostly
+from outrider.proto.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from outrider.proto.types import Grammar
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 COMPILING_THREADS = 2
 MASKING_THREADS = max(1, min(8, (os.cpu_count() or 2) - 1))
 KEPT_GRAMMARS = 16
+WAIT_S = 4 * TRIAL_S  # behind others
 KEPT_REFUSALS = 256
 REFUSED_FOR_S = 60.0  # without another trial
 
@@ -94,6 +96,21 @@ class Grammars:
         """
         compiling, masking = self._threads()
         return compiling.submit(self._resumed, grammar, list(committed), masking)
+
+    async def matcher(self, grammar: Grammar | None, committed: Sequence[int] = ()) -> GrammarMatcher | None:
+        """Return the matcher of a grammar, or refuse the grammar before any step; None: there is none.
+
+        Raises:
+            ResourceExhausted: others keep it waiting; `retry_after_s` is set.
+            OutriderError: those of `begin`.
+        """
+        if grammar is None:
+            return None
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self.begin(grammar, committed)), WAIT_S)
+        except TimeoutError as error:
+            waits = "has to wait too long behind others to be compiled; try again"
+            raise ResourceExhausted(waits, field=FIELD, retry_after_s=1.0) from error
 
     def close(self) -> None:
         """End the threads after their present work, and what compiles in a child at once."""

@@ -73,6 +73,11 @@ class VerifierMetrics:
             Counter, "verifier_refused_sessions", "Sessions refused, by error.", labels=("error",)
         )
         self._failed = self._own(Counter, "verifier_failed_sessions", "Sessions ended by an error.", labels=("error",))
+        self.refused_half_open = self._own(
+            Counter,
+            "verifier_refused_half_open",
+            "Streams refused because their lease or their address had too many that were not opened.",
+        )
         self.admitted = self._own(Counter, "verifier_admitted_sessions", "Sessions taken.")
         self.preemptions = self._own(Counter, "num_preemptions", "Sessions sent elsewhere because KV pages ran out.")
         self._sheds = self._own(Counter, "verifier_sheds", "Sessions refused because the verifier was full.")

@@ -14,14 +14,13 @@ from typing import Any
 
 import grpc
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.backend import TargetFacts
 from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
-from outrider.cloud.grammar import GrammarMatcher, Grammars
-from outrider.cloud.grammar_trial import TRIAL_S
+from outrider.cloud.grammar import Grammars
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
@@ -45,6 +44,8 @@ from outrider.proto.errors import (
 )
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Bucket, Meters
+from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
+from outrider.proto.plumbing.health import BoundedHealth
 from outrider.proto.plumbing.logs import about
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
@@ -52,11 +53,9 @@ from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
 from outrider.proto.streams import write_answers
-from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, VerifierStatus
+from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Open, VerifierStatus
 
-OPEN_WITHIN_S = 10.0
-COMPILE_WITHIN_S = 4 * TRIAL_S  # waiting behind others included
-SPARE_CALLS = 16  # health checks, and streams that are refused
+SPARE_STREAMS = 16  # not opened yet, beside two for each session
 MAX_UNTAKEN = 256
 REFILL = 0.1  # share of a minute's tokens before a session whose key had spent them returns: that costs a prefill
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
@@ -143,7 +142,10 @@ class VerifierServer:
         )
         self._keys = itertools.count()
         self._server: grpc.aio.Server | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = BoundedHealth()
+        self._half_open = HalfOpenStreams(
+            2 * config.max_sessions + SPARE_STREAMS, self._engine.metrics.refused_half_open.inc
+        )
         self._address = ""
         self._endings: set[asyncio.Task[None]] = set()
         self._metrics_server: MetricsServer | None = None
@@ -156,9 +158,7 @@ class VerifierServer:
         if self._config.metrics_listen:  # a thread of its own, before gRPC's
             self._engine.metrics.watch(self._engine, max_sessions=self._config.max_sessions)
             self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
-        self._server = grpc.aio.server(
-            options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
-        )
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)  # a limit of calls would hold for health checks, too
         # Bytes in, bytes out: the codec checks them.
         handler = grpc.stream_stream_rpc_method_handler(write_answers(self._decode))
         self._server.add_generic_rpc_handlers(
@@ -258,7 +258,7 @@ class VerifierServer:
         key = next(self._keys)
         trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
         outbox = StreamOutbox(asyncio.get_running_loop())
-        reader = asyncio.create_task(self._read(key, requests, outbox))
+        reader = asyncio.create_task(self._read(key, requests, outbox, context))
         stream = asyncio.current_task()
         assert stream is not None  # noqa: S101 - a coroutine runs in a task
         stall = asyncio.create_task(self._watch_stall(outbox, stream, context))
@@ -295,14 +295,15 @@ class VerifierServer:
             outbox.closed = True
             self._engine.post_close(key)
 
-    async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> None:
+    async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox, context: Any) -> None:
         """Hand the frames of one stream to the engine; wait while too many of them are untaken."""
         loop = asyncio.get_running_loop()
         room = asyncio.Semaphore(MAX_UNTAKEN)
         try:
-            opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
-            grammar = opening.sampling.grammar
-            matcher = await self._grammar_matcher(grammar, opening.committed)
+            with self._half_open.hold(context.peer(), self._leased_session(context)):
+                opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
+                grammar = opening.sampling.grammar
+                matcher = await self._grammars.matcher(grammar, opening.committed)
             if outbox.closed:
                 return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
             isolation = _isolation(self._config, key, claim)
@@ -316,26 +317,18 @@ class VerifierServer:
                 matcher = None
                 if isinstance(frame, Continue):
                     grammar = frame.sampling.grammar if frame.sampling is not None else grammar
-                    matcher = await self._grammar_matcher(grammar)
+                    matcher = await self._grammars.matcher(grammar)
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
             outbox.stream.half_close()
             self._engine.post_half_close(key)
         except Exception as error:  # whatever it is, the client has to be told
             _end_reading(error, outbox, self.rules.name)
 
-    async def _grammar_matcher(self, grammar: Grammar | None, committed: tuple[int, ...] = ()) -> GrammarMatcher | None:
-        """Return the matcher of a grammar, compiled in another thread, or refuse the grammar before any step."""
-        if grammar is None:
-            return None
-        try:
-            matcher = asyncio.wrap_future(self._grammars.begin(grammar, committed))
-            return await asyncio.wait_for(matcher, COMPILE_WITHIN_S)
-        except TimeoutError as error:
-            raise ResourceExhausted(
-                "has to wait too long behind others to be compiled; try again",
-                field="sampling.grammar",
-                retry_after_s=1.0,
-            ) from error
+    def _leased_session(self, context: Any) -> str:
+        """Return the session of the lease in a call's metadata; empty: none is needed here."""
+        if not self._secret:
+            return ""
+        return lease_in(context.invocation_metadata() or (), self._secret, time.time()).session
 
     async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
         async for data in requests:

@@ -198,6 +198,9 @@ class RelayMetrics:
         streams.set_function(lambda: self.streams)
         self.opened = _counter(registry, "relay_streams_opened", "Decoding streams relayed.")
         self.refused = _counter(registry, "relay_streams_refused", "Decoding streams refused: no lease, or full.")
+        self.refused_half_open = _counter(
+            registry, "relay_refused_half_open", "Those refused because their lease or address had too many not opened."
+        )
         self.broken = _counter(registry, "relay_streams_broken", "Relayed streams that lost their verifier.")
         frames = _counter(registry, "relay_frames", "Frames relayed, by direction (up, down).", "direction")
         sizes = _counter(registry, "relay_bytes", "Bytes of frames relayed, by direction.", "direction")

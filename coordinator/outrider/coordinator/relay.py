@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,8 @@ from outrider.coordinator.metrics import RelayMetrics
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.lease import LEASE_METADATA, read_lease
+from outrider.proto.lease import LeaseClaim
+from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, to_status
 from outrider.proto.streams import CLIENT_GONE, ENDED, send_bytes
@@ -39,7 +40,7 @@ BROKEN = (
     grpc.StatusCode.CANCELLED,
 )
 # Metadata between edge and coordinator, or that gRPC sets itself.
-_KEPT_BACK = {"authorization", LEASE_METADATA, "user-agent", "te", "content-type"}
+_KEPT_BACK = {"authorization", "user-agent", "te", "content-type"}
 _UNREAD_ENDING = (grpc.StatusCode.OK, "", ())
 _VERIFIER_OPTIONS = [
     *CLIENT_OPTIONS,
@@ -83,6 +84,7 @@ class StreamRelay:
         self._credentials = ClientCredentials(tls) if tls is not None else None
         self._max_streams = max_streams
         self._clock = clock
+        self._half_open = HalfOpenStreams(max_streams, metrics.refused_half_open.inc)
         self._connections: dict[tuple[str, str], _Connection] = {}  # by name and address
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
@@ -97,15 +99,17 @@ class StreamRelay:
 
     async def _decode(self, _: Any, context: Any) -> None:
         try:
-            verifier = self._route(context.invocation_metadata() or ())
+            opening, verifier = await self._opened(context)
         except OutriderError as error:
             self._metrics.refused.inc()
             logger.info("a stream is not relayed: %s", error)
             await context.abort(*to_status(error))
+        if opening is grpc.aio.EOF:
+            return
         self._metrics.streams += 1
         self._metrics.opened.inc()
         try:
-            ending = await self._pass_on(verifier, context)
+            ending = await self._pass_on(verifier, context, opening)
         except OutriderError as error:
             ending = to_status(error)
         except Exception:  # the top of a call: the edge gets an answer to any failure
@@ -119,12 +123,21 @@ class StreamRelay:
                 await context.abort(code, details, trailing)
         context.set_trailing_metadata(trailing)
 
-    def _route(self, metadata: Iterable[tuple[str, str | bytes]]) -> VerifierInfo:
-        """Return the verifier that the lease in `metadata` is for."""
-        token = next((value for name, value in metadata if name == LEASE_METADATA), b"")
-        if not isinstance(token, bytes):
-            raise InvalidArgument("must be bytes", field=LEASE_METADATA)
-        claim = read_lease(token, self._secret, now_s=self._clock())
+    async def _opened(self, context: Any) -> tuple[Any, VerifierInfo]:
+        """Return a stream's first frame, or EOF, and its verifier, which hears of no stream before that frame."""
+        claim = lease_in(context.invocation_metadata() or (), self._secret, self._clock())
+        self._route(claim)
+        with self._half_open.hold(context.peer(), claim.session):
+            try:
+                opening = await asyncio.wait_for(context.read(), OPEN_WITHIN_S)
+            except TimeoutError as error:
+                raise InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open") from error
+            except grpc.aio.UsageError:  # the edge is gone
+                opening = grpc.aio.EOF
+        return opening, self._route(claim)
+
+    def _route(self, claim: LeaseClaim) -> VerifierInfo:
+        """Return the verifier that a lease is for."""
         if self._metrics.streams >= self._max_streams:
             raise ResourceExhausted(
                 f"{self._max_streams} streams are relayed, which is the coordinator's limit",
@@ -135,7 +148,7 @@ class StreamRelay:
                 return verifier
         raise Unavailable(f"verifier {claim.verifier!r} is down", retry_after_s=RETRY_WHEN_LOST_S)
 
-    async def _pass_on(self, verifier: VerifierInfo, context: Any) -> tuple[grpc.StatusCode, str, Any]:
+    async def _pass_on(self, verifier: VerifierInfo, context: Any, opening: bytes) -> tuple[grpc.StatusCode, str, Any]:
         """Pass frames both ways until the verifier ends the stream, and return its status."""
         metadata = [
             (name, value)
@@ -145,7 +158,7 @@ class StreamRelay:
         async with self._connected(verifier) as connection:
             method: Any = connection.channel.stream_stream(codec.DECODE_METHOD)
             call = method(timeout=context.time_remaining(), metadata=metadata)
-            uplink = asyncio.create_task(self._uplink(context, call))
+            uplink = asyncio.create_task(self._uplink(context, call, opening))
             try:
                 if await self._downlink(call, context):
                     return await self._ending(verifier, connection, call)
@@ -155,13 +168,14 @@ class StreamRelay:
                 call.cancel()
                 await asyncio.gather(uplink, return_exceptions=True)
 
-    async def _uplink(self, context: Any, call: Any) -> None:
-        """Pass on frames; read the next one from the edge once gRPC has room for the last."""
+    async def _uplink(self, context: Any, call: Any, data: Any) -> None:
+        """Pass on frames, from `data` on; read the next one from the edge once gRPC has room for the last."""
         try:
-            while (data := await context.read()) is not grpc.aio.EOF:
+            while data is not grpc.aio.EOF:
                 began = time.perf_counter()
                 await send_bytes(call, data)
                 self._metrics.up(len(data), time.perf_counter() - began)
+                data = await context.read()
             await call.done_writing()
         except ENDED:
             return  # `_downlink` meets the same end, and reports it

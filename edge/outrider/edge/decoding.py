@@ -16,7 +16,7 @@ from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.attempts import Attempts
 from outrider.edge.drafter_states import DrafterStates
-from outrider.edge.link import Channels, Stream, relay_metadata
+from outrider.edge.link import Channels, Stream, lease_metadata
 from outrider.edge.routes import Route
 from outrider.edge.text_drafters import TextDrafters, name_of
 from outrider.proto.errors import Internal, OutriderError, Unavailable
@@ -299,7 +299,7 @@ class Decoding:
     async def _one_stream(self) -> None:
         machine, attempts = self.machine, self._attempts
         lease = await self._route.lease(self.session, attempts.avoid, machine.transcript, machine.precision)
-        metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
+        metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *lease_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
         expected = stream.connection.opened

@@ -139,9 +139,9 @@ class Connection:
             self.successor = self.renew()
 
 
-def relay_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
-    """Return the lease for a relay, which does not read frames; empty where there is none."""
-    return ((LEASE_METADATA, lease.token),) if lease.relayed else ()
+def lease_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
+    """Return the lease for whoever answers before the first frame; empty where there is none."""
+    return ((LEASE_METADATA, lease.token),) if lease.token else ()
 
 
 class Channels:

@@ -1,0 +1,78 @@
+"""Decoding streams that have not sent their Open yet: few of each lease and of each peer.
+
+Such a stream costs its client nothing. Whoever opens many at once must not keep others out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from outrider.proto.errors import InvalidArgument, ResourceExhausted
+from outrider.proto.lease import LEASE_METADATA, LeaseClaim, read_lease
+
+OPEN_WITHIN_S = 10.0
+MAX_OF_SESSION = 2  # an edge that comes back may be faster than the news that its old stream is gone
+RETRY_S = 1.0
+
+
+class HalfOpenStreams:
+    """Counts of streams that are not opened, in one event loop.
+
+    Args:
+        max_of_peer: most streams of one address, whatever their leases.
+        refused: called whenever one is refused.
+    """
+
+    def __init__(self, max_of_peer: int, refused: Callable[[], None]) -> None:
+        self._max_of_peer = max_of_peer
+        self._refused = refused
+        self._of_peer: Counter[str] = Counter()
+        self._of_session: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, peer: str, session: str) -> Iterator[None]:
+        """Count a stream of `peer`, in gRPC's notation, while its Open is awaited; `session` is its lease's, if any.
+
+        Raises:
+            ResourceExhausted: the session or the peer has too many already.
+        """
+        host = peer if peer.startswith("unix:") else peer.rpartition(":")[0]
+        if session and self._of_session[session] >= MAX_OF_SESSION:
+            raise self._refusal(f"the session has {MAX_OF_SESSION} streams that are not opened")
+        if self._of_peer[host] >= self._max_of_peer:
+            raise self._refusal(f"{self._max_of_peer} streams from your address are not opened")
+        self._of_peer[host] += 1
+        self._of_session[session] += 1
+        try:
+            yield
+        finally:
+            _discount(self._of_peer, host)
+            _discount(self._of_session, session)
+
+    def __len__(self) -> int:
+        return self._of_peer.total()
+
+    def _refusal(self, why: str) -> ResourceExhausted:
+        self._refused()
+        return ResourceExhausted(f"{why}; send Open on them, or end them", retry_after_s=RETRY_S)
+
+
+def lease_in(metadata: Iterable[tuple[str, str | bytes]], secret: bytes, now_s: float) -> LeaseClaim:
+    """Return the claim of the lease in a call's metadata; whose Open it fits is for the verifier to check.
+
+    Raises:
+        InvalidArgument: it is text.
+        Unauthenticated, LeaseExpired: as `read_lease` does.
+    """
+    token = next((value for name, value in metadata if name == LEASE_METADATA), b"")
+    if not isinstance(token, bytes):
+        raise InvalidArgument("must be bytes", field=LEASE_METADATA)
+    return read_lease(token, secret, now_s=now_s)
+
+
+def _discount(counts: Counter[str], name: str) -> None:
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]
