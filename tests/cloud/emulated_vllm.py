@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.cloud.backend import TargetFacts
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.sampling import Sampler, are_numbers
 from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.cloud.vllm.messages import ForwardPass, PassResult, PassRow
@@ -99,6 +99,7 @@ class EmulatedCore:
     def __init__(self, oracle: Oracle, *, size: int = 16, count: int = 128) -> None:
         self.store: Any = EmulatedStore(size, count)
         self.fails_next = False
+        self.spoils_next: float | None = None
         self.num_new_requests = 0
         self._oracle = oracle
         self._held: dict[int, tuple[int, ...]] = {}  # by slot, all tokens up to its position
@@ -136,6 +137,10 @@ class EmulatedCore:
         if row.verification is not None:
             assert len(request.tokens) == end, "vLLM's runner gives no token amid a request"
             logits = torch.cat([self._oracle.logits(text[: end + j]) for j in range(len(row.drafts) + 1)])
+            if self.spoils_next is not None:
+                logits[-1, logits.shape[1] // 2], self.spoils_next = self.spoils_next, None
+            if not are_numbers(logits):
+                result.finite, logits = False, torch.zeros_like(logits)
             [sampled] = self._sampler.sample(logits, [row.verification])
             result.sampled[row.name] = sampled
             committed = committed_tokens(row.verification, sampled)

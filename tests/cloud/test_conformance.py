@@ -41,7 +41,16 @@ def suite_of(folder: Path, oracle: Oracle, made: Callable[..., Backend] = Transf
 
         target.forward = failing  # type: ignore[method-assign]
 
-    return Suite(made(target), oracle, fail_next_step)
+    def spoil_next_step(number: float) -> None:
+        def spoiled(*batch: Any) -> Any:
+            target.forward = forward  # type: ignore[method-assign]
+            logits = forward(*batch)
+            logits[-1, logits.shape[1] // 2] = number
+            return logits
+
+        target.forward = spoiled  # type: ignore[method-assign]
+
+    return Suite(made(target), oracle, fail_next_step, spoil_next_step)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -125,6 +134,18 @@ class GrowsOnFailure(Defective):
             raise
 
 
+class MakesTextOfAnything(Defective):
+    """A backend that samples what numbers there are."""
+
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        forward = self.target.forward
+        self.target.forward = lambda batch: forward(batch).nan_to_num()  # type: ignore[method-assign]
+        try:
+            return super().step(rows)
+        finally:
+            del self.target.__dict__["forward"]
+
+
 class TellsOfOthers(Defective):
     """A prompt that anybody has sent counts as computed."""
 
@@ -155,6 +176,7 @@ class TellsOfOthers(Defective):
         (LeaksAPage, "pages"),
         (LeaksAPage, "anything_in_any_order"),
         (GrowsOnFailure, "a_failed_step"),
+        (MakesTextOfAnything, "no_numbers"),
         (TellsOfOthers, "what_is_shared"),
     ],
 )

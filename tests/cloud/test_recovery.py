@@ -336,6 +336,8 @@ def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) 
     bench.run()
     assert bench.text(0) == texts[0]
     assert (bench.text(1), type(bench.end(1))) == ([], Internal)
+    whose = dict(zip(("model_name", "verifier"), bench.engine.metrics._whose, strict=True))
+    assert bench.engine.metrics.registry.get_sample_value("outrider:corrupted_requests_total", whose) == 1
 
 
 def test_planning_that_fails_for_one_session_ends_it_alone(bench, texts, monkeypatch) -> None:

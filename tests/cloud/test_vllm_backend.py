@@ -27,7 +27,12 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 def suite_of(oracle: Oracle, core: EmulatedCore | None = None, **limits: int) -> Suite:
     core = core or EmulatedCore(oracle)
-    return Suite(emulated_backend(core, **limits), oracle, lambda: setattr(core, "fails_next", True))
+    return Suite(
+        emulated_backend(core, **limits),
+        oracle,
+        lambda: setattr(core, "fails_next", True),
+        lambda number: setattr(core, "spoils_next", number),
+    )
 
 
 @pytest.mark.parametrize("check", CHECKS)

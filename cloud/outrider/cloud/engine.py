@@ -72,7 +72,9 @@ class Engine(EngineState):
         self._runner = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
         self._masks = Masks(self._slots, self._wake)
         probe = Probe(self.rules, backend, self._batching, self._runner)
-        self._recovery = Recovery(self._slots, self._batching, probe, backend, self._step, self._masks)
+        self._recovery = Recovery(
+            self._slots, self._batching, probe, backend, self._step, self._masks, self.metrics.corrupted.inc
+        )
         self._on_failure = on_failure
         self._inbox = Inbox()
         self._stopping = False

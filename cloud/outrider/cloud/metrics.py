@@ -87,6 +87,9 @@ class VerifierMetrics:
         self._prefix_hits = self._own(Counter, "prefix_cache_hits", "Those that the KV cache held already.")
         self.goaways = self._own(Counter, "verifier_goaways", "Sessions sent elsewhere.")
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
+        self.corrupted = self._own(
+            Counter, "corrupted_requests", "Sessions ended because the target's logits were no numbers."
+        )
         self.killed_grammars = self._own(
             Counter, "verifier_killed_grammars", "Grammars refused because compiling them took too much time or memory."
         )

@@ -108,6 +108,7 @@ class Recovery:
         backend: Backend,
         step: Callable[[Batch[Slot]], None],
         masks: Masks,
+        count_corrupted: Callable[[], None],
     ) -> None:
         """Judge for one engine.
 
@@ -118,6 +119,7 @@ class Recovery:
             backend: its target.
             step: makes a step.
             masks: its sessions' grammars.
+            count_corrupted: called for each session that ends since the target's logits are no numbers.
         """
         self._slots = slots
         self._batching = batching
@@ -125,6 +127,7 @@ class Recovery:
         self._backend = backend
         self._step = step
         self._masks = masks
+        self._count_corrupted = count_corrupted
         self._failed_prompts: set[tuple[int, ...]] = set()
         self._failed_plans = 0
 
@@ -172,6 +175,8 @@ class Recovery:
             VerifierFailed: it is not at fault.
         """
         self._slots.release(slot)  # the probe may need its pages
+        if isinstance(error, FloatingPointError):
+            self._count_corrupted()
         session = slot.session
         whole = Goaway("the session cannot be kept") if session.finish is not None else None
         self.refuse(slot.outbox, session.transcript[: session.prompt_length], error, whole)

@@ -31,6 +31,15 @@ class Sampled:
     reward: float | None
 
 
+def are_numbers(logits: torch.Tensor) -> bool:
+    """Return whether there is text to make of logits [rows, vocab]: none is NaN or +inf, and each row has a finite one.
+
+    It looks at all of a row: a mask, allowed tokens or a short list may hide what is no number from the law of a text,
+    which is then another one.
+    """
+    return bool(logits.amax(dim=-1).isfinite().all())
+
+
 _Part = tuple[int, VerificationInput]  # a session and the place of its first row
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 
 from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Sampled, Sampler
+from outrider.cloud.sampling import Sampled, Sampler, are_numbers
 from outrider.cloud.target import SessionRows, Target
 from outrider.proto.types import CommittedToken, DraftToken, token_ids
 
@@ -80,11 +80,13 @@ class TransformersBackend:
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
         """Compute all rows in one pass and sample by the coupled rule."""
+        lengths = [row.handle.length for row in rows]
         logits = self.target.forward([_session_rows(row) for row in rows])
+        if not are_numbers(logits):
+            self._refuse(rows, lengths)
         forwarded = time.monotonic()
         inputs = [row.verification for row in rows if row.verification is not None]
         sampled = self._sampler.sample(logits, inputs) if inputs else []
-        self._check_numbers(rows, logits, sampled)
         for row in rows:
             drafts = 0 if row.verification is None else len(row.verification.block)
             self.target.pool.register(_own(row.handle), row.handle.length - drafts)
@@ -95,17 +97,15 @@ class TransformersBackend:
     def close(self) -> None:
         """Do nothing: what it holds ends with this process."""
 
-    def _check_numbers(self, rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sequence[Sampled]) -> None:
-        """Refuse logits that are not numbers; whole rows are looked at only where a log probability is none, either.
+    def _refuse(self, rows: Sequence[StepRow], lengths: Sequence[int]) -> NoReturn:
+        """Undo a step whose logits are no numbers.
 
-        Log probabilities can overflow for extreme penalties alone, which is the session's own affair. What led to such
-        logits may be in the KV cache, where no other session must find it.
+        What led to them may be in the KV cache, where no other session must find it.
         """
-        doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
-        if doubtful and not bool((logits < math.inf).all()):  # false for what is no number
-            for row in rows:
-                self.target.pool.distrust(_own(row.handle))
-            raise FloatingPointError("the target's logits are not numbers")
+        for row, length in zip(rows, lengths, strict=True):
+            self.target.pool.distrust(_own(row.handle))
+            self.truncate(row.handle, length)
+        raise FloatingPointError("the target's logits are not numbers")
 
     def _taps(
         self, rows: Sequence[StepRow], inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]

@@ -129,12 +129,14 @@ class Suite:
         backend: the one to check, on the folder of `oracle`; nothing else uses it.
         oracle: the plain model.
         fail_next_step: makes the target's next pass raise; None: the backend has no way to do that.
+        spoil_next_step: puts this number among the logits of the target's next pass; None: as above.
         rng: of the texts and drafts that are tried.
     """
 
     backend: Backend
     oracle: Oracle
     fail_next_step: Callable[[], None] | None = None
+    spoil_next_step: Callable[[float], None] | None = None
     rng: random.Random = field(default_factory=lambda: random.Random(7))
 
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
@@ -410,6 +412,29 @@ def check_a_failed_step(suite: Suite) -> None:
             raise AssertionError("a failed step must raise")
         _together(suite, texts, len(texts[0].tokens) + 1, lambda text: suite.drafts(text, 2))
     for text in texts:
+        text.close()
+
+
+def check_no_numbers(suite: Suite) -> None:
+    """Let a logit be no number: there is no text of it, whatever hides it from the law, and the same step goes well."""
+    if suite.spoil_next_step is None:
+        return
+    hidden = np.zeros(VOCAB, bool)
+    hidden[3:9] = True
+    for i, sampling in enumerate(SETTINGS.values()):
+        text = Text(suite, suite.prompt(8), sampling, f"no number {i}", hidden if i % 2 else None)
+        for number in (math.nan, math.inf):
+            text.advance()
+            row = text.row(suite.drafts(text, 2))
+            length = text.sequence.length
+            suite.spoil_next_step(number)
+            try:
+                suite.backend.step([row])
+            except FloatingPointError:
+                assert text.sequence.length == length
+            else:
+                raise AssertionError(f"a logit of {number} must raise")
+        text.write(3, drafts=lambda text=text: suite.drafts(text, 2))  # type: ignore[misc]
         text.close()
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
-
-import torch
 
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampled
@@ -53,12 +49,6 @@ def request_row(
         verification,
         tapped,
     )
-
-
-def are_numbers(logits: torch.Tensor, sampled: Sequence[Sampled]) -> bool:
-    """Return whether the logits [rows, vocab] of `sampled` are numbers; only doubtful ones are looked at."""
-    doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
-    return not doubtful or bool((logits < math.inf).all())
 
 
 def committed_tokens(verification: VerificationInput, sampled: Sampled) -> list[int]:

@@ -20,10 +20,10 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.sampling import Sampler, are_numbers
 from outrider.cloud.vllm.messages import PassResult, PassRow, Wanted
 from outrider.cloud.vllm.native_rule import NativeRule
-from outrider.cloud.vllm.requests import are_numbers, committed_tokens
+from outrider.cloud.vllm.requests import committed_tokens
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -146,9 +146,12 @@ class CoupledRows(LogitsProcessor):
             return logits
         places = torch.tensor(kept, device=logits.device)
         of_inputs = logits[places]
-        sampled = self._sampler.sample(of_inputs, list(inputs.values()))
+        finite = are_numbers(of_inputs)
+        self.result.finite &= finite
+        # vLLM wants tokens of any logits; nobody takes those of a pass that is not finite.
+        readable = of_inputs if finite else torch.zeros_like(of_inputs)
+        sampled = self._sampler.sample(readable, list(inputs.values()))
         self.result.sampled |= dict(zip(inputs, sampled, strict=True))
-        self.result.finite &= are_numbers(of_inputs, sampled)
         tokens = torch.tensor([token.id for each in sampled for token in each.tokens], device=logits.device)
         logits[places] = -torch.inf
         logits[places, tokens] = 0.0

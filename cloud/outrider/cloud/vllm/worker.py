@@ -15,9 +15,9 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.sampling import Sampler, are_numbers
 from outrider.cloud.vllm.messages import PassResult, Wanted
-from outrider.cloud.vllm.requests import are_numbers, committed_tokens
+from outrider.cloud.vllm.requests import committed_tokens
 
 NOTHING = -1  # what vLLM's runner takes for no token
 
@@ -106,7 +106,10 @@ class RunnerSeam:
             places[name] = first
             first += count
         of_inputs = logits if len(kept) == len(logits) else logits[torch.tensor(kept, dtype=torch.int64)]
-        sampled = iter(self._sampler.sample(of_inputs, inputs) if inputs else [])
+        self.result.finite = are_numbers(of_inputs)
+        # vLLM wants tokens of any logits; nobody takes those of a pass that is not finite.
+        readable = of_inputs if self.result.finite else torch.zeros_like(of_inputs)
+        sampled = iter(self._sampler.sample(readable, inputs) if inputs else [])
         tokens = torch.full((len(names), max(2, *counts)), NOTHING, dtype=torch.int32)
         for index, (name, each) in enumerate(zip(names, wanted, strict=True)):
             newest = rows[places[name]]
@@ -117,7 +120,6 @@ class RunnerSeam:
                 newest = rows[places[name] + len(committed) - 1]
             if each.tapped and self._layers:
                 self.result.taps[name] = torch.cat([layer[newest] for layer in self._entering]).float().cpu()
-        self.result.finite = are_numbers(of_inputs, list(self.result.sampled.values()))
         return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=None)
 
 
