@@ -39,6 +39,7 @@ from outrider.proto.types import (
     Cancel,
     Commit,
     CommittedToken,
+    Continue,
     Draft,
     DraftToken,
     FinishReason,
@@ -146,8 +147,8 @@ class Bench:
         }
         return Open(**(defaults | changes))
 
-    def lease(self, *, session="s", model="tiny", verifier="verifier", seconds=60.0, secret=SECRET):
-        return sign_lease(LeaseClaim(verifier, model, session, time.time() + seconds), secret)
+    def lease(self, *, session="s", model="tiny", verifier="verifier", seconds=60.0, secret=SECRET, **key):
+        return sign_lease(LeaseClaim(verifier, model, session, time.time() + seconds, **key), secret)
 
     async def text(self, **changes):
         stream = self.stream(changes.get("lease", b""))
@@ -505,6 +506,51 @@ def test_stopping_tells_running_sessions_that_they_may_resume(folder):
         return error
 
     assert isinstance(run(folder, scenario), Unavailable)
+
+
+def test_a_key_has_no_more_texts_than_it_may_and_its_place_lasts_as_long_as_a_text(folder, expected):
+    async def scenario(bench):
+        async def begin(session, key="alice", **changes):
+            lease = bench.lease(session=session, key=key, max_sessions=1)
+            stream = bench.stream(lease)
+            await stream.send(bench.open(session=session, lease=lease, **changes))
+            return stream
+
+        first = await begin("first", patience=FOREVER)  # reported or not, it goes on
+        await first.opened()
+        refused = await (await begin("second")).error()
+        assert isinstance(refused, ResourceExhausted)
+        assert (refused.field, refused.retry_after_s > 0) == ("api_key", True)
+        others = await begin("other", key="bob")
+        await others.opened()
+        assert await others.rest() == (expected, FinishReason.LENGTH)
+        back = await begin("first", patience=FOREVER)  # in another stream
+        await back.opened()
+        back.call.cancel()
+        await bench.until(lambda: bench.server.status().sessions == 0)
+        kept = await begin("kept", keep_s=60.0)
+        await kept.opened()
+        assert await kept.rest() == (expected, FinishReason.LENGTH)
+        second = await begin("second", patience=FOREVER)
+        await second.opened()
+        await kept.send(Continue(START, ()))
+        refused = await kept.error()
+        assert (type(refused), refused.field) == (ResourceExhausted, "api_key")
+
+    run(folder, scenario, secret=SECRET)
+
+
+def test_a_prompt_counts_as_tokens_of_its_key(folder):
+    async def scenario(bench):
+        lease = bench.lease(key="alice", tokens_per_minute=6000)
+        began_s = time.monotonic()
+        text, _ = await bench.text(lease=lease, prompt=PROMPT * 200)
+        await bench.until(lambda: bench.server.status().sessions == 0)
+        now_s = time.monotonic()
+        spent = 6000 - bench.server._meters.of("alice", 6000, now_s).level(now_s)
+        assert 200 + len(text) - 100 * (now_s - began_s) <= spent <= 200 + len(text)
+
+    run(folder, scenario, secret=SECRET)
 
 
 def test_a_stream_without_a_lease_takes_no_place(folder, expected):

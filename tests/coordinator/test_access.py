@@ -187,16 +187,45 @@ def test_reported_tokens_that_exceed_the_minute_delay_the_next_lease(serve: Serv
     serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
 
-def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_rate(serve: Serve, keys: Path) -> None:
+def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_limits(serve: Serve, keys: Path) -> None:
     async def scenario(call: Any) -> None:
-        for secret, said in (("alices", ("alice", 600)), ("bobs", ("bob", 0))):
+        for secret, said in (("alices", ("alice", 600, 2)), ("bobs", ("bob", 0, 0))):
             client = as_client(call, secret)
             token = (await client.open_lease(ask("s1"))).token
             claim = verify_lease(token, SECRET, verifier="a", model="tiny", session="s1", now_s=time.time())
-            assert (claim.key, claim.tokens_per_minute) == said
+            assert (claim.key, claim.tokens_per_minute, claim.max_sessions) == said
             await client.close()
 
     serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_a_session_that_no_verifier_took_gives_its_place_back_and_counts_nowhere(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        alice, root = as_client(call, "alices"), as_client(call, "roots")
+        for i in range(4):
+            await alice.open_lease(ask(f"s{i}"))
+            await alice.report(SessionReport(session=f"s{i}", model="tiny", verifier=""))
+        assert call.server.service.admission.running() == {}
+        assert (await root.status()).recent == ()
+        await alice.close()
+        await root.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_a_session_that_may_not_resume_for_want_of_tokens_keeps_its_place() -> None:
+    now_s = 0.0
+    admission = CallerAdmission(None, clock=lambda: now_s)
+    alice = Caller(Key("alice", "a" * 64, max_sessions=1, tokens_per_minute=60))
+    admission.grant(alice, "s1", 600.0)
+    admission.settle(alice, SessionReport(session="s0", committed_tokens=100, **REPORT))
+    with pytest.raises(ResourceExhausted, match="60 tokens a minute"):
+        admission.grant(alice, "s1", 600.0)
+    assert admission.running() == {"alice": 1}
+    now_s = 50.0
+    admission.grant(alice, "s1", 600.0)
+    with pytest.raises(ResourceExhausted, match="1 sessions running"):
+        admission.grant(alice, "s2", 600.0)
 
 
 def test_a_session_that_is_never_reported_is_over_when_its_lease_expires() -> None:

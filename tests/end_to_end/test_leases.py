@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
@@ -15,6 +17,8 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.cluster import embedded_drafters
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.control import CoordinatorClient
+from outrider.proto.errors import PromptTooLong
+from outrider.proto.plumbing.access import Key, secret_sha256
 
 SECRET = b"a secret of the two of them"
 PROMPT = "def main(argv):\n"
@@ -54,6 +58,37 @@ def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
         assert long.ids[:20] == short.ids
         assert [report.committed_tokens for report in reported] == [20, 200]
         assert reported[1].resumes == long.statistics.resumes
+
+    asyncio.run(main())
+
+
+def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed(tokenizer_file, tmp_path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(Key("alice", secret_sha256("alices"), max_sessions=2).toml())
+    keys.chmod(0o600)
+
+    async def main() -> None:
+        async with verifier() as address:
+            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, api_keys=keys))
+            where = await coordinator.start()
+            config = EdgeConfig(coordinator=where, cache=tmp_path, drafter="none", api_key="alices")
+            async with Client(config) as client:
+                for _ in range(3):
+                    with pytest.raises(PromptTooLong):
+                        await client.complete([5] * 3000, max_tokens=4)
+                for _ in range(3):
+                    async with client.conversation(max_tokens=40) as talk:
+                        turn = talk.say(PROMPT)
+                        await anext(turn)
+                        await turn.aclose()
+                for _ in range(3):
+                    left = client.generate(PROMPT, max_tokens=40)
+                    await anext(left)
+                    await left.aclose()
+                assert len((await client.complete(PROMPT, max_tokens=4)).ids) == 4
+            assert coordinator.service is not None
+            assert coordinator.service.admission.running() == {}
+            await coordinator.stop(0)
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud import server as cloud_server
+from outrider.cloud import metering
 from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
@@ -168,7 +168,7 @@ def test_an_edge_without_certificate_or_with_a_wrong_authority_learns_the_option
 def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchanged(
     issued: Issued, keys: Path, verifier: VerifierActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cloud_server, "REFILL", 0.001)
+    monkeypatch.setattr(metering, "REFILL", 0.001)
 
     async def main() -> None:
         async with (

@@ -275,6 +275,14 @@ def verify(session, *tokens, block=None, now=1.0):
     return session.on_verified(Verified(block, tuple(map(CommittedToken, tokens, (-1.0,) * len(tokens)))), now)
 
 
+@pytest.mark.parametrize("seconds", [math.inf, 1e9])
+def test_whatever_an_edge_asks_for_a_step_begins_after_the_longest_patience(seconds):
+    session = verifier_session(frame=open_frame(patience=Patience(seconds, 64)), max_patience_s=3.0, now=100.0)
+    assert session.ready_at(0.01) == 103.0
+    verify(session, 5, now=110.0)
+    assert session.ready_at(0.01) == 113.0
+
+
 @pytest.mark.parametrize(
     ("frame", "changes", "error", "field"),
     [
@@ -473,7 +481,7 @@ def test_drafts_that_no_honest_edge_sends_are_refused_with_the_field_at_fault(dr
 
 def test_a_draft_behind_a_hole_is_not_judged_but_ends_the_wait():
     session = verifier_session(patience=Patience(math.inf, 8))
-    assert session.ready_at(0.01) == math.inf
+    assert session.ready_at(0.01) == rules().max_patience_s
     session.on_draft(Draft(0, 5, tuple(map(DraftToken, (1,)))), 0.0)
     assert token_ids(session.block()) == ()
     assert session.ready_at(0.01) == 0.0
@@ -535,7 +543,7 @@ def test_a_new_chain_is_waited_for_though_the_old_one_was_complete():
     session = verifier_session(patience=Patience(math.inf, 8))
     session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,))), complete=True), 0.0)
     session.on_draft(Draft(1, 3, tuple(map(DraftToken, (2,)))), 0.0)
-    assert session.ready_at(0.01) == math.inf
+    assert session.ready_at(0.01) == rules().max_patience_s
 
 
 def test_the_edges_patience_comes_before_the_verifiers():

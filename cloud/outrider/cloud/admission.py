@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.cloud.batching import credit_of
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.local_source import NoSource
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Continue, Goaway, Open, Sampling
@@ -33,12 +33,19 @@ class Admission:
         return credit_of(self._rules, self._slots.num_running)
 
     def admit(
-        self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, isolation: str, now: float
+        self,
+        key: int,
+        frame: Open,
+        outbox: Outbox,
+        matcher: GrammarMatcher | None,
+        isolation: str,
+        now: float,
+        limit: KeyLimit | None = None,
     ) -> Slot:
-        """Give the session of a new stream a slot; those of one `isolation` share KV pages.
+        """Give the session of a new stream a slot; those of one `isolation` share KV pages; `limit` is its API key's.
 
         Raises:
-            OutriderError: the verifier drains or is full, or the session's own errors.
+            OutriderError: the verifier drains or is full, the API key has no session left, or the session's own errors.
         """
         _check_matcher(matcher, frame.sampling)
         if self.failed:
@@ -49,20 +56,38 @@ class Admission:
         for other in [slot for slot in self._slots if slot.session.id == frame.session]:
             # Its edge lost the old stream, and this end has not noticed yet.
             self._slots.fail(other, Unavailable("the session goes on in another stream"))
+        self._check_limit(limit)
         if len(self._slots) >= self._max_sessions:
             self._slots.evict_longest_idle("its place is needed")
         if len(self._slots) >= self._max_sessions:
             raise ResourceExhausted(f"all {self._max_sessions} sessions are taken; try again later", retry_after_s=1.0)
         session.credit = self.credit
-        slot = Slot(key, session, outbox, now, isolation, matcher=matcher)
+        slot = Slot(key, session, outbox, now, isolation, limit, matcher=matcher)
         self._slots.open(slot)
         return slot
 
     def resume(self, slot: Slot, frame: Continue, matcher: GrammarMatcher | None, now: float) -> None:
-        """Begin the next turn of a parked session; raise its own errors."""
+        """Begin the next turn of a parked session; raise its own errors, or that its API key has no session left."""
+        if slot.session.finish is not None:
+            self._check_limit(slot.limit)
         session = slot.session.continued(frame, now)
         _check_matcher(matcher, session.sampling)
         self._slots.resume(slot, session, matcher, now)
+
+    def _check_limit(self, limit: KeyLimit | None) -> None:
+        """Raise `ResourceExhausted` where as many texts of an API key go on as it may have.
+
+        Counted here, a key's place lasts as long as its text, whatever is reported to the coordinator.
+        """
+        if limit is None:
+            return
+        texts = sum(slot.limit is not None and slot.limit.key == limit.key for slot in self._slots.unfinished())
+        if texts >= limit.max_sessions:
+            raise ResourceExhausted(
+                f"key {limit.key!r} has {texts} sessions running, which is all it may have; wait for one to end",
+                field="api_key",
+                retry_after_s=1.0,
+            )
 
     def drain(self) -> None:
         """Send all sessions elsewhere and admit no more."""

@@ -22,7 +22,7 @@ from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.session_events import SessionEvents
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.cloud.steering import Projection
 from outrider.cloud.step_timing import StepMeter
 from outrider.proto.plumbing.logs import about
@@ -103,12 +103,14 @@ class Engine(EngineState):
         matcher: GrammarMatcher | None = None,
         isolation: str = "",
         teacher: str | None = None,
+        limit: KeyLimit | None = None,
     ) -> None:
         """Admit a session as `key`, or put the error into its outbox; those of one `isolation` share KV pages.
 
         `teacher` names an API key that allows learning from its texts, which its edge must allow, too; None: no key.
+        `limit` is that of its API key.
         """
-        self._inbox.post(lambda: self._admit(key, frame, outbox, matcher, isolation, teacher))
+        self._inbox.post(lambda: self._admit(key, frame, outbox, matcher, isolation, teacher, limit))
 
     def post_frame(
         self, key: int, frame: EdgeFrame, taken: Callable[[], None], matcher: GrammarMatcher | None = None
@@ -262,9 +264,10 @@ class Engine(EngineState):
         matcher: GrammarMatcher | None,
         isolation: str,
         teacher: str | None,
+        limit: KeyLimit | None,
     ) -> None:
         try:
-            slot = self._events.admit(key, frame, outbox, matcher, isolation, time.monotonic())
+            slot = self._events.admit(key, frame, outbox, matcher, isolation, time.monotonic(), limit)
         except Exception as error:  # a defect, which must end nobody else
             log.exception("an admission failed")
             self._recovery.refuse(outbox, frame.prompt, error)

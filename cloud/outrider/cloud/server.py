@@ -24,8 +24,9 @@ from outrider.cloud.grammar import Grammars
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
+from outrider.cloud.metering import TextMeter, meter_of
 from outrider.cloud.own_drafter import local_source
-from outrider.cloud.slots import Outbox
+from outrider.cloud.slots import KeyLimit, Outbox
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
 from outrider.cloud.stream_state import StreamState
@@ -39,11 +40,10 @@ from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
     OutriderError,
-    ResourceExhausted,
     Unavailable,
 )
 from outrider.proto.lease import LeaseClaim, verify_lease
-from outrider.proto.plumbing.access import Bucket, Meters
+from outrider.proto.plumbing.access import Meters
 from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
 from outrider.proto.plumbing.health import BoundedHealth
 from outrider.proto.plumbing.logs import about
@@ -57,7 +57,6 @@ from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Open, Ver
 
 SPARE_STREAMS = 16  # not opened yet, beside two for each session
 MAX_UNTAKEN = 256
-REFILL = 0.1  # share of a minute's tokens before a session whose key had spent them returns: that costs a prefill
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class StreamOutbox(Outbox):
         self.stream = StreamState()
         self.closed = False  # whether the stream has ended
         self.end_of_lease: asyncio.TimerHandle | None = None
-        self.meter: Bucket | None = None  # its API key's, if that has a limit
+        self.meter: TextMeter | None = None  # if its API key has a limit
 
     def put(self, item: CloudFrame | OutriderError) -> None:
         """Queue a frame, from any thread."""
@@ -273,7 +272,9 @@ class VerifierServer:
                     if self._tracing is not None and trace is not None:
                         self._tracing.commit(trace, outbox.stream.session, item)
                     if outbox.meter is not None:
-                        _charge(outbox.meter, outbox, len(item.tokens))
+                        outbox.meter.spend(item)
+                        if (wait_s := outbox.meter.wait_s) > 0:
+                            outbox.put(Goaway("the key's tokens a minute are spent", retry_after_s=wait_s))
                 elif isinstance(item, Goaway):
                     self._engine.metrics.goaways.inc()
                     log.info("sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self.rules.name))
@@ -307,7 +308,7 @@ class VerifierServer:
             if outbox.closed:
                 return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
             isolation = _isolation(self._config, key, claim)
-            self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim))
+            self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), _limit(claim))
             if claim is not None:
                 lasts_s = max(0.0, claim.expires_at_s - time.time())
                 outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
@@ -316,6 +317,8 @@ class VerifierServer:
                 frame = codec.decode_edge_frame(data, self._max_tokens)
                 matcher = None
                 if isinstance(frame, Continue):
+                    if outbox.meter is not None:
+                        outbox.meter.begin_turn(len(frame.prompt))
                     grammar = frame.sampling.grammar if frame.sampling is not None else grammar
                     matcher = await self._grammars.matcher(grammar)
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
@@ -337,7 +340,7 @@ class VerifierServer:
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             outbox.stream.begin(frame, self.rules)
             claim = self._check_lease(frame)
-            outbox.meter = _meter(self._meters, claim)
+            outbox.meter = meter_of(self._meters, claim, frame)
             return frame, claim
         raise InvalidArgument("the stream ended before it", field="frame.open")
 
@@ -421,17 +424,9 @@ def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None) -> st
     return claim.key if claim is not None else ""
 
 
-def _meter(meters: Meters, claim: LeaseClaim | None) -> Bucket | None:
-    """Return the meter of the lease's API key; raise `ResourceExhausted` where its tokens are spent."""
-    if claim is None or not claim.tokens_per_minute:
-        return None
-    now_s = time.monotonic()
-    meter = meters.of(claim.key, claim.tokens_per_minute, now_s)
-    wait_s = meter.wait_s(1, now_s)
-    if wait_s > 0:
-        spent = f"key {claim.key!r} has spent its {claim.tokens_per_minute} tokens a minute; wait {wait_s:.1f} s"
-        raise ResourceExhausted(spent, field="api_key", retry_after_s=wait_s)
-    return meter
+def _limit(claim: LeaseClaim | None) -> KeyLimit | None:
+    """Return the limit of sessions of the lease's API key, if it has one."""
+    return KeyLimit(claim.key, claim.max_sessions) if claim is not None and claim.max_sessions else None
 
 
 def _teacher(claim: LeaseClaim | None) -> str | None:
@@ -459,15 +454,6 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         noise=config.noise,
         precision=target.precision,
     )
-
-
-def _charge(meter: Bucket, outbox: StreamOutbox, tokens: int) -> None:
-    """Count tokens that were sent; where the key has none left, send the session away until it has some again."""
-    now_s = time.monotonic()
-    meter.spend(tokens, now_s)
-    if meter.level(now_s) < 0:
-        refill = max(1.0, REFILL * meter.tokens_per_minute)
-        outbox.put(Goaway("the key's tokens a minute are spent", retry_after_s=meter.wait_s(refill, now_s)))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from outrider.cloud.admission import Admission
 from outrider.cloud.backend import Backend
 from outrider.cloud.grammar import GrammarMatcher
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.session import Verified
 from outrider.proto.types import Branches, Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
@@ -29,11 +29,18 @@ class SessionEvents:
         self._count = count
 
     def admit(
-        self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, isolation: str, now: float
+        self,
+        key: int,
+        frame: Open,
+        outbox: Outbox,
+        matcher: GrammarMatcher | None,
+        isolation: str,
+        now: float,
+        limit: KeyLimit | None = None,
     ) -> Slot | None:
         """Give the session of stream `key` a slot, which has yet to be answered; None: its edge is told why not."""
         try:
-            return self._admission.admit(key, frame, outbox, matcher, isolation, now)
+            return self._admission.admit(key, frame, outbox, matcher, isolation, now, limit)
         except OutriderError as error:
             outbox.put(error)
             return None

@@ -47,6 +47,14 @@ class NoHandle:
 NO_HANDLE = NoHandle()
 
 
+@dataclass(frozen=True, slots=True)
+class KeyLimit:
+    """The API key of a session, and the most of its sessions whose texts may go on at once."""
+
+    key: str
+    max_sessions: int
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """An admitted session and the engine's state for it.
@@ -56,6 +64,7 @@ class Slot:
         session: session machine of the present turn.
         outbox: where its frames go.
         isolation: only sessions of the same one share KV pages.
+        limit: that of its API key; None: it has none.
         handle: its sequence in the backend.
         ready_since: when it could have begun its next step, seconds.
         matcher: enforces its grammar, if it has one.
@@ -68,6 +77,7 @@ class Slot:
     outbox: Outbox
     ready_since: float
     isolation: str = ""
+    limit: KeyLimit | None = None
     handle: Handle = NO_HANDLE
     matcher: GrammarMatcher | None = None
     masks_by: float = 0.0

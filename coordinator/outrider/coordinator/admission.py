@@ -1,7 +1,7 @@
 """API keys and their limits, as a coordinator counts their use.
 
-A session counts from its lease until its report, or until its lease expires; tokens count as reported. Verifiers count
-the tokens of each key too, which catches an edge that reports too few.
+A session counts from its lease until its report, or until its lease expires; tokens count as reported. Verifiers hold
+each key to its sessions and its tokens too, which catches an edge that reports too early or too few.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class CallerAdmission:
             )
 
     def grant(self, caller: Caller, session: str, lease_seconds: float) -> None:
-        """Count a session that gets a lease, once however many leases it gets.
+        """Count a session that gets a lease, once however many leases it gets; a refused one keeps the place it has.
 
         Raises:
             ResourceExhausted: the key's sessions or tokens are used up; has `retry_after_s`.
@@ -111,9 +111,11 @@ class CallerAdmission:
         if key is None:
             return
         self._expire(now_s)
-        before = self._running.pop((key.name, session), None)
+        before = self._running.get((key.name, session))
         if before is not None:
-            before.ticket.close()
+            self._limits.check_tokens(key, now_s)
+            before.until_s = now_s + lease_seconds
+            return
         ticket = self._limits.admit(key, now_s)
         if key.max_sessions is None:
             ticket.close()  # nothing to count

@@ -183,6 +183,7 @@ class ControlService:
             expires_at_s=self._clock() + self._config.lease_seconds,
             key=caller.tenant,
             tokens_per_minute=(key.tokens_per_minute or 0) if key is not None else 0,
+            max_sessions=(key.max_sessions or 0) if key is not None else 0,
             learning=key is None or key.learning,  # without keys, operator and edge decide alone
         )
         return sign_lease(claim, self._config.lease_secret)
@@ -206,14 +207,21 @@ class ControlService:
                 yield chunk
 
     async def report(self, report: SessionReport, caller: Caller = ANYBODY) -> None:
-        """Count a finished session; raises `InvalidArgument`, or `NotFound` for a model that nobody serves."""
+        """Count a finished session, or free the place of one that no verifier took.
+
+        Raises:
+            InvalidArgument: a field is malformed.
+            NotFound: nobody serves its model.
+        """
         models = {v.model for v in self._view.known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
+        self.admission.settle(caller, report)
+        if not report.verifier:
+            return  # refused everywhere: there is nothing to count
         served = {(drafter.name, drafter.version) for drafter in self._offers.to(caller)}
         owner = self._offers.owner(caller)
         self._note_versions(changed=self._statistics.add(report, served, caller.tenant, owner))
-        self.admission.settle(caller, report)
         self.metrics.report(report)
         self._unsaved = True
 

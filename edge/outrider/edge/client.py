@@ -194,8 +194,8 @@ class Client:
                         reported = True
                     yield event
         finally:
-            if not reported and decoding.machine.verifier:  # left or failed: its API key has room again
-                self.report(frame.session, decoding.machine, time.monotonic() - began)
+            if not reported:
+                self.abandon(frame.session, decoding.machine, time.monotonic() - began)
 
     async def complete(
         self,
@@ -330,6 +330,13 @@ class Client:
     def measured(self, sampling: Sampling) -> SharedMeasurements:
         """Return the measurements of texts of such sampling."""
         return self._history.measured(sampling)
+
+    def abandon(self, session: str, machine: EdgeSession, seconds: float) -> None:
+        """Report a text that was left or failed after `seconds`, so that its API key has room again."""
+        if machine.verifier:
+            self.report(session, machine, seconds)
+        else:
+            self._history.release(self._prepared.ready_now(), session)
 
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""

@@ -45,6 +45,8 @@ class _Client(Protocol):
 
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None: ...
 
+    def abandon(self, session: str, machine: EdgeSession, seconds: float) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
@@ -201,7 +203,7 @@ class Conversation:
         new = await within(ready.encode_prompt(prompt, special=start == 0), deadline_s)
         decoding = await self._begin(start, new, sampling, await self._client.predicted(prediction))
         self._tokens += new
-        said = False
+        said = reported = False
         text = TextStream(ready.tokenizer, stop)
         try:
             async with aclosing(stream_events(decoding, decoding.turn(), text, began, deadline_s)) as events:
@@ -211,8 +213,11 @@ class Conversation:
                         self._tokens += event.ids
                     elif isinstance(event, Finished):
                         self._client.report(decoding.session, decoding.machine, event.seconds)
+                        reported = True
                     yield event
         finally:
+            if not reported:
+                self._client.abandon(decoding.session, decoding.machine, time.monotonic() - began)
             if not said:
                 del self._tokens[start:]
 

@@ -88,7 +88,14 @@ class TextHistory:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
         features = self._features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
         self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
-        task = asyncio.create_task(ready.route.report(self._report(ready, session, machine, seconds, features)))
+        self._send(ready, self._report(ready, session, machine, seconds, features))
+
+    def release(self, ready: Ready, session: str) -> None:
+        """Report, in the background, that a session has ended which no verifier took."""
+        self._send(ready, SessionReport(session=session, model=ready.model, verifier=""))
+
+    def _send(self, ready: Ready, report: SessionReport) -> None:
+        task = asyncio.create_task(ready.route.report(report))
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 

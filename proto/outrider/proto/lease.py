@@ -34,7 +34,8 @@ class LeaseClaim:
         session: id of the session; no other may use it.
         expires_at_s: expiry, in Unix seconds.
         key: name of the API key that it was given to; empty: none was needed.
-        tokens_per_minute: limit on what the verifier generates for that key, in all its sessions; 0: none.
+        tokens_per_minute: limit on what the verifier reads and generates for that key, in all its sessions; 0: none.
+        max_sessions: most sessions of that key whose texts go on at the verifier; 0: no limit.
         learning: whether the key allows learning from its texts, where its edge does too.
     """
 
@@ -45,6 +46,7 @@ class LeaseClaim:
     key: str = ""
     tokens_per_minute: int = 0
     learning: bool = False
+    max_sessions: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,7 +54,7 @@ class LeaseClaim:
             kind = {"float": int | float, "int": int, "bool": bool}.get(str(field.type), str)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TypeError(f"{field.name} is {value!r}")
-        if not (math.isfinite(self.expires_at_s) and self.tokens_per_minute >= 0):
+        if not (math.isfinite(self.expires_at_s) and min(self.tokens_per_minute, self.max_sessions) >= 0):
             raise ValueError("a number is out of range")
 
 

@@ -47,7 +47,8 @@ class Key:
         name: name for logs and metrics; 1 to 64 letters, digits, `_`, `.`, `-`.
         sha256: hash of the secret, 64 lower-case hexadecimal digits.
         max_sessions: sessions at once; None: no limit.
-        tokens_per_minute: mean rate of generated tokens, a minute's worth of which can come at once; None: no limit.
+        tokens_per_minute: mean rate of tokens, a minute's worth of which can come at once; None: no limit. Generated
+            ones count, and at verifiers also those of prompts that no cache held.
         admin: whether it may see the coordinator's status and drain verifiers.
         learning: whether verifiers may keep its texts for a day, to train drafters, where its edges allow that too.
 
@@ -313,8 +314,16 @@ class Limits:
                 field="api_key",
                 retry_after_s=RETRY_WHEN_BUSY_S,
             )
+        return Ticket(key, self.check_tokens(key, now_s), self._running)
+
+    def check_tokens(self, key: Key, now_s: float) -> Bucket | None:
+        """Return the bucket of `key`, if its tokens are limited.
+
+        Raises:
+            ResourceExhausted: they are used up; `retry_after_s` is set.
+        """
         if key.tokens_per_minute is None:
-            return Ticket(key, None, self._running)
+            return None
         bucket = self._meters.of(key.name, key.tokens_per_minute, now_s)
         wait_s = bucket.wait_s(1, now_s)
         if wait_s > 0:
@@ -323,7 +332,7 @@ class Limits:
                 field="api_key",
                 retry_after_s=wait_s,
             )
-        return Ticket(key, bucket, self._running)
+        return bucket
 
     def spend(self, key: Key, tokens: int, now_s: float) -> None:
         """Count reported tokens of a session without its ticket."""

@@ -26,6 +26,7 @@ class VerifierRules:
         max_drafts: most drafts verified in a step.
         max_credit: most unverified drafts of a session.
         patience: how long to wait for drafts; None: planned, from each session's own measurements.
+        max_patience_s: longest that a step waits for drafts, whatever an edge asks for, in seconds.
         guarantee: what a text keeps whatever shares its steps.
         keep_s: longest time that an idle session is kept at its edge's request, in seconds.
         release: version of Outrider, for people.
@@ -43,6 +44,7 @@ class VerifierRules:
     max_drafts: int = 16
     max_credit: int = 64
     patience: Patience | None = None
+    max_patience_s: float = 10.0
     goal: Goal = Goal.LATENCY
     guarantee: Guarantee = Guarantee.DISTRIBUTION
     keep_s: float = 300.0

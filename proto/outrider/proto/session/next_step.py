@@ -121,7 +121,7 @@ class NextStep:
         enough = min(patience.drafts, room, *((self._window, credit) if from_edge else ()))
         if not self.waits_for_drafts or len(self.chain()[0]) >= enough:
             return self.ready_since
-        return self.ready_since + patience.seconds
+        return self.ready_since + min(patience.seconds, self._rules.max_patience_s)
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
         """Return the expected tokens of a step now, and of one after the drafts that are due.
