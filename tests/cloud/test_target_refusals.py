@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.cloud.attention import RaggedBatch
 from outrider.cloud.chunked_attention import ChunkedBatch
@@ -57,6 +58,18 @@ def test_chunked_attention_is_refused() -> None:
 def test_linear_rope_is_accepted_and_agrees() -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     Target(tiny(rope_parameters=rope), '{"model": {}}', kv_tokens=256, page_size=4).check()
+
+
+@pytest.mark.parametrize(("passes", "batch"), [(FREE, RaggedBatch), (TOGETHER[0], ChunkedBatch)])
+def test_the_check_goes_beyond_a_sliding_window(passes, batch, monkeypatch) -> None:
+    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=60))
+    target = Target(model.eval(), '{"model": {}}', kv_tokens=256, page_size=4)
+    target.passes = passes
+    target.check()
+    attend = batch.attend
+    monkeypatch.setattr(batch, "attend", lambda *args: attend(*args[:5], 0, *args[6:]))
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        target.check()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -30,6 +30,8 @@ from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
+_CHECKED, _CHECKED_AT_MOST = 24, 1056  # tokens; Gemma 3 has windows of 512 and 1024
+_BEYOND_WINDOW = 16  # tokens past the end of a window
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 # Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
@@ -86,6 +88,7 @@ class Target:
         config = model.config.get_text_config()
         _refuse_what_sees_other_sessions(config)
         self.vocab_size = int(config.vocab_size)
+        self._sliding_window = int(getattr(config, "sliding_window", None) or 0)
         made_for = int(getattr(config, "max_position_embeddings", 0) or context_length or _CONTEXT)
         longest = min(context_length or made_for, made_for)
         kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest)
@@ -176,10 +179,13 @@ class Target:
     def check(self) -> float:
         """Compare ragged, chunked passes with the model's own forward, and return the relative difference of logits.
 
+        The text is longer than a sliding window, unless that would take minutes on a CPU.
+
         Raises:
             ModelRefused: they disagree, so this architecture needs more than keys, values and positions.
         """
-        length = min(24, self.context_length, self.pool.page_count * self.pool.page_size)
+        beyond_window = min(self._sliding_window + _BEYOND_WINDOW, _CHECKED_AT_MOST)
+        length = min(max(_CHECKED, beyond_window), self.context_length, self.pool.page_count * self.pool.page_size)
         tokens = torch.randint(0, self.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
         cache = self.pool.allocate(length)
         cuts = [0, length // 3, length // 3 + 1, length]
