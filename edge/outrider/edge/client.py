@@ -189,13 +189,12 @@ class Client:
         try:
             async with aclosing(stream_events(decoding, decoding.run(), text, began, deadline_s)) as events:
                 async for event in events:
-                    if isinstance(event, Finished):
+                    if reported := isinstance(event, Finished):
                         self.report(frame.session, decoding.machine, event.seconds)
-                        reported = True
                     yield event
         finally:
             if not reported:
-                self.abandon(frame.session, decoding.machine, time.monotonic() - began)
+                self.report(frame.session, decoding.machine, time.monotonic() - began)
 
     async def complete(
         self,
@@ -331,17 +330,11 @@ class Client:
         """Return the measurements of texts of such sampling."""
         return self._history.measured(sampling)
 
-    def abandon(self, session: str, machine: EdgeSession, seconds: float) -> None:
-        """Report a text that was left or failed after `seconds`, so that its API key has room again."""
-        if machine.verifier:
-            self.report(session, machine, seconds)
-        else:
-            self._history.release(self._prepared.ready_now(), session)
-
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
         ready = self._prepared.ready_now()
         self._history.learn(ready, session, machine, seconds)
-        self.own_learning.ended(ready, session, machine)
+        if machine.verifier:
+            self.own_learning.ended(ready, session, machine)
         if ready.local_texts is not None:
             ready.local_texts.keep(machine.transcript[machine.prompt_length :])

@@ -45,8 +45,6 @@ class _Client(Protocol):
 
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None: ...
 
-    def abandon(self, session: str, machine: EdgeSession, seconds: float) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
@@ -217,7 +215,7 @@ class Conversation:
                     yield event
         finally:
             if not reported:
-                self._client.abandon(decoding.session, decoding.machine, time.monotonic() - began)
+                self._client.report(decoding.session, decoding.machine, time.monotonic() - began)
             if not said:
                 del self._tokens[start:]
 

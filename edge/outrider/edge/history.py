@@ -85,14 +85,16 @@ class TextHistory:
         return selector_named(self._config.selector)(len(drafters), np.random.default_rng())
 
     def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float) -> None:
-        """Learn from a text that has ended after `seconds`, and report it in the background."""
+        """Learn from a text that has ended after `seconds`, and report it in the background.
+
+        Of one that no verifier took it is only reported that its session has ended.
+        """
+        if not machine.verifier:
+            self._send(ready, SessionReport(session=session, model=ready.model, verifier=""))
+            return
         features = self._features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
         self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
         self._send(ready, self._report(ready, session, machine, seconds, features))
-
-    def release(self, ready: Ready, session: str) -> None:
-        """Report, in the background, that a session has ended which no verifier took."""
-        self._send(ready, SessionReport(session=session, model=ready.model, verifier=""))
 
     def _send(self, ready: Ready, report: SessionReport) -> None:
         task = asyncio.create_task(ready.route.report(report))
