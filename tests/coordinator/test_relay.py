@@ -431,7 +431,7 @@ def test_streams_beyond_the_limit_are_refused_with_a_time_until_one_ends(serve: 
     relaying(serve, scenario, relay_streams=2)
 
 
-def test_a_stream_reaches_its_verifier_with_its_first_frame_and_two_of_a_lease_may_wait(serve: Serve) -> None:
+def test_a_verifier_hears_of_a_stream_with_its_first_frame_and_two_may_wait(serve: Serve) -> None:
     async def scenario(call: Any, one: Verifier) -> None:
         idle = [stream(call.channel) for _ in range(20)]
         for decoding in idle:
