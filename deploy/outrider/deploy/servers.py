@@ -21,6 +21,7 @@ from outrider.deploy.commands.serving import (
     UpSettings,
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
+from outrider.deploy.descendants import descendants, kill, until_gone
 from outrider.deploy.termination import until_stopped
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError, Unavailable
@@ -55,8 +56,23 @@ async def _up(given: Given) -> int:
             _print_metrics(name, address)
         if learning is not None:
             print(f"edges with --share-texts teach {learning.drafter}; versions in {learning.folder}", flush=True)
-        await until_stopped()
+        lost = await _stopped_or_lost()
+        if lost:
+            kill(descendants())  # at once: Ray itself ends this process a minute later, and leaves some of them
+    if lost:
+        raise Unavailable("Ray's head process (gcs_server) has ended, and the cluster with it; start this again")
     return 0
+
+
+async def _stopped_or_lost() -> bool:
+    """Wait for a signal, or for the end of the head of Ray where this process has started it; return whether it was."""
+    stop = asyncio.Event()
+    watching = asyncio.create_task(until_gone("gcs_server"))
+    watching.add_done_callback(lambda _: stop.set())
+    await until_stopped(stop)
+    lost = watching.done()
+    watching.cancel()
+    return lost
 
 
 def coordinator(given: Given) -> int:
