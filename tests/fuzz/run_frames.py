@@ -170,9 +170,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON record")
     given = parser.parse_args()
     count = {name: int(given.frames * share) for name, share in SHARES.items()}
-    parts = [fire_at_codec(count["codec"], given.seed), fire_at_machines(count["machines"], given.seed)]
-    for part in parts:
-        print(f"{part.name}: {part.frames} frames in {part.seconds:.0f} s", flush=True)
+    parts = []
+    for name, fire in (("codec", fire_at_codec), ("machines", fire_at_machines)):
+        parts.append(fire(count[name], given.seed))
+        print(f"{name}: {parts[-1].frames} frames in {parts[-1].seconds:.0f} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="outrider-frames-") as folder:
         parts.append(asyncio.run(fire_at_verifier(count["verifier"], given.seed, Path(folder))))
     record = record_of(parts, given.seed)

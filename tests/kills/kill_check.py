@@ -116,9 +116,11 @@ class KillRun:
             row = rows[sent.kind, sent.signal]
             row.sent += 1
             for run in self.runs:
-                gap_s = run.gap_over(sent.moment, sent.until)
                 own = sent.kind != "daemon" or run.process == sent.process
-                if not gap_s or not own or not (run.done or (sent.signal == "KILL" and run.process == sent.process)):
+                if not own or not (run.done or (sent.signal == "KILL" and run.process == sent.process)):
+                    continue
+                gap_s = run.gap_over(sent.moment, sent.until)
+                if not gap_s:
                     continue
                 row.texts += 1
                 row.same += run.done

@@ -43,6 +43,8 @@ class TextRun:
 
     def gap_over(self, begin: float, end: float) -> float:
         """Return the longest time without a piece that meets an interval, in seconds; 0: the text did not run then."""
+        if end < self.moments[0] or begin >= self.moments[-1]:
+            return 0.0
         return max((e - b for b, e in itertools.pairwise(self.moments) if b <= end and begin < e), default=0.0)
 
 

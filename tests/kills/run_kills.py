@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests" / "kills"), str(ROOT / "tests" / "end_to_end")]
 
-from kill_check import KillRun, Sent, ends_of, held_by, lines_of, read_logs  # noqa: E402 - found by the path above
+from kill_check import KillRun, Row, Sent, ends_of, held_by, lines_of, read_logs  # noqa: E402 - found by the path above
 from kill_plan import KINDS, Act, acts  # noqa: E402
 from killed_fleet import KilledFleet, killed_fleet  # noqa: E402
 from killed_texts import Clients  # noqa: E402
@@ -115,7 +115,7 @@ async def _wake(process: int, act: Act) -> None:
         return  # it was killed while it stood
 
 
-def record_of(run: KillRun, options: KillOptions, took_s: float) -> dict[str, Any]:
+def record_of(run: KillRun, options: KillOptions, took_s: float, rows: list[Row]) -> dict[str, Any]:
     """Return the record of a run, for a file of some kB."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
@@ -130,7 +130,7 @@ def record_of(run: KillRun, options: KillOptions, took_s: float) -> dict[str, An
         "texts": dict(ends_of(run.runs)),
         "streams_reopened": len(run.reopened),
         "violations": run.violations(),
-        "table": [asdict(row) | {"worst_gap_s": round(row.worst_gap_s, 3)} for row in run.table()],
+        "table": [asdict(row) | {"worst_gap_s": round(row.worst_gap_s, 3)} for row in rows],
         "held_in_the_middle": {name: asdict(held) for name, held in run.before.items()},
         "held_at_the_end": {name: asdict(held) for name, held in run.after.items()},
     }
@@ -154,13 +154,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-kills-") as folder:
         run = asyncio.run(run_kills(Path(folder), options))
     took_s = time.monotonic() - began
-    print("\n".join(lines_of(run.table())))
+    rows, violations = run.table(), run.violations()
+    print("\n".join(lines_of(rows)))
     print(f"{len(run.sent)} signals and {len(run.runs)} texts in {took_s:.0f} s, {len(run.reopened)} streams reopened")
     if output is not None:
-        output.write_text(json.dumps(record_of(run, options, took_s), indent=1) + "\n")
-    for line in run.violations():
+        output.write_text(json.dumps(record_of(run, options, took_s, rows), indent=1) + "\n")
+    for line in violations:
         print(f"VIOLATED: {line}")
-    return bool(run.violations())
+    return bool(violations)
 
 
 if __name__ == "__main__":
