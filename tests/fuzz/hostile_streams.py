@@ -23,7 +23,7 @@ from outrider.proto.types import Commit, Draft, DraftToken, Open, Sampling, toke
 AT_ONCE = 8
 READ_WITHIN_S = 120.0  # a stream whose edge has closed its half must end
 TURN_WITHIN_S = 2.0
-TELLTALE = 8  # tokens in a row that only one text has
+TELLTALE = 16  # tokens in a row that only one text has
 # One connection each, so that a frame which breaks one breaks nobody else's.
 _ALONE = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -45,6 +45,7 @@ class HostileStreams:
         model: id of its target.
         tokenizer_sha256: hash of the target's tokenizer.
         canaries: texts that honest clients ask for meanwhile.
+        own: text of the recorded streams, which a hostile one keeps where its first frame is whole.
         frames: frames sent.
         answers: frames that came.
         ends: streams by their end.
@@ -56,6 +57,7 @@ class HostileStreams:
     model: str
     tokenizer_sha256: str
     canaries: Sequence[Canary]
+    own: tuple[int, ...]
     seed: int
     frames: int = 0
     answers: int = 0
@@ -67,13 +69,14 @@ class HostileStreams:
         """Send so many frames, and let honest clients decode until then."""
         rng = random.Random(self.seed)
         recorded = [recorded_stream(seed)[0] for seed in range(AT_ONCE)]
-        marks = {canary.tokens[at : at + TELLTALE] for canary in self.canaries for at in range(0, 24, TELLTALE)}
+        starts = range(len(self.canaries[0].tokens) - TELLTALE + 1)
+        marks = {canary.tokens[at : at + TELLTALE] for canary in self.canaries for at in starts}
         over = asyncio.Event()
 
         async def fire() -> None:
             async with grpc.aio.insecure_channel(self.address, options=_ALONE) as channel:
                 while self.frames < frames:
-                    await self._one_stream(channel, self._hostile(rng, rng.choice(recorded)), marks)
+                    await self._one_stream(channel, *self._hostile(rng, rng.choice(recorded)), marks)
 
         async def sing(number: int) -> None:
             async with grpc.aio.insecure_channel(self.address, options=_ALONE) as channel:
@@ -87,7 +90,8 @@ class HostileStreams:
             over.set()
             await asyncio.gather(*singing)
 
-    def _hostile(self, rng: random.Random, recorded: Sequence[bytes]) -> list[bytes]:
+    def _hostile(self, rng: random.Random, recorded: Sequence[bytes]) -> tuple[list[bytes], bool]:
+        """Return the frames of a stream, and whether its first is whole."""
         opening = codec.decode_edge_frame(recorded[0])
         assert isinstance(opening, Open)
         session = f"hostile-{rng.getrandbits(40):x}"
@@ -97,17 +101,18 @@ class HostileStreams:
         if rng.random() < 0.5:
             rest = reordered(rng, rest)
         hurt = rng.choice((0.02, 0.1, 0.4))
-        if rng.random() < 0.2:
-            first = mutated(rng, first)
-        return [first, *(mutated(rng, frame) if rng.random() < hurt else frame for frame in rest)]
+        whole = rng.random() < 0.8
+        opened = first if whole else mutated(rng, first)
+        return [opened, *(mutated(rng, frame) if rng.random() < hurt else frame for frame in rest)], whole
 
     async def _one_stream(
-        self, channel: grpc.aio.Channel, frames: Sequence[bytes], marks: set[tuple[int, ...]]
+        self, channel: grpc.aio.Channel, frames: Sequence[bytes], whole: bool, marks: set[tuple[int, ...]]
     ) -> None:
         call: Any = channel.stream_stream(codec.DECODE_METHOD)()
         finished = asyncio.Event()
         writing = asyncio.create_task(self._write(call, frames, finished))
         said: tuple[int, ...] = ()
+        first_turn = 0
         try:
             async with asyncio.timeout(READ_WITHIN_S):
                 while (data := await call.read()) is not grpc.aio.EOF:
@@ -115,6 +120,7 @@ class HostileStreams:
                     frame = codec.decode_cloud_frame(data)
                     if isinstance(frame, Commit):
                         said += token_ids(frame.tokens)
+                        first_turn += len(frame.tokens) * (frame.turn == 0)
                         if frame.finish is not None:
                             finished.set()
             self._end(await call.code(), await call.trailing_metadata(), await call.details())
@@ -129,6 +135,8 @@ class HostileStreams:
         finally:
             writing.cancel()
             call.cancel()
+        if whole and said[:first_turn] != self.own[:first_turn]:
+            self.wrong.append(f"a hostile stream got another text than its own: {said}")
         if any(said[at : at + TELLTALE] in marks for at in range(len(said))):
             self.wrong.append(f"a hostile stream got another session's text: {said}")
 

@@ -25,6 +25,7 @@ from command_processes import Command, free_port  # noqa: E402
 from hostile_streams import Canary, HostileStreams  # noqa: E402
 from http_streams import metric_value  # noqa: E402
 from machines_under_fire import Fire  # noqa: E402
+from recorded_streams import PROMPT, TURN  # noqa: E402
 
 from outrider.cloud.testing import decode_by_hand, save_tiny_target  # noqa: E402
 from outrider.proto.tokenizer import tokenizer_hash  # noqa: E402
@@ -84,9 +85,11 @@ async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
     """Send damaged streams to a verifier in a process of its own, beside honest texts."""
     save_tiny_target(folder)
     prompts = [[3 + number, 4, 5] for number in range(CANARIES)]
-    texts, _ = decode_by_hand(folder, prompts, list(range(CANARIES)), TOKENS)
-    known = zip(prompts, texts, strict=True)
-    canaries = [Canary(tuple(prompt), number, tuple(text)) for number, (prompt, text) in enumerate(known)]
+    seeds = [1000 + number for number in range(CANARIES)]  # with the noise of hostile texts they might become alike
+    texts, _ = decode_by_hand(folder, prompts, seeds, TOKENS)
+    known = zip(prompts, seeds, texts, strict=True)
+    canaries = [Canary(tuple(prompt), number, tuple(text)) for prompt, number, text in known]
+    (own,), _ = decode_by_hand(folder, [PROMPT], [TURN.seed], TURN.max_tokens)
     address, metrics = f"127.0.0.1:{free_port()}", free_port()
     target = ("--target", str(folder), "--dtype", "float32", "--target-threads", "1", "--kv-tokens", "32768")
     place = ("--listen", address, "--metrics-listen", f"127.0.0.1:{metrics}", "--log-level", "error")
@@ -95,7 +98,7 @@ async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
     try:
         await asyncio.to_thread(command.line)
         sha256 = tokenizer_hash((folder / "tokenizer.json").read_text())
-        streams = HostileStreams(address, str(folder), sha256, canaries, seed)
+        streams = HostileStreams(address, str(folder), sha256, canaries, tuple(own), seed)
         began = time.monotonic()
         progress = asyncio.create_task(_tell(streams, frames))
         await streams.run(int(frames * WARM_FRAMES))
