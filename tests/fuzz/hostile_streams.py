@@ -171,10 +171,10 @@ class HostileStreams:
         sampling = Sampling(temperature=1.0, seed=canary.seed, max_tokens=len(canary.tokens), ignore_eos=True)
         opening = Open(self.model, self.tokenizer_sha256, canary.prompt, sampling, session)
         call: Any = channel.stream_stream(codec.DECODE_METHOD)()
-        await send_bytes(call, codec.encode_edge_frame(opening))
-        start = len(canary.prompt)
-        drafts = tuple(map(DraftToken, (*canary.tokens[:4], canary.tokens[4] ^ 1)))
-        await send_bytes(call, codec.encode_edge_frame(Draft(0, start, drafts)))
+        drafts = Draft(0, len(canary.prompt), tuple(map(DraftToken, (*canary.tokens[:4], canary.tokens[4] ^ 1))))
+        with suppress(*ENDED):  # refused while it was written
+            await send_bytes(call, codec.encode_edge_frame(opening))
+            await send_bytes(call, codec.encode_edge_frame(drafts))
         said: tuple[int, ...] = ()
         try:
             async with asyncio.timeout(READ_WITHIN_S):
