@@ -24,7 +24,8 @@ from outrider.deploy.loss import PacketLoss
 
 EVERY_S = 0.030
 DRAFT = bytes(25)
-SETTLE_S = 3.0  # for retransmissions after the last message
+SETTLE_S = 3.0  # after the last message; a datagram that is lost never comes
+LONGEST_S = 60.0  # for the retransmissions of TCP
 HEADINGS = f"{'transport':14}{'count':>6}" + "".join(
     f"{name:>10}" for name in ("gap p50", "gap p99", "gap max", "age p50", "age p99", "age max")
 )
@@ -145,10 +146,16 @@ async def measure(rtt_ms: float, loss: PacketLoss, seconds: float, seed: int) ->
     transports = Transports(edge, verifier)
     await transports.open()
     began = time.monotonic()
-    for number in range(round(seconds / EVERY_S)):
+    total = round(seconds / EVERY_S)
+    for number in range(total):
         await asyncio.sleep(began + number * EVERY_S - time.monotonic())
         transports.send(number)
-    await asyncio.sleep(SETTLE_S)
+    ended = time.monotonic()
+    while (passed := time.monotonic() - ended) < LONGEST_S:
+        missing = [receiver.name for receiver in transports.receivers if receiver.count < total]
+        if not missing or (missing == ["datagrams"] and passed > SETTLE_S):
+            break
+        await asyncio.sleep(0.1)
     await transports.close()
     for way in ways:
         way.close()
