@@ -36,21 +36,21 @@ def descendants() -> tuple[Descendant, ...]:
 def kill(processes: Iterable[Descendant]) -> None:
     """Kill those of the processes that still run, wherever they belong by now."""
     for process in processes:
-        now = _read(Path("/proc") / str(process.pid))
-        if now is not None and (now.started, now.name) == (process.started, process.name):
+        if _runs(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
 
 async def until_gone(name: str) -> None:
-    """Wait until no process below this one has this name, for ever where there has been none."""
-    there = False
-    while True:
-        running = any(process.name == name for process in descendants())
-        if there and not running:
-            return
-        there = running
+    """Wait until a process below this one that has this name ends; for ever where there is none."""
+    found = [process for process in descendants() if process.name == name]
+    while not found or all(_runs(process) for process in found):  # noqa: ASYNC110 - it is nobody's event
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _runs(process: Descendant) -> bool:
+    now = _read(Path("/proc") / str(process.pid))
+    return now is not None and now.started == process.started and now.state != _ZOMBIE
 
 
 def _read(path: Path) -> Descendant | None:
