@@ -136,8 +136,8 @@ DEFECTS: dict[Plant, tuple[str, ...]] = {
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("outrider").setLevel(logging.CRITICAL)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "outrider")  # until the test ends
 
 
 def shown(summary: ChaosSummary) -> str:

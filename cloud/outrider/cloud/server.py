@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
@@ -69,6 +70,7 @@ class StreamOutbox(Outbox):
         self._loop = loop
         self._queue: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
         self._unread = 0
+        self._counting = threading.Lock()
         self.taken = 0
         self.stream = StreamState()
         self.closed = False  # whether the stream has ended
@@ -77,7 +79,8 @@ class StreamOutbox(Outbox):
 
     def put(self, item: CloudFrame | OutriderError) -> None:
         """Queue a frame, from any thread."""
-        self._unread += 1
+        with self._counting:  # several threads put
+            self._unread += 1
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
@@ -91,7 +94,8 @@ class StreamOutbox(Outbox):
 
     def sent(self) -> None:
         """Note that gRPC has taken the last item."""
-        self._unread -= 1
+        with self._counting:
+            self._unread -= 1
         self.taken += 1
 
 

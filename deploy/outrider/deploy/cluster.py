@@ -160,6 +160,7 @@ def _start_local_ray() -> None:
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # whatever this version of Ray does by default
     try:
         ray.init(
             address="local",
