@@ -50,6 +50,7 @@ def apply_commits_of_older_streams(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Edge, "received", receive)
     patch.setattr(EdgeStream, "serves", lambda self, commit: True)
+    patch.setattr(EdgeStream, "carries", lambda self, frame: True)
     patch.setattr("outrider.bench.chaos.call.SimulatedCall.leave", lambda _: None)
 
 

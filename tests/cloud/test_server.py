@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 
 import grpc
@@ -13,12 +14,15 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.heartbeat import HealthJudge, HealthRules
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.stream_outbox import StreamOutbox
 from outrider.cloud.testing import decode_by_hand, save_tiny_target
 from outrider.cloud.testing.tiny_target import VOCAB
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,
+    FailedPrecondition,
     InvalidArgument,
     LeaseExpired,
     NotFound,
@@ -45,9 +49,13 @@ from outrider.proto.types import (
     FinishReason,
     Goal,
     Goaway,
+    Grammar,
+    GrammarKind,
     Open,
     Opened,
     Patience,
+    Ping,
+    Pong,
     Report,
     Sampling,
     token_ids,
@@ -798,3 +806,135 @@ def test_a_taken_port_is_a_config_error(folder):
         assert caught.value.field == "listen"
 
     run(folder, scenario)
+
+
+# === silent streams and late ones ===============================================================================
+
+
+def test_a_ping_is_answered_at_once_with_the_epoch_of_the_open_while_the_text_waits(folder):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench, epoch=4))
+        assert (await stream.opened()).epoch == 4
+        for number in (1, 2):
+            await stream.send(Ping(number))
+            assert await stream.receive() == Pong(number, 4), "its patience is infinite and no draft ever came"
+        return True
+
+    assert run(folder, scenario)
+
+
+def test_a_ping_is_answered_while_a_step_runs_and_a_grammar_is_compiled(folder):
+    class Slow:
+        async def matcher(self, grammar, committed):
+            await asyncio.Event().wait()  # never done
+
+        def close(self):
+            pass
+
+    async def scenario(bench):
+        bench.server._grammars.close()
+        bench.server._grammars = Slow()
+        stuck, released = threading.Event(), threading.Event()
+        bench.server._engine._inbox.post(lambda: (stuck.set(), released.wait(60)))
+        await asyncio.to_thread(stuck.wait)
+        try:
+            stream = bench.stream()
+            sampling = Sampling(max_tokens=2, grammar=Grammar(GrammarKind.JSON_OBJECT))
+            await stream.send(bench.open(sampling=sampling), Ping(7))
+            return await stream.receive()
+        finally:
+            released.set()
+
+    assert run(folder, scenario) == Pong(7)
+
+
+def test_answers_to_pings_do_not_pile_up_before_a_client_that_reads_none(folder):
+    async def scenario(bench):
+        outbox = StreamOutbox(asyncio.get_running_loop())
+        for number in range(10_000):
+            outbox.answer(Ping(number))
+        return outbox.unread()
+
+    assert run(folder, scenario) <= 65
+
+
+def test_a_late_open_of_an_older_stream_does_not_take_the_session_from_a_newer_one(folder, expected):
+    async def scenario(bench):
+        newer, older = bench.stream(), bench.stream()
+        await newer.send(waiting(bench, epoch=1))
+        await newer.opened()
+        await older.send(bench.open(epoch=0))
+        error = await older.error()
+        await newer.send(Draft(0, START, (), complete=True))
+        first = await newer.receive()
+        assert isinstance(first, Commit), "it goes on"
+        assert token_ids(first.tokens) == expected[:1]
+        following = bench.stream()
+        await following.send(bench.open(epoch=2))
+        await following.opened()
+        assert isinstance(await newer.error(), Unavailable), "a later stream takes it"
+        assert await following.rest() == (expected, FinishReason.LENGTH)
+        return error
+
+    error = run(folder, scenario)
+    assert isinstance(error, FailedPrecondition)
+    assert error.field == "open.epoch"
+
+
+# === an engine that stands still ================================================================================
+
+
+@contextlib.contextmanager
+def standing_still(server):
+    """Hold the engine's thread."""
+    stuck, released = threading.Event(), threading.Event()
+    server._engine._inbox.post(lambda: (stuck.set(), released.wait(100)))
+    assert stuck.wait(60)
+    try:
+        yield
+    finally:
+        released.set()
+
+
+def hasty(server, **rules):
+    """Let the verifier judge its engine by short bounds."""
+    server._health._judge = HealthJudge(server._engine.heart, HealthRules(hung_s=2.0, **rules), 0.5, time.monotonic())
+
+
+def test_a_hung_engine_sends_its_sessions_away_and_disturbs_none_when_it_wakes(folder, expected):
+    async def scenario(bench):
+        server, stream = bench.server, bench.stream()
+        hasty(server)
+        await stream.send(waiting(bench))
+        await stream.opened()
+        with standing_still(server):
+            error = await asyncio.wait_for(stream.error(), 50)
+            assert isinstance(error, Unavailable), "it can be resumed elsewhere"
+            assert "stands still" in error.message
+            await bench.until(lambda: server.status().state == "sick", 50)
+            assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+            refused = bench.stream()
+            await refused.send(bench.open(session="other"))
+            assert isinstance(await refused.error(), Unavailable)
+            assert bench.failures == []
+        await bench.until(lambda: server.status().state == "ready", 50)
+        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+        await bench.until(lambda: server.status().sessions == 0, 50)
+        fenced = server._engine.metrics.registry.get_sample_value(
+            "outrider:verifier_fenced_sessions_total", {"model_name": "tiny", "verifier": "verifier"}
+        )
+        return fenced, await bench.text()
+
+    assert run(folder, scenario) == (1.0, (expected, FinishReason.LENGTH))
+
+
+def test_an_engine_that_has_hung_for_good_ends_the_process(folder):
+    async def scenario(bench):
+        hasty(bench.server, lost_s=1.0)
+        with standing_still(bench.server):
+            await bench.until(lambda: bench.failures, 50)
+            await asyncio.sleep(1.1)
+            return bench.failures == [bench.server], await bench.health()
+
+    assert run(folder, scenario) == (True, health_pb2.HealthCheckResponse.NOT_SERVING), "once"

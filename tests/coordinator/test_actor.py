@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
@@ -40,6 +41,7 @@ class ScriptedServer:
         self.threads: set[str] = set()
         self.drained: list[float] = []
         self.stopped = False
+        self.incarnation = uuid.uuid4().hex
 
     async def start(self) -> str:
         self._note_thread()

@@ -13,7 +13,7 @@ from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.testing import TOKENIZER_SHA256, ready
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 
-DOWN, DRAINING = VerifierState.DOWN, VerifierState.DRAINING
+DOWN, DRAINING, SICK = VerifierState.DOWN, VerifierState.DRAINING, VerifierState.SICK
 
 
 def test_the_fewest_sessions_win() -> None:
@@ -36,7 +36,7 @@ def test_leases_not_yet_seen_do_not_make_a_verifier_full() -> None:
     assert place([ready("a", max_sessions=1)], "tiny", "", pending={"a": 5}).name == "a"
 
 
-@pytest.mark.parametrize("state", [DOWN, DRAINING])
+@pytest.mark.parametrize("state", [DOWN, DRAINING, SICK])
 def test_only_a_ready_verifier_is_chosen(state: VerifierState) -> None:
     assert place([ready("a", state=state), ready("b", sessions=3)], "tiny", "").name == "b"
 

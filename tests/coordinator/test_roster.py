@@ -145,3 +145,25 @@ def test_a_drained_verifier_is_draining_before_it_says_so() -> None:
     roster.observe(["a"], says("a"))
     roster.drained("a")
     assert only(roster).state is VerifierState.DRAINING
+
+
+def test_what_a_replaced_process_says_late_is_refused_and_counted() -> None:
+    roster = Roster()
+    roster.observe(["a"], says("a", incarnation="first"))
+    roster.observe(["a"], says("a", incarnation="second", address="127.0.0.1:2"))
+    roster.observe(["a"], says("a", incarnation="first", sessions=7))
+    (info,) = roster.infos
+    assert (info.address, info.incarnation, info.sessions) == ("127.0.0.1:2", "second", 1)
+    assert (info.restarts, info.fenced) == (1, 1), "the first process woke late; it was not started again"
+    roster.observe(["a"], says("a", incarnation="second", address="127.0.0.1:2", sessions=2))
+    assert roster.infos[0].sessions == 2
+    assert roster.infos[0].fenced == 1
+
+
+def test_a_sick_verifier_is_reported_so_and_is_no_drain() -> None:
+    roster = Roster()
+    roster.observe(["a"], says("a", state="sick"))
+    assert roster.infos[0].state is VerifierState.SICK
+    assert roster.leaving == ()
+    roster.observe(["a"], says("a"))
+    assert roster.infos[0].state is VerifierState.READY

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link import Connection
+from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, DraftToken, EdgeFrame, Noise, Open, Opened
@@ -101,6 +102,9 @@ class ScriptedChannels:
 
     def retire(self, address: str, connection: Connection) -> None:
         pass
+
+    async def renew(self, address: str, tls_name: str | None = None) -> None:
+        raise Unavailable("there is no other verifier")
 
     async def close(self) -> None:
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from outrider.proto.channel import CONNECTION_WINDOW_BYTES
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import EdgeStatistics, RetryRules
-from outrider.proto.types import Cancel, Commit, CommittedToken, FinishReason, Opened
+from outrider.proto.types import Cancel, Commit, CommittedToken, FinishReason, Open, Opened
 
 OPENED = Opened(0, 8, 16, "v", 512)
 COMMIT = Commit(start=4, tokens=tuple(map(CommittedToken, (5, 6))), accepted=1, credit=16)
@@ -68,12 +69,13 @@ class Refusing(Verifier):
 
     async def _decode(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         self.peers.append(context.peer())
-        await anext(frames)
+        opening = codec.decode_edge_frame(await anext(frames))
+        assert isinstance(opening, Open)
         if len(self.peers) <= 2:
             status = (grpc.StatusCode.UNAVAILABLE, "no") if self._error is None else to_status(self._error)
             await context.abort(*status)
-        yield codec.encode_cloud_frame(OPENED)
-        whole = Commit(start=1, tokens=(CommittedToken(7),), accepted=0, credit=8, finish=FinishReason.LENGTH)
+        yield codec.encode_cloud_frame(replace(OPENED, epoch=opening.epoch))
+        whole = Commit(1, (CommittedToken(7),), 0, 8, finish=FinishReason.LENGTH, epoch=opening.epoch)
         yield codec.encode_cloud_frame(whole)
 
 

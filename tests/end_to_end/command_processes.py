@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -31,10 +32,12 @@ class Command:
     Args:
         arguments: of the command line.
         log: file for what it writes to standard error, of all its starts.
+        program: what Python runs with these arguments.
     """
 
-    def __init__(self, *arguments: str, log: Path) -> None:
+    def __init__(self, *arguments: str, log: Path, program: Sequence[str] = ("-m", "outrider.deploy.cli")) -> None:
         self._arguments = arguments
+        self._program = program
         self._log = log
         self._lines: queue.Queue[str] = queue.Queue()
         self._process: subprocess.Popen[str] | None = None
@@ -44,7 +47,7 @@ class Command:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "outrider.deploy.cli", *self._arguments],
+                [sys.executable, *self._program, *self._arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

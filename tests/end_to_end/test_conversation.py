@@ -483,10 +483,17 @@ class Signing(DirectRoute):
     lasts_s = 60.0
 
     async def lease(
-        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+        self,
+        session: str,
+        avoid: tuple[str, ...],
+        transcript: Sequence[int] = (),
+        precision: str = "",
+        epoch: int = 0,
+        *,
+        suspected: bool = False,
     ) -> Lease:
-        lease = await super().lease(session, avoid, transcript, precision)
-        claim = LeaseClaim("v", "tiny", session, time.time() + self.lasts_s)
+        lease = await super().lease(session, avoid, transcript, precision, epoch, suspected=suspected)
+        claim = LeaseClaim("v", "tiny", session, time.time() + self.lasts_s, epoch=epoch)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"},
             token=sign_lease(claim, SECRET),

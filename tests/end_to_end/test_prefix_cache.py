@@ -28,10 +28,17 @@ class KeyRoute(DirectRoute):
     key = ""
 
     async def lease(
-        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+        self,
+        session: str,
+        avoid: tuple[str, ...],
+        transcript: Sequence[int] = (),
+        precision: str = "",
+        epoch: int = 0,
+        *,
+        suspected: bool = False,
     ) -> Lease:
-        lease = await super().lease(session, avoid, transcript, precision)
-        token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key), SECRET)
+        lease = await super().lease(session, avoid, transcript, precision, epoch, suspected=suspected)
+        token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key, epoch=epoch), SECRET)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"}, token=token
         )

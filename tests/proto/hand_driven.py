@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
@@ -63,7 +64,10 @@ class HandDrivenEdge(EdgeSession):
     def survival(self) -> float:
         return self._meter.survival(self._chain, self.drafter)
 
-    # --- events ---
+    # --- events; frames of the verifier are those of the newest stream ---
+
+    def _of_this_stream(self, frame: Opened | Commit | Goaway) -> Opened | Commit | Goaway:
+        return replace(frame, epoch=self._stream.epoch)
 
     def open_frame(self, lease: bytes, now: float) -> Open:
         (instruction,) = self.handle(StreamReady(lease), now)
@@ -72,13 +76,13 @@ class HandDrivenEdge(EdgeSession):
         return instruction.frame
 
     def on_opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
-        return self.handle(opened, now)
+        return self.handle(self._of_this_stream(opened), now)
 
     def on_commit(self, commit: Commit, now: float) -> list[EdgeInstruction]:
-        return self.handle(commit, now)
+        return self.handle(self._of_this_stream(commit), now)
 
     def on_goaway(self, goaway: Goaway, now: float) -> list[EdgeInstruction]:
-        return self.handle(goaway, now)
+        return self.handle(self._of_this_stream(goaway), now)
 
     def on_disconnected(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         return self.handle(Disconnected(error), now)

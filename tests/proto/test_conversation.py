@@ -100,7 +100,7 @@ class Talk(CheckedSimulation):
             slot = self.verifier.slot(self.stream)
             if turn.evicted and slot is not None and slot.session.finish is not None:
                 self.verifier.release(self.stream)
-                self.stream.send_down(Goaway("its pages are needed"))
+                self.stream.send_down(Goaway("its pages are needed", epoch=self.edge.next_epoch - 1))
 
     def _begin(self, turn: Turn) -> None:
         prompt_length = self.edge.prompt_length

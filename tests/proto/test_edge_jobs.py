@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from checked_simulation import open_frame
 
 from outrider.edge.policies.selection.experts import FixedShare
@@ -111,12 +113,14 @@ def test_a_failed_drafter_leaves_its_job_to_another_and_the_last_leaves_none() -
     assert jobs(machine.handle(Disconnected(Unavailable("no")), 0.0)) == [], "the first one is still catching up"
     machine.handle(DrafterFailed(Internal("broken"), 0), 0.1)
     machine.handle(StreamReady(b""), 0.2)
-    instructions = machine.handle(OPENED, 0.3)
+    instructions = machine.handle(replace(OPENED, epoch=1), 0.3)
     assert jobs(instructions) == [], "the second one is catching up"
     (job,) = jobs(machine.handle(CaughtUp(CatchUpJob(1, 0, (3, 1, 2), 1, 2), TeacherForced(), 0.001), 0.4))
     assert (type(job), job.drafter) == (DraftJob, 1)
     assert jobs(machine.handle(DrafterFailed(Internal("broken"), 1), 0.5)) == []
-    assert machine.handle(Commit(3, (CommittedToken(7),), 0, 16), 0.6)[0] == Emit(3, (CommittedToken(7),), (False,))
+    assert machine.handle(Commit(3, (CommittedToken(7),), 0, 16, epoch=1), 0.6)[0] == Emit(
+        3, (CommittedToken(7),), (False,)
+    )
 
 
 def test_a_text_that_has_ended_asks_for_nothing_more() -> None:

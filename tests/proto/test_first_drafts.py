@@ -164,7 +164,7 @@ def test_a_verifier_that_refuses_early_drafts_is_opened_again_without_them(kind)
     (reopen,) = machine.handle(Disconnected(error), 0.2)
     assert reopen == Reopen(0.0, error)
     assert [type(frame) for frame in drafted_early_or_not(machine)] == [Open]
-    machine.handle(OPENED, 0.4)
+    machine.on_opened(OPENED, 0.4)
     assert machine.next_job(2) is not None, "once it has answered, it gets drafts"
     (done,) = machine.handle(Disconnected(error), 0.5)
     assert done == Done(error=error), "not for ever"

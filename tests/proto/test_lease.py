@@ -45,6 +45,18 @@ def test_a_signed_claim_comes_back_whole(claim, secret):
     assert checked == claim
 
 
+def test_a_lease_is_for_one_stream_of_its_session_and_one_start_of_its_verifier() -> None:
+    token = sign_lease(replace(CLAIM, epoch=2, incarnation="second"), SECRET)
+    use = {"verifier": "verifier-1", "model": "model-a", "session": "session-x", "now_s": 999.0, "epoch": 2}
+    assert verify_lease(token, SECRET, **use, incarnation="second").epoch == 2
+    assert verify_lease(token, SECRET, **use).incarnation == "second"
+    with pytest.raises(Unauthenticated, match="is for epoch 2, not 1"):
+        verify_lease(token, SECRET, **use | {"epoch": 1}, incarnation="second")
+    with pytest.raises(LeaseExpired, match="another start of the verifier"):
+        verify_lease(token, SECRET, **use, incarnation="first")
+    assert verify_lease(sign_lease(CLAIM, SECRET), SECRET, **use | {"epoch": 0}, incarnation="any") == CLAIM
+
+
 @pytest.mark.parametrize("part", ["verifier", "model", "session"])
 def test_a_lease_for_another_use_is_refused_and_says_which(part):
     with pytest.raises(Unauthenticated, match=f"is for {part}") as caught:

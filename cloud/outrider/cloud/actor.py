@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -63,7 +62,6 @@ class VerifierActor:
     ) -> None:
         if config.log_level:
             configure(config.log_level, config.log_format)
-        self._incarnation = uuid.uuid4().hex
         self._config = config
         self._lease_secret = lease_secret
         self._ray_options = dict(ray_options or {})
@@ -84,7 +82,7 @@ class VerifierActor:
 
     def info(self) -> dict[str, Any]:
         """Return what the coordinator places sessions by; `incarnation` changes with every restart."""
-        return self._submit(_report(self._server)).result() | {"incarnation": self._incarnation}
+        return self._submit(_report(self._server)).result()
 
     def cpu_s(self) -> tuple[str, float]:
         """Return the id of this node, and the processor time of this process in seconds; a trainer asks."""
@@ -207,6 +205,7 @@ async def _report(server: VerifierServer) -> dict[str, Any]:
         "metrics_address": server.metrics_address,
         "tls": server.speaks_tls,
         "tls_name": server.tls_name,
+        "incarnation": server.incarnation,
     }
 
 

@@ -6,7 +6,7 @@ from outrider.cloud.batching import credit_of
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.local_source import NoSource
 from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
-from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
+from outrider.proto.errors import Fenced, Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Continue, Goaway, Open, Sampling
 
@@ -45,7 +45,8 @@ class Admission:
         """Give the session of a new stream a slot; those of one `isolation` share KV pages; `limit` is its API key's.
 
         Raises:
-            OutriderError: the verifier drains or is full, the API key has no session left, or the session's own errors.
+            OutriderError: the verifier drains or is full, a later stream has the session, the API key has no session
+                left, or the session's own errors.
         """
         _check_matcher(matcher, frame.sampling)
         if self.failed:
@@ -53,7 +54,10 @@ class Admission:
         if self.draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self._rules, now, self._source.here)
-        for other in [slot for slot in self._slots if slot.session.id == frame.session]:
+        others = [slot for slot in self._slots if slot.session.id == frame.session]
+        if any(other.session.epoch > session.epoch for other in others):
+            raise Fenced("is older than that of the stream that has the session", field="open.epoch")
+        for other in others:
             # Its edge lost the old stream, and this end has not noticed yet.
             self._slots.fail(other, Unavailable("the session goes on in another stream"))
         self._check_limit(limit)
@@ -94,7 +98,7 @@ class Admission:
         self.draining = True
         self._slots.evict_all("the verifier is draining")
         for slot in self._slots.unfinished():
-            slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0))
+            slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0, epoch=slot.session.epoch))
 
 
 def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:

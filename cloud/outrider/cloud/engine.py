@@ -14,6 +14,7 @@ from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine_state import EngineState
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.heartbeat import Heartbeat
 from outrider.cloud.inbox import Inbox
 from outrider.cloud.learning.lessons import NoLessons, StepLessons
 from outrider.cloud.local_source import NoSource
@@ -66,6 +67,7 @@ class Engine(EngineState):
         self._source = source or NoSource()
         self._lessons = lessons or NoLessons()
         admission = Admission(slots, self.rules, config.max_sessions, self._source)
+        self.heart = Heartbeat()
         super().__init__(slots, admission, StepMeter(self.metrics, time.monotonic()))
         self._events = SessionEvents(slots, admission, backend, self.metrics.commit)
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
@@ -139,6 +141,7 @@ class Engine(EngineState):
     def _run(self) -> None:
         wake_at = 0.0
         while not self._stopping:
+            self.heart.beat()
             self._take_events(wake_at)
             wake_at = time.monotonic() + IDLE_S if self.failed else self._begin_next()
 
@@ -223,13 +226,16 @@ class Engine(EngineState):
         except VerifierFailed:
             raise
         except Exception:  # torch may raise anything, lack of memory included
+            self.heart.fail()
             log.exception("a step of %d sessions failed; trying again", len(batch.shares))
             self.metrics.failed_steps.inc()
         self._recovery.after_step(batch)
 
     def _step(self, batch: Batch[Slot]) -> None:
         """Run the batch and commit the target's tokens."""
+        self.heart.begin(batch.num_rows, reads=not batch.only_decodes)
         result = self._runner.run(batch.shares)
+        self.heart.end()
         self._meter.record(batch, result.times)
         self._batching.measure(batch, result.times.verify_s, self._slots.num_running)
         self._handle(self._inbox.take_drafts())

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from outrider.cloud.backend import Backend
 from outrider.cloud.learning.lessons import Lost
 from outrider.cloud.learning.record import LessonKind
-from outrider.proto.errors import OutriderError, ResourceExhausted
+from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
 from outrider.proto.types import Commit
@@ -86,6 +86,14 @@ class VerifierMetrics:
         )
         self._prefix_hits = self._own(Counter, "prefix_cache_hits", "Those that the KV cache held already.")
         self.goaways = self._own(Counter, "verifier_goaways", "Sessions sent elsewhere.")
+        self.fenced = self._own(
+            Counter,
+            "verifier_fenced_sessions",
+            "Sessions sent elsewhere because the engine hung, or refused because a later stream has them.",
+        )
+        self._sick = self._own(
+            Gauge, "verifier_sick", "1 while the engine hangs, or many steps fail or take ten times their median."
+        )
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
         self.corrupted = self._own(
             Counter, "corrupted_requests", "Sessions ended because the target's logits were no numbers."
@@ -211,8 +219,14 @@ class VerifierMetrics:
         counter = self._lost_lessons if isinstance(what, Lost) else self._lessons
         counter.labels(*self._whose, what.name.lower()).inc(positions)
 
+    def show_condition(self, *, sick: bool) -> None:
+        """Show whether the engine is sick."""
+        self._sick.set(float(sick))
+
     def refuse(self, error: OutriderError) -> None:
         """Count a stream that was refused before a session was admitted."""
+        if isinstance(error, Fenced):
+            self.fenced.inc()
         self._refused.labels(*self._whose, type(error).__name__).inc()
         if isinstance(error, ResourceExhausted):
             self._sheds.inc()

@@ -178,7 +178,7 @@ class Recovery:
         if isinstance(error, FloatingPointError):
             self._count_corrupted()
         session = slot.session
-        whole = Goaway("the session cannot be kept") if session.finish is not None else None
+        whole = Goaway("the session cannot be kept", epoch=session.epoch) if session.finish is not None else None
         self.refuse(slot.outbox, session.transcript[: session.prompt_length], error, whole)
 
     def refuse(self, outbox: Outbox, prompt: Sequence[int], error: Exception, ending: CloudFrame | None = None) -> None:

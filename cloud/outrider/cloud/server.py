@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import logging
 import sys
-import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -15,22 +15,24 @@ from typing import Any
 
 import grpc
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from outrider.cloud.backend import TargetFacts
 from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Grammars
+from outrider.cloud.health import VerifierHealth
+from outrider.cloud.heartbeat import EngineCondition
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
-from outrider.cloud.metering import TextMeter, meter_of
+from outrider.cloud.metering import meter_of
 from outrider.cloud.own_drafter import local_source
-from outrider.cloud.slots import KeyLimit, Outbox
+from outrider.cloud.slots import KeyLimit
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.stream_state import StreamState
+from outrider.cloud.stream_outbox import Stalls, StreamOutbox
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
 from outrider.proto.address import is_local_address
@@ -41,7 +43,6 @@ from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
     OutriderError,
-    Unavailable,
 )
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Meters
@@ -54,49 +55,13 @@ from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
 from outrider.proto.streams import write_answers
-from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Open, VerifierStatus
+from outrider.proto.types import Commit, Continue, Goaway, Open, Ping, VerifierStatus
 
 SPARE_STREAMS = 16  # not opened yet, beside two for each session
 MAX_UNTAKEN = 256
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 
 log = logging.getLogger(__name__)
-
-
-class StreamOutbox(Outbox):
-    """Frames from the engine's thread to one stream's task."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
-        self._unread = 0
-        self._counting = threading.Lock()
-        self.taken = 0
-        self.stream = StreamState()
-        self.closed = False  # whether the stream has ended
-        self.end_of_lease: asyncio.TimerHandle | None = None
-        self.meter: TextMeter | None = None  # if its API key has a limit
-
-    def put(self, item: CloudFrame | OutriderError) -> None:
-        """Queue a frame, from any thread."""
-        with self._counting:  # several threads put
-            self._unread += 1
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-
-    def unread(self) -> int:
-        """Return how many frames gRPC has not taken yet; it takes none while the client reads none."""
-        return self._unread
-
-    async def get(self) -> CloudFrame | OutriderError:
-        """Return the next item, in order."""
-        return await self._queue.get()
-
-    def sent(self) -> None:
-        """Note that gRPC has taken the last item."""
-        with self._counting:
-            self._unread -= 1
-        self.taken += 1
 
 
 class VerifierServer:
@@ -138,19 +103,22 @@ class VerifierServer:
         self._engine = Engine(
             self._backend, self.rules, config, projections, self._engine_failed, source, self._lessons
         )
-        self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammars = Grammars(
             target.tokenizer_json, target.vocab_size, target.eos_tokens, self._engine.metrics.killed_grammars.inc
         )
         self._keys = itertools.count()
+        self.incarnation = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
-        self._health = BoundedHealth()
+        self._health_service = BoundedHealth()
+        self._health = VerifierHealth(
+            self._engine.heart, self._engine.metrics, self._health_service, self.rules.name, on_failure
+        )
         self._half_open = HalfOpenStreams(
             2 * config.max_sessions + SPARE_STREAMS, self._engine.metrics.refused_half_open.inc
         )
         self._address = ""
-        self._endings: set[asyncio.Task[None]] = set()
+        self._stalls = Stalls(config.stall_s, self.rules.name, self._engine.metrics.fail)
         self._metrics_server: MetricsServer | None = None
         self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
         self._meters = Meters()
@@ -167,20 +135,20 @@ class VerifierServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler}),)
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         port = bind(self._server, self._config.listen, self._config.tls)
         self._address = f"{self._config.host}:{port}"
         sys.setswitchinterval(SWITCH_S)
         self._engine.start()
         await self._server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._health.begin()
         line = "verifier %s serves %s on %s"
         log.info(line, self.rules.name, self.rules.model, self._address, extra=about(verifier=self.rules.name))
         return self._address
 
     async def drain(self, grace_s: float = 10.0) -> int:
         """Send every session elsewhere, wait for them to go, and return how many there were."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.close()
         sessions = self._engine.session_count
         self._engine.post_drain()
         until = time.monotonic() + grace_s
@@ -189,7 +157,8 @@ class VerifierServer:
         return sessions
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """End the server, then the engine."""
+        """End the server, then the engine; one that has hung holds this up for ever."""
+        self._health.stop()
         if self._server is not None:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
@@ -230,7 +199,7 @@ class VerifierServer:
             name=self.rules.name,
             address=self._address,
             model=self.rules.model,
-            state="down" if self._engine.failed else "draining" if self._engine.draining else "ready",
+            state=self._state,
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
             kv_pages_free=self._backend.capacity.free_pages,
@@ -242,18 +211,18 @@ class VerifierServer:
             **asdict(self._engine.metrics.own_drafts),
         )
 
-    async def _set_health(self, status: Any) -> None:
-        for service in ("", codec.DECODING_SERVICE):
-            await self._health.set(service, status)
+    @property
+    def _state(self) -> str:
+        if self._engine.failed:
+            return "down"
+        if self._health.condition is not EngineCondition.WELL:
+            return "sick"
+        return "draining" if self._engine.draining else "ready"
 
     def _engine_failed(self) -> None:
         """Have the event loop say that nothing is served here; called from the engine's thread."""
         if self._loop is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._fail(), self._loop)
-
-    async def _fail(self) -> None:
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._on_failure()
+            asyncio.run_coroutine_threadsafe(self._health.fail(), self._loop)
 
     # --- one stream ---
 
@@ -261,10 +230,11 @@ class VerifierServer:
         key = next(self._keys)
         trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
         outbox = StreamOutbox(asyncio.get_running_loop())
+        self._health.outboxes.add(outbox)
         reader = asyncio.create_task(self._read(key, requests, outbox, context))
         stream = asyncio.current_task()
         assert stream is not None  # noqa: S101 - a coroutine runs in a task
-        stall = asyncio.create_task(self._watch_stall(outbox, stream, context))
+        stall = asyncio.create_task(self._stalls.watch(outbox, stream, context))
         try:
             while True:
                 item = await outbox.get()
@@ -278,7 +248,13 @@ class VerifierServer:
                     if outbox.meter is not None:
                         outbox.meter.spend(item)
                         if (wait_s := outbox.meter.wait_s) > 0:
-                            outbox.put(Goaway("the key's tokens a minute are spent", retry_after_s=wait_s))
+                            outbox.put(
+                                Goaway(
+                                    "the key's tokens a minute are spent",
+                                    retry_after_s=wait_s,
+                                    epoch=outbox.stream.epoch,
+                                )
+                            )
                 elif isinstance(item, Goaway):
                     self._engine.metrics.goaways.inc()
                     log.info("sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self.rules.name))
@@ -295,9 +271,11 @@ class VerifierServer:
         finally:
             reader.cancel()
             stall.cancel()
-            if outbox.end_of_lease is not None:
-                outbox.end_of_lease.cancel()
+            for pending in (outbox.end_of_lease, outbox.admitted):
+                if pending is not None:
+                    pending.cancel()
             outbox.closed = True
+            self._health.outboxes.discard(outbox)
             self._engine.post_close(key)
 
     async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox, context: Any) -> None:
@@ -307,18 +285,15 @@ class VerifierServer:
         try:
             with self._half_open.hold(context.peer(), self._leased_session(context)):
                 opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
-                grammar = opening.sampling.grammar
-                matcher = await self._grammars.matcher(grammar, opening.committed)
-            if outbox.closed:
-                return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
-            isolation = _isolation(self._config, key, claim)
-            self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), _limit(claim))
-            if claim is not None:
-                lasts_s = max(0.0, claim.expires_at_s - time.time())
-                outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
+            grammar = opening.sampling.grammar
+            admitted = outbox.admitted = asyncio.create_task(self._admit(key, opening, claim, outbox))
             async for data in requests:
-                await room.acquire()
                 frame = codec.decode_edge_frame(data, self._max_tokens)
+                if isinstance(frame, Ping):
+                    outbox.answer(frame)
+                    continue
+                await admitted
+                await room.acquire()
                 matcher = None
                 if isinstance(frame, Continue):
                     if outbox.meter is not None:
@@ -326,10 +301,27 @@ class VerifierServer:
                     grammar = frame.sampling.grammar if frame.sampling is not None else grammar
                     matcher = await self._grammars.matcher(grammar)
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
+            await admitted
             outbox.stream.half_close()
             self._engine.post_half_close(key)
         except Exception as error:  # whatever it is, the client has to be told
             _end_reading(error, outbox, self.rules.name)
+
+    async def _admit(self, key: int, opening: Open, claim: LeaseClaim | None, outbox: StreamOutbox) -> None:
+        """Hand a session to the engine once its grammar is compiled; pings are answered meanwhile."""
+        try:
+            matcher = await self._grammars.matcher(opening.sampling.grammar, opening.committed)
+        except Exception as error:  # as above
+            _end_reading(error, outbox, self.rules.name)
+            return
+        if outbox.closed:
+            return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
+        isolation = _isolation(self._config, key, claim)
+        self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), _limit(claim))
+        if claim is not None:
+            lasts_s = max(0.0, claim.expires_at_s - time.time())
+            goaway = Goaway("the lease has expired", epoch=outbox.stream.epoch)
+            outbox.end_of_lease = asyncio.get_running_loop().call_later(lasts_s, outbox.put, goaway)
 
     def _leased_session(self, context: Any) -> str:
         """Return the session of the lease in a call's metadata; empty: none is needed here."""
@@ -343,6 +335,7 @@ class VerifierServer:
             if not isinstance(frame, Open):
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             outbox.stream.begin(frame, self.rules)
+            self._health.check()
             claim = self._check_lease(frame)
             outbox.meter = meter_of(self._meters, claim, frame)
             return frame, claim
@@ -361,38 +354,9 @@ class VerifierServer:
             model=frame.model,
             session=frame.session,
             now_s=time.time(),
+            epoch=frame.epoch,
+            incarnation=self.incarnation,
         )
-
-    async def _watch_stall(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
-        """End a stream whose client has left its frames unread for `stall_s` seconds.
-
-        The stream's task is then stuck in a write that flow control holds back. It is cancelled, which frees the
-        session now; the status is queued after that write, for a client that reads again and resumes.
-        """
-        taken, since = outbox.taken, time.monotonic()
-        while True:
-            await asyncio.sleep(self._config.stall_s / 4)
-            if outbox.taken != taken or not outbox.unread():
-                taken, since = outbox.taken, time.monotonic()
-            elif time.monotonic() - since > self._config.stall_s:
-                error = Unavailable("you left commits unread too long; resume")
-                self._engine.metrics.fail(error)
-                log.warning(
-                    "the client left its commits unread for %g s; its stream is ended",
-                    self._config.stall_s,
-                    extra=about(outbox.stream.session, self.rules.name, error),
-                )
-                status, message, metadata = to_status(error)
-                ending = asyncio.create_task(context.abort(status, message, metadata))
-                self._endings.add(ending)
-                ending.add_done_callback(self._ended)
-                stream.cancel()
-                return
-
-    def _ended(self, ending: asyncio.Task[None]) -> None:
-        self._endings.discard(ending)
-        if not ending.cancelled():
-            ending.exception()  # abort always raises
 
 
 def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:

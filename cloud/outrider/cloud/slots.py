@@ -270,7 +270,7 @@ class Slots:
         """Keep a parked session no longer; its edge begins the next turn with a new stream."""
         log.info("a parked session is evicted: %s", reason, extra=about(slot.session.id, self._verifier))
         self.release(slot)
-        slot.outbox.put(Goaway(reason))
+        slot.outbox.put(Goaway(reason, epoch=slot.session.epoch))
 
     def fail(self, slot: Slot, error: OutriderError) -> None:
         """End a session with `error`."""

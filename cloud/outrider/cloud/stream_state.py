@@ -11,18 +11,20 @@ class StreamState:
 
     Attributes:
         session: id of its session; empty until Open has come.
+        epoch: that of the Open.
         opened: whether its Open has been answered.
         goes_on: whether a Continue may still follow the last commit of a turn.
     """
 
     def __init__(self) -> None:
         self.session = ""
+        self.epoch = 0
         self.opened = False
         self.goes_on = False
 
     def begin(self, frame: Open, rules: VerifierRules) -> None:
         """Note the Open."""
-        self.session = frame.session
+        self.session, self.epoch = frame.session, frame.epoch
         self.goes_on = frame.keep_s > 0 and rules.keep_s > 0
 
     def half_close(self) -> None:

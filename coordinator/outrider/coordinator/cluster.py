@@ -15,6 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.config import StaticVerifier
+from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.tokenizer import tokenizer_hash
@@ -22,13 +23,12 @@ from outrider.proto.types import TrainerStatus, VerifierStatus
 
 logger = logging.getLogger(__name__)
 
-HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-
 
 class VerifierState(StrEnum):
     """Whether a verifier takes sessions."""
 
     READY = "ready"
+    SICK = "sick"
     DRAINING = "draining"
     DOWN = "down"
 
@@ -41,12 +41,16 @@ class VerifierInfo(VerifierStatus):
         tokenizer_sha256: identity of the target's tokenizer.
         tls: whether the verifier speaks TLS.
         tls_name: name in its certificate; empty: the host of `address`.
+        incarnation: name of this start of its process; empty: unknown.
+        fenced: reports of former starts that were refused.
     """
 
     state: VerifierState
     tokenizer_sha256: str = field(kw_only=True)
     tls: bool = False
     tls_name: str = ""
+    incarnation: str = ""
+    fenced: int = 0
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
@@ -215,13 +219,28 @@ class StaticCluster:
         )
         try:
             reply = await check(health_pb2.HealthCheckRequest(), timeout=self._probe_timeout_s)
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                state = VerifierState.READY
+            else:
+                state = await self._why_not(check)
         except grpc.aio.AioRpcError as error:
             await self._channels.pop(name).close()  # the next probe sees certificates as they are then
             self._note_silence(name, error)
             return VerifierState.DOWN
-        serving = reply.status == health_pb2.HealthCheckResponse.SERVING
         self._trouble.pop(name, None)
-        return VerifierState.READY if serving else VerifierState.DRAINING
+        return state
+
+    async def _why_not(self, check: Any) -> VerifierState:
+        """Return the state of a verifier that serves nobody: its engine is sick, or it drains."""
+        try:
+            of_engine = health_pb2.HealthCheckRequest(service=ENGINE_SERVICE)
+            reply = await check(of_engine, timeout=self._probe_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            return VerifierState.DRAINING  # something else than a verifier, before it
+        sick = reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        return VerifierState.SICK if sick else VerifierState.DRAINING
 
     def _note_silence(self, name: str, error: grpc.aio.AioRpcError) -> None:
         """Log why a probe failed: a warning once for a wrong certificate, debug for a verifier that is away."""

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.versions import VersionState
 from outrider.proto.errors import OutriderError
-from outrider.proto.types import RelayStatus, SessionReport, TrainerStatus, VersionStatus
+from outrider.proto.types import LeaseRequest, RelayStatus, SessionReport, TrainerStatus, VersionStatus
 
 MAX_MODELS = 64  # labels for models in reports, which come from strangers; further ones count as `other`
 FORWARD_BOUNDS_S = (
@@ -26,6 +26,7 @@ _FLEET: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Cal
     (GaugeMetricFamily, "step_seconds", "Smoothed target step of a verifier.", lambda v: v.step_s),
     (GaugeMetricFamily, "kv_pages_free", "KV pages that no session holds.", lambda v: v.kv_pages_free),
     (CounterMetricFamily, "restarts", "Restarts of a verifier.", lambda v: v.restarts),
+    (CounterMetricFamily, "fenced_reports", "Late reports of a former start, refused.", lambda v: v.fenced),
 )
 _TRAINER = {  # field of a trainer's status and meaning; a restart may take sums back to the last checkpoint
     "load": ("load", "Share of its node's cores that verifiers took lately."),
@@ -66,6 +67,12 @@ class CoordinatorMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._granted = _counter(self.registry, "coordinator_leases_granted", "Leases granted.", MODEL)
+        self._reopened = _counter(
+            self.registry, "coordinator_leases_reopened", "Leases granted to sessions that had a stream before.", MODEL
+        )
+        self._suspected = _counter(
+            self.registry, "coordinator_leases_suspected", "Leases granted to leave a verifier that is silent.", MODEL
+        )
         self._refused = _counter(self.registry, "coordinator_leases_refused", "Leases refused, by error.", "error")
         self._refused_calls = _counter(
             self.registry, "coordinator_refused_calls", "Calls answered with an error.", "error"
@@ -85,9 +92,11 @@ class CoordinatorMetrics:
         }
         self._models: set[str] = set()
 
-    def grant(self, model: str) -> None:
+    def grant(self, model: str, request: LeaseRequest) -> None:
         """Count a lease that was granted."""
         self._granted.labels(model).inc()
+        self._reopened.labels(model).inc(request.epoch > 0)
+        self._suspected.labels(model).inc(request.suspected)
 
     def place_prefix(self, known: int, most: int) -> None:
         """Count a lease at a verifier that took `known` beginnings of the text, where some verifier took `most`."""
@@ -141,7 +150,7 @@ class FleetMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Return the metrics with their present values."""
         prefix, verifiers = "outrider:coordinator_verifier", self._verifiers()
-        states = GaugeMetricFamily(f"{prefix}s", "Verifiers by state (ready, draining, down).", labels=("state",))
+        states = GaugeMetricFamily(f"{prefix}s", "Verifiers by state (ready, sick, draining, down).", labels=("state",))
         for state in VerifierState:
             states.add_metric((state.value,), sum(verifier.state is state for verifier in verifiers))
         yield states

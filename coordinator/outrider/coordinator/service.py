@@ -165,7 +165,7 @@ class ControlService:
         )
 
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> None:
-        self.metrics.grant(verifier.model)
+        self.metrics.grant(verifier.model, request)
         if request.prefixes:
             known = self._view.known_prefixes(request, caller.tenant)
             self.metrics.place_prefix(known.get(verifier.name, 0), max(known.values(), default=0))
@@ -185,6 +185,8 @@ class ControlService:
             tokens_per_minute=(key.tokens_per_minute or 0) if key is not None else 0,
             max_sessions=(key.max_sessions or 0) if key is not None else 0,
             learning=key is None or key.learning,  # without keys, operator and edge decide alone
+            epoch=request.epoch,
+            incarnation=verifier.incarnation,
         )
         return sign_lease(claim, self._config.lease_secret)
 

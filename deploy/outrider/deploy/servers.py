@@ -29,6 +29,7 @@ from outrider.proto.plumbing.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
+STOPPED_WITHIN_S = 30.0  # of a step that runs, and of whoever still learns
 PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of the strategies
 
 
@@ -130,6 +131,7 @@ def verifier(given: Given) -> int:
 
 
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
+    from outrider.cloud.actor import end_process
     from outrider.cloud.server import VerifierServer
 
     stop, failed = asyncio.Event(), asyncio.Event()  # a signal sets the first alone
@@ -144,7 +146,11 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     await until_stopped(stop)
     if not failed.is_set():
         await server.drain(config.drain_grace_s)
-    await server.stop()
+    try:
+        await asyncio.wait_for(server.stop(), STOPPED_WITHIN_S)
+    except TimeoutError:
+        logger.critical("the engine stands still; the process ends without it")
+        end_process()
     if failed.is_set():
         raise Unavailable("the verifier has failed: no step succeeds any more; its log says why. Start it again")
     return 0

@@ -3,7 +3,7 @@
 The JSON object:
 
     verifiers       list, by name
-        name, state (ready, draining, down), model, address ("" while down), release
+        name, state (ready, sick, draining, down), model, address ("" while down), release
         sessions, max_sessions, load (sessions / max_sessions)
         step_ms, restarts, kv_pages, kv_pages_free
         guarantee (bytes, bytes_by_tiles, distribution; "": not known yet): what a text keeps whatever shares its steps
@@ -78,6 +78,7 @@ GUARANTEES = {
 }
 STATE_STYLES = {
     "ready": "green",
+    "sick": "red",
     "draining": "yellow",
     "down": "red",
     "current": "green",

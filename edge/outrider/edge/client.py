@@ -221,8 +221,7 @@ class Client:
     ) -> Completion:
         """Return the whole text of `generate(prompt, ...)`; `on_event` sees each event as it comes."""
         whole = await collect(events, on_event)
-        prepared = self._prepared.ready_now()
-        return whole if whole.tokens else replace(whole, prompt_tokens=len(prepared.encode(prompt, special=True)))
+        return whole if whole.tokens else replace(whole, prompt_tokens=len(self.encode(prompt)))
 
     def conversation(
         self,
@@ -306,6 +305,7 @@ class Client:
             open_timeout_s=self.config.open_timeout_s,
             measured=measured,
             on_opened=ready.prompts.meet,
+            budget=self._history.budget,
         )
         self._decodings.add(decoding)
         return decoding

@@ -17,6 +17,7 @@ from outrider.proto.tracing import trace_endpoint_option
 
 if TYPE_CHECKING:
     from outrider.proto.policy import SteeringPolicy, WindowPolicy
+    from outrider.proto.policy.suspicion import SilenceRules
     from outrider.proto.session import RetryRules
     from outrider.proto.types import Patience
 
@@ -56,12 +57,18 @@ def _retry_rules() -> RetryRules:
     return RetryRules()
 
 
+def _silence_rules() -> SilenceRules:
+    from outrider.proto.policy.suspicion import SilenceRules
+
+    return SilenceRules()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeConfig(Settings):
     """Settings of one edge: where it decodes, and its drafters.
 
     `patience` is a request to the verifier (None: it decides), `retry` how long lost streams are reopened,
-    and `api_key` the secret for the coordinator.
+    `silence` when a silent one is left, and `api_key` the secret for the coordinator.
     """
 
     coordinator: str = option("", "address of the coordinator, which assigns a verifier", metavar=ADDRESS)
@@ -154,6 +161,7 @@ class EdgeConfig(Settings):
     send_q: bool = option(False, "send the drafter's probability of each token, 2 bytes, to earn rewards in commits")
     open_timeout_s: float = option(30.0, "time limit of a lease and of a verifier's answer", check=above(0))
     retry: RetryRules = field(default_factory=_retry_rules)
+    silence: SilenceRules = field(default_factory=_silence_rules)
     tls_ca: Path | None = option(
         None, "certificate of the servers' authority; turns on TLS; public: the public ones", group=CONNECTION
     )

@@ -18,10 +18,12 @@ from outrider.edge.attempts import Attempts
 from outrider.edge.drafter_states import DrafterStates
 from outrider.edge.link import Channels, Stream, lease_metadata
 from outrider.edge.routes import Route
+from outrider.edge.silence import SilenceGuard
 from outrider.edge.text_drafters import TextDrafters, name_of
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import (
     CatchUpJob,
     Disconnected,
@@ -41,7 +43,7 @@ from outrider.proto.session import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Noise, Opened, Sampling
+from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Lease, Noise, Opened, Pong, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class Decoding:
         open_timeout_s: float,
         measured: SharedMeasurements,
         on_opened: Callable[[Opened], None],
+        budget: ReopenBudget,
     ) -> None:
         self.machine = machine
         self._on_opened = on_opened
@@ -120,6 +123,8 @@ class Decoding:
         self._attempts = Attempts(machine)
         self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
         self._begun = asyncio.Event()
+        self._guard = SilenceGuard(machine, route, channels, subject.session, self._begun, budget)
+        self._place: Lease | None = None  # where to go, if known already
         self._tasks: list[asyncio.Task[None]] = []
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
         self._stopped_by: FinishReason | None = None
@@ -298,7 +303,12 @@ class Decoding:
 
     async def _one_stream(self) -> None:
         machine, attempts = self.machine, self._attempts
-        lease = await self._route.lease(self.session, attempts.avoid, machine.transcript, machine.precision)
+        avoid = attempts.avoid
+        lease, self._place = self._place, None
+        if lease is None:
+            lease = await self._route.lease(
+                self.session, avoid, machine.transcript, machine.precision, machine.next_epoch
+            )
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *lease_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
@@ -306,18 +316,20 @@ class Decoding:
         if expected is not None and self.machine.sampling.noise is None:
             self._follow_noise(expected.noise)
         self._handle(StreamReady(lease.token, expected))
-        frames = stream.frames()
+        receiving = asyncio.create_task(self._receive_all(stream, lease))
+        guarding = asyncio.create_task(self._guard.find_another(stream, lease, avoid))
         broken = True
         try:
-            async with asyncio.timeout(self._open_timeout_s):
-                self._receive(await anext(frames))
-            attempts.answered()
-            while attempts.stays:
-                self._receive(await anext(frames))
+            await asyncio.wait([receiving, guarding], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                self._place = guarding.result()
+                raise Unavailable(f"verifier {lease.verifier} is silent")
+            receiving.result()
             broken = attempts.wanted
-        except TimeoutError as error:
-            raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
         finally:
+            for task in (receiving, guarding):
+                task.cancel()
+            await asyncio.gather(receiving, guarding, return_exceptions=True)
             if broken and self._stream is stream:  # else it was closed here
                 attempts.failed(lease.verifier)
                 if not stream.refused:
@@ -328,7 +340,22 @@ class Decoding:
         if stream is not None:
             await self._channels.close_stream(stream)
 
+    async def _receive_all(self, stream: Stream, lease: Lease) -> None:
+        """Take the stream's frames until its session ends or is to be opened again."""
+        frames = stream.frames()
+        try:
+            async with asyncio.timeout(self._open_timeout_s):
+                while isinstance(frame := await anext(frames), Pong):
+                    self._receive(frame)
+                self._receive(frame)
+        except TimeoutError as error:
+            raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
+        self._attempts.answered()
+        while self._attempts.stays:
+            self._receive(await anext(frames))
+
     def _receive(self, frame: CloudFrame) -> None:
+        self._guard.hear(frame)
         self._observer.received(frame, time.monotonic())
         self._handle(frame)
         if isinstance(frame, Opened):

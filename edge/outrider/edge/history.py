@@ -19,6 +19,7 @@ from outrider.edge.text_drafters import TextDrafters
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.drafter_format import published_name
 from outrider.proto.policy.selection import Selector, StaticSelector
+from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
 from outrider.proto.types import Open, Sampling, SessionReport
 
@@ -26,12 +27,17 @@ REPORT_WITHIN_S = 1.0
 
 
 class TextHistory:
-    """Measurements and hits of one client's texts, and the reports on them that are under way."""
+    """Measurements and hits of one client's texts, and the reports on them that are under way.
+
+    Attributes:
+        budget: budget of the suspicion that all texts share.
+    """
 
     def __init__(self, config: EdgeConfig) -> None:
         self._config = config
         # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
         self._measured = {greedy: SharedMeasurements() for greedy in (True, False)}
+        self.budget = ReopenBudget(config.silence)
         self._own_texts = OwnTexts()
         self._reports: set[asyncio.Task[None]] = set()
 

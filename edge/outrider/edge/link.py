@@ -13,7 +13,13 @@ import grpc
 
 from outrider.edge.security import Security
 from outrider.proto import codec
-from outrider.proto.channel import CONNECTION_WINDOW_BYTES, DECODING_OPTIONS, DECODING_WINDOW_BYTES
+from outrider.proto.channel import (
+    CONNECTION_WINDOW_BYTES,
+    DECODING_OPTIONS,
+    DECODING_WINDOW_BYTES,
+    HEALTH_METHOD,
+    HEALTHY,
+)
 from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.lease import LEASE_METADATA
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
@@ -23,7 +29,6 @@ from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
 from outrider.proto.types import CloudFrame, EdgeFrame, Lease, Opened
 
 LAST_WORDS_S = 0.2
-HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 # gRPC reports a lost connection with one of these; a verifier's own error carries a detail.
 BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
@@ -224,6 +229,31 @@ class Channels:
             self.retire(address, connection.successor)
         if self._by_address.get(address) is connection:
             del self._by_address[address]
+
+    async def renew(self, address: str, tls_name: str | None = None) -> None:
+        """Connect to a verifier once more, have it answer that it serves, and use that connection from now on.
+
+        Raises:
+            Unavailable: it does not answer, or serves nobody now.
+            ConfigError: as for `open_stream`.
+        """
+        connection = self._new(address, tls_name)
+        answer = b""
+        try:
+            method: Any = connection.channel.unary_unary(HEALTH_METHOD)
+            answer = await method(b"")
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(
+                f"{address} does not answer: {explain(error.details() or '') or error.code().name}"
+            ) from error
+        finally:
+            if answer != HEALTHY:
+                await connection.channel.close()
+        if answer != HEALTHY:
+            raise Unavailable(f"{address} serves nobody now")
+        if address in self._by_address:
+            self.retire(address, self._by_address[address])
+        self._by_address[address] = connection
 
     async def close(self) -> None:
         """End every connection."""

@@ -20,7 +20,14 @@ class Route(ABC):
 
     @abstractmethod
     async def lease(
-        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+        self,
+        session: str,
+        avoid: tuple[str, ...],
+        transcript: Sequence[int] = (),
+        precision: str = "",
+        epoch: int = 0,
+        *,
+        suspected: bool = False,
     ) -> Lease:
         """Return permission to decode.
 
@@ -29,6 +36,8 @@ class Route(ABC):
             avoid: verifiers just lost, the newest last.
             transcript: [n] tokens of the text so far, prompt included.
             precision: what the verifier should round by, which is checked when it answers; empty: anything.
+            epoch: streams that the session had before.
+            suspected: whether the last of `avoid` is silent, and is left only where there is another.
         """
 
     def expected(self) -> Lease | None:
@@ -64,6 +73,9 @@ class DirectRoute(Route):
         avoid: tuple[str, ...],
         transcript: Sequence[int] = (),  # noqa: ARG002
         precision: str = "",  # noqa: ARG002
+        epoch: int = 0,  # noqa: ARG002
+        *,
+        suspected: bool = False,  # noqa: ARG002
     ) -> Lease:
         """Return the first address that is not to be avoided, or else the one lost longest ago."""
         lost = {address: number for number, address in enumerate(avoid, 1)}
@@ -111,7 +123,14 @@ class CoordinatorRoute(Route):
         return self._client.priors.of(self._model, features)
 
     async def lease(
-        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+        self,
+        session: str,
+        avoid: tuple[str, ...],
+        transcript: Sequence[int] = (),
+        precision: str = "",
+        epoch: int = 0,
+        *,
+        suspected: bool = False,
     ) -> Lease:
         """Ask the coordinator for a lease; where it relays, the address is its own."""
         lease = await self._client.open_lease(
@@ -124,6 +143,8 @@ class CoordinatorRoute(Route):
                 link_class=self._features.link_class,
                 prefixes=text_prefixes(transcript, self._prefix_key),
                 precision=precision,
+                epoch=epoch,
+                suspected=suspected,
             )
         )
         return self._joined(lease)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+ENGINE_SERVICE = "outrider.Engine"  # of which a verifier says whether its engine is well, also while it drains
+HEALTHY = b"\x08\x01"  # a HealthCheckResponse that says SERVING
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # an Open with a prompt of a million tokens, and room

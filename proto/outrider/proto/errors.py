@@ -64,6 +64,10 @@ class ModelRefused(FailedPrecondition):
     """A model cannot be loaded, exported or trusted as it is."""
 
 
+class Fenced(FailedPrecondition):
+    """The session goes on in a later stream, or the verifier in a later process."""
+
+
 class UnsupportedProtocol(FailedPrecondition):
     """The two ends speak different versions of the contract."""
 

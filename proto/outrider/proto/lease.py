@@ -37,6 +37,8 @@ class LeaseClaim:
         tokens_per_minute: limit on what the verifier reads and generates for that key, in all its sessions; 0: none.
         max_sessions: most sessions of that key whose texts go on at the verifier; 0: no limit.
         learning: whether the key allows learning from its texts, where its edge does too.
+        epoch: streams that the session had before, which its Open repeats.
+        incarnation: start of the verifier's process that the lease is for; empty: any.
     """
 
     verifier: str
@@ -47,6 +49,8 @@ class LeaseClaim:
     tokens_per_minute: int = 0
     learning: bool = False
     max_sessions: int = 0
+    epoch: int = 0
+    incarnation: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -54,7 +58,7 @@ class LeaseClaim:
             kind = {"float": int | float, "int": int, "bool": bool}.get(str(field.type), str)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TypeError(f"{field.name} is {value!r}")
-        if not (math.isfinite(self.expires_at_s) and min(self.tokens_per_minute, self.max_sessions) >= 0):
+        if not (math.isfinite(self.expires_at_s) and min(self.tokens_per_minute, self.max_sessions, self.epoch) >= 0):
             raise ValueError("a number is out of range")
 
 
@@ -67,15 +71,27 @@ def sign_lease(claim: LeaseClaim, secret: bytes) -> bytes:
     return body + b"." + _signature(body, secret)
 
 
-def verify_lease(token: bytes, secret: bytes, *, verifier: str, model: str, session: str, now_s: float) -> LeaseClaim:
+def verify_lease(
+    token: bytes,
+    secret: bytes,
+    *,
+    verifier: str,
+    model: str,
+    session: str,
+    now_s: float,
+    epoch: int = 0,
+    incarnation: str = "",
+) -> LeaseClaim:
     """Return the claim in `token`, if it is genuine, meant for this use, and valid at Unix time `now_s`.
 
     Raises:
-        Unauthenticated: the token is missing, forged, malformed, or for another verifier, model or session.
-        LeaseExpired: it is genuine but too old.
+        Unauthenticated: the token is missing, forged, malformed, or for another verifier, model, session or epoch.
+        LeaseExpired: it is genuine but too old, or for another start of the verifier.
     """
     claim = _genuine(token, secret)
-    for name, expected in (("verifier", verifier), ("model", model), ("session", session)):
+    if incarnation and claim.incarnation not in ("", incarnation):
+        raise LeaseExpired("is for another start of the verifier; open a new one", field="open.lease")
+    for name, expected in (("verifier", verifier), ("model", model), ("session", session), ("epoch", epoch)):
         if getattr(claim, name) != expected:
             raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {expected!r}", field="open.lease")
     _check_expiry(claim, now_s)

@@ -198,7 +198,8 @@ class Edge:
         self.attempts.begin()
         self._attempt_number += 1
         self.leasing = True
-        request = LeaseRequest(MODEL, self.habits.session, TOKENIZER, self.attempts.avoid)
+        epoch = self.machine.next_epoch
+        request = LeaseRequest(MODEL, self.habits.session, TOKENIZER, self.attempts.avoid, epoch=epoch)
         self.coordinator.lease(request, self._leased)
 
     def _leased(self, result: Lease | OutriderError) -> None:

@@ -81,7 +81,13 @@ class ServedStream(Outbox):
         self.state.begin(frame, process.rules)
         wall_s = process.clock.wall()
         claim = verify_lease(
-            frame.lease, SECRET, verifier=process.rules.name, model=MODEL, session=frame.session, now_s=wall_s
+            frame.lease,
+            SECRET,
+            verifier=process.rules.name,
+            model=MODEL,
+            session=frame.session,
+            now_s=wall_s,
+            epoch=frame.epoch,
         )
         process.post_open(self._key, frame, self)
         lasts_s = max(0.0, claim.expires_at_s - wall_s)
@@ -100,7 +106,7 @@ class ServedStream(Outbox):
     def _end_lease(self) -> None:
         if not self._closed:
             self._process.note("the lease of", self.state.session, "ends")
-            self.put(Goaway("the lease has expired"))
+            self.put(Goaway("the lease has expired", epoch=self.state.epoch))
 
     def _pump(self) -> None:
         if self._closed:

@@ -88,5 +88,6 @@ class FaultySimulation(Simulation):
             self.clock.at(now + lasts_s, lambda: self.lose_stream(stream, Unavailable("the link broke")))
         if self._faults.goaway_every_s:
             lasts_s = self._rng.expovariate(1 / self._faults.goaway_every_s)
-            self.clock.at(now + lasts_s, lambda: stream.send_down(Goaway("drains")))
+            goaway = Goaway("drains", epoch=self.edge.next_epoch - 1)
+            self.clock.at(now + lasts_s, lambda: stream.send_down(goaway))
         return stream

@@ -24,6 +24,8 @@ from outrider.proto.types import (
     DraftToken,
     EdgeFrame,
     Open,
+    Ping,
+    Pong,
     Report,
     token_ids,
 )
@@ -142,7 +144,11 @@ class SimulatedVerifier:
         self._alarm = math.inf
 
     def receive(self, stream: SimulatedStream, frame: EdgeFrame) -> None:
-        """Take a frame that has arrived, after the step that is running."""
+        """Take a frame that has arrived, after the step that is running; answer a Ping at once."""
+        if isinstance(frame, Ping):
+            slot = self._slots.get(stream)
+            stream.send_down(Pong(frame.number, slot.session.epoch if slot is not None else 0))
+            return
         self._post(partial(self.take, stream, frame, self._clock.now), stream, frame)
 
     def _post(

@@ -85,6 +85,8 @@ OPENED = Table(
     guarantee=enumeration(t.Guarantee, "opened.guarantee"),
 )
 GOAWAY = Table(t.Goaway, pb.Goaway)
+PING = Table(t.Ping, pb.Ping)
+PONG = Table(t.Pong, pb.Pong)
 
 
 def _draft_to_wire(draft: t.Draft) -> pb.Draft:
@@ -169,6 +171,7 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         cached_tokens=commit.cached_tokens,
         verified_here=commit.verified_here,
         covered=commit.covered,
+        epoch=commit.epoch,
         logprobs=() if None in logprobs else logprobs,
         top_tokens=[likely for entries in top for likely, _ in entries],
         top_logp=[of_likely for entries in top for _, of_likely in entries],
@@ -200,6 +203,7 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         cached_tokens=wire.cached_tokens,
         verified_here=wire.verified_here,
         covered=wire.covered,
+        epoch=wire.epoch,
     )
 
 
@@ -234,11 +238,13 @@ _EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]
     t.Report: ("report", REPORT.to_wire, REPORT.from_wire),
     t.Branches: ("branches", _branches_to_wire, _branches_from_wire),
     t.Cancel: ("cancel", CANCEL.to_wire, CANCEL.from_wire),
+    t.Ping: ("ping", PING.to_wire, PING.from_wire),
 }
 _CLOUD_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     t.Opened: ("opened", OPENED.to_wire, OPENED.from_wire),
     t.Commit: ("commit", _commit_to_wire, _commit_from_wire),
     t.Goaway: ("goaway", GOAWAY.to_wire, GOAWAY.from_wire),
+    t.Pong: ("pong", PONG.to_wire, PONG.from_wire),
 }
 _FROM_EDGE = {name: from_wire for name, _, from_wire in _EDGE_BODIES.values()}
 _FROM_CLOUD = {name: from_wire for name, _, from_wire in _CLOUD_BODIES.values()}

@@ -43,7 +43,18 @@ from outrider.proto.session.sending import Sender
 from outrider.proto.session.steering import DrafterSteering, VectorKeeper
 from outrider.proto.session.stream import EdgeStream, RetryRules
 from outrider.proto.session.text import EdgeStatistics, EdgeText
-from outrider.proto.types import Cancel, Commit, FinishReason, Goaway, Open, Opened, Sampling, Steering
+from outrider.proto.types import (
+    Cancel,
+    CloudFrame,
+    Commit,
+    FinishReason,
+    Goaway,
+    Open,
+    Opened,
+    Pong,
+    Sampling,
+    Steering,
+)
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +163,11 @@ class EdgeSession:
         return self._stream.connected
 
     @property
+    def next_epoch(self) -> int:
+        """Epoch of the next stream, for its lease."""
+        return self._stream.next_epoch
+
+    @property
     def drafters(self) -> tuple[DrafterName, ...]:
         """Name and version of each drafter, by its index."""
         return self._drafting.drafters
@@ -191,6 +207,9 @@ class EdgeSession:
         return [*self._react(event, now), *self._give_work(now)]
 
     def _react(self, event: EdgeEvent, now: float) -> list[EdgeInstruction]:
+        if isinstance(event, CloudFrame) and not self._stream.carries(event):
+            self.statistics.fenced += 1
+            return []
         match event:
             case Commit():
                 return self._commit(event, now)
@@ -212,7 +231,7 @@ class EdgeSession:
                 return self._cancel(finish)
             case TurnBegun():
                 return self._begin_turn(event, now)
-            case Started():
+            case Started() | Pong():
                 return []
 
     def _give_work(self, now: float) -> list[EdgeInstruction]:
@@ -306,7 +325,8 @@ class EdgeSession:
         tokens = commit.tokens[known:]
         since_s = now - self._meter.commit_at
         if tokens or commit.finish is not None:  # else a replay
-            self._measure(commit, now)
+            if _measure(commit, now, text.statistics, self._chain, self._meter, self._vectors):
+                self.statistics.round_trip_s = self.round_trip_s
             stream.credit, stream.covered = commit.credit, commit.covered
         instructions: list[EdgeInstruction] = []
         if tokens:
@@ -319,17 +339,6 @@ class EdgeSession:
         self._drafting.resume()
         stream.forget_retries()
         return [*instructions, *self._sender.report(), *self._sender.flush(now)]
-
-    def _measure(self, commit: Commit, now: float) -> None:
-        self.statistics.steps += 1
-        self.statistics.verified += commit.verified
-        self.statistics.verified_here += commit.verified_here
-        self.statistics.drafting_here_s += commit.timing.drafting_s
-        self._chain.said_complete = False
-        if self._meter.take_commit(commit, now, downlink=self._vectors is not None):
-            self.statistics.round_trip_s = self.round_trip_s
-        if self._vectors is not None and self.statistics.steered:
-            self._vectors.policy.after_commit(self._meter.steering_view())
 
     # --- drafters ---
 
@@ -348,6 +357,21 @@ class EdgeSession:
     def _end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> EdgeInstruction:
         self._stream.end_turn(error)
         return self._text.end(finish, error)
+
+
+def _measure(
+    commit: Commit, now: float, statistics: EdgeStatistics, chain: Chain, meter: Meter, vectors: VectorKeeper | None
+) -> bool:
+    """Count and measure a commit; return whether it timed a round trip."""
+    statistics.steps += 1
+    statistics.verified += commit.verified
+    statistics.verified_here += commit.verified_here
+    statistics.drafting_here_s += commit.timing.drafting_s
+    chain.said_complete = False
+    timed = meter.take_commit(commit, now, downlink=vectors is not None)
+    if vectors is not None and statistics.steered:
+        vectors.policy.after_commit(meter.steering_view())
+    return timed
 
 
 def _take_vector(vectors: VectorKeeper, vector: Steering, text: EdgeText, verifier: str) -> None:

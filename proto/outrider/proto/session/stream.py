@@ -11,6 +11,7 @@ from outrider.proto.session.text import EdgeText
 from outrider.proto.session.verifier_arm import BETTER
 from outrider.proto.types import (
     MAX_TOKEN_ID,
+    CloudFrame,
     Commit,
     Continue,
     Open,
@@ -49,6 +50,7 @@ class EdgeStream:
         covered: tokens after the newest commit that the verifier has by its own drafts before the edge's can come.
         max_tokens: tokens of text that it allows in this turn.
         turn: number of Continues that have gone over this stream.
+        epoch: number of streams before this one; frames of another are not this stream's.
         opened_at: sending of the newest Open, in seconds.
         reported: newest report, or else that of the Open.
     """
@@ -61,6 +63,7 @@ class EdgeStream:
         self.covered = 0
         self.max_tokens = frame.sampling.max_tokens
         self.turn = 0
+        self.epoch = 0
         self.opened_at = 0.0
         self.reported = Report(frame.drafting)
         self._text = text
@@ -80,6 +83,11 @@ class EdgeStream:
         return self._precision if self._text.generated else ""
 
     @property
+    def next_epoch(self) -> int:
+        """Epoch of the stream that is opened next."""
+        return self.epoch + self.has_opened
+
+    @property
     def takes_drafts(self) -> bool:
         """Whether drafts may leave now."""
         return self.connected or (self.opening and self._expects)
@@ -90,6 +98,7 @@ class EdgeStream:
         """Return the Open of a stream, fresh or resumed; drafts may follow it at once within expected terms."""
         text = self._text
         self.opened_at = now
+        self.epoch = self.next_epoch
         self.opening = self.has_opened = True
         self._expects = expected is not None and self._trusts
         if expected is not None:
@@ -99,7 +108,14 @@ class EdgeStream:
         self.turn = 0
         self.reported = Report(drafting)
         committed = tuple(text.tokens[text.prompt_length :])
-        return replace(text.frame, lease=lease, committed=committed, drafting=drafting, steering=steering)
+        return replace(
+            text.frame,
+            lease=lease,
+            committed=committed,
+            drafting=drafting,
+            steering=steering,
+            epoch=self.epoch,
+        )
 
     def accept(self, opened: Opened) -> Reopen | None:
         """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
@@ -168,6 +184,10 @@ class EdgeStream:
         """Keep the session where its verifier does."""
         self.connected = self.connected and self.terms.keep_s > 0 and error is None
         self.opening = False
+
+    def carries(self, frame: CloudFrame) -> bool:
+        """Return whether a frame is of this stream, and not of one that was left and still speaks."""
+        return frame.epoch == self.epoch
 
     def serves(self, commit: Commit) -> bool:
         """Return whether a commit is of the present turn; one of an earlier turn may come until this has a stream."""

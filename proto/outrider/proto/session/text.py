@@ -46,6 +46,9 @@ class EdgeStatistics:
         steps: commits.
         messages: Draft messages.
         resumes: streams opened after the first.
+        suspected: times that a stream was silent beyond its bound.
+        reopened: streams that were left for their silence.
+        fenced: frames of streams that had been left, which were ignored.
         round_trip_s: smoothed round-trip time of a small message, in seconds.
         steered: whether the verifier sends the steering vectors that the drafter takes.
         vectors: vectors received, unreadable ones included.
@@ -73,6 +76,9 @@ class EdgeStatistics:
     steps: int = 0
     messages: int = 0
     resumes: int = 0
+    suspected: int = 0
+    reopened: int = 0
+    fenced: int = 0
     uplink_bytes: int = 0
     downlink_bytes: int = 0
     round_trip_s: float = 0.0

@@ -71,7 +71,7 @@ class VerifierSession:
             UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
         """
         check_open(frame, rules)
-        self.id = frame.session
+        self.id, self.epoch = frame.session, frame.epoch
         self.noise = frame.sampling.noise or rules.noise
         room = rules.context_length - len(frame.prompt)
         self.sampling = replace(frame.sampling, max_tokens=min(frame.sampling.max_tokens, room), noise=self.noise)
@@ -123,6 +123,7 @@ class VerifierSession:
             drafter_here=self.own_drafter,
             branches=True,
             precision=rules.precision,
+            epoch=self.epoch,
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
@@ -300,9 +301,9 @@ class VerifierSession:
 
     def on_cancel(self) -> Commit:
         """End the text; the last commit says so."""
-        self.finish = FinishReason.CANCELLED
+        self.finish, chain = FinishReason.CANCELLED, max(0, self.chain)
         return Commit(
-            len(self.transcript), (), 0, self.credit, finish=self.finish, chain=max(0, self.chain), turn=self.turn
+            len(self.transcript), (), 0, self.credit, finish=self.finish, chain=chain, turn=self.turn, epoch=self.epoch
         )
 
     def on_verified(self, verified: Verified, now: float) -> Commit:
@@ -350,4 +351,5 @@ class VerifierSession:
             covered=ends.covered if ends is not None else 0,
             turn=self.turn,
             cached_tokens=cached_tokens,
+            epoch=self.epoch,
         )

@@ -59,6 +59,8 @@ class LeaseRequest:
         link_class: kind of round trip; 0: unknown.
         prefixes: [n] keyed 64-bit hashes of beginnings of the text, the shortest first, equal where texts begin alike.
         precision: precision of the text so far, which its verifier must have; empty: any.
+        epoch: streams that the session had before.
+        suspected: whether the last of `avoid` is silent and its stream still stands, to be left where there is another.
     """
 
     model: str
@@ -71,6 +73,8 @@ class LeaseRequest:
     link_class: int = 0
     prefixes: tuple[int, ...] = ()
     precision: str = ""
+    epoch: int = 0
+    suspected: bool = False
 
     def __post_init__(self) -> None:
         _require_classes(self.prompt_class, self.link_class, "lease_request")

@@ -130,6 +130,7 @@ class Open:
         drafts_here: drafts that the verifier makes itself before every step, none during one, as a drafter beside the
             target does; 0: none at all; None: as it prices them.
         learning: permission to learn from the text; None: nothing may be kept of it.
+        epoch: streams that the session had before, as its lease says.
     """
 
     model: str
@@ -151,6 +152,7 @@ class Open:
     steering: SteeringRequest | None = None
     drafts_here: int | None = None
     learning: Learning | None = None
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         require(self.drafts_here is None or self.drafts_here >= 0, "open.drafts_here", "must be 0 or more")
@@ -325,6 +327,21 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """A question that the verifier answers at once, whatever its engine does."""
+
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a Ping of the same number."""
+
+    number: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The verifier's terms for a session that it has taken.
 
@@ -339,6 +356,7 @@ class Opened:
         drafter_here: drafter of the verifier's own in this text, as name@version; empty: none.
         branches: whether it takes Branches.
         precision: what decides its rounding, such as `bfloat16`; empty: unknown.
+        epoch: that of the Open, as in every frame of the verifier: an edge ignores those of another.
     """
 
     committed: int
@@ -358,6 +376,7 @@ class Opened:
     drafter_here: str = ""
     branches: bool = False
     precision: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +448,7 @@ class Commit:
     cached_tokens: int = 0
     verified_here: int = 0
     covered: int = 0
+    epoch: int = 0
 
     @property
     def accepted_here(self) -> int:
@@ -454,7 +474,8 @@ class Goaway:
 
     reason: str
     retry_after_s: float = 0.0
+    epoch: int = 0
 
 
-EdgeFrame = Open | Continue | Draft | Branches | Report | Cancel
-CloudFrame = Opened | Commit | Goaway
+EdgeFrame = Open | Continue | Draft | Branches | Report | Ping | Cancel
+CloudFrame = Opened | Commit | Goaway | Pong

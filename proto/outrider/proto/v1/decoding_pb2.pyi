@@ -63,30 +63,34 @@ FINISH_REASON_CANCELLED: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
 
 class EdgeFrame(_message.Message):
-    __slots__ = ("open", "draft", "cancel", "report", "continuation", "branches")
+    __slots__ = ("open", "draft", "cancel", "report", "continuation", "branches", "ping")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     CONTINUATION_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     open: Open
     draft: Draft
     cancel: Cancel
     report: Report
     continuation: Continue
     branches: Branches
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., continuation: _Optional[_Union[Continue, _Mapping]] = ..., branches: _Optional[_Union[Branches, _Mapping]] = ...) -> None: ...
+    ping: Ping
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., continuation: _Optional[_Union[Continue, _Mapping]] = ..., branches: _Optional[_Union[Branches, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class CloudFrame(_message.Message):
-    __slots__ = ("opened", "commit", "goaway")
+    __slots__ = ("opened", "commit", "goaway", "pong")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     GOAWAY_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     commit: Commit
     goaway: Goaway
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., goaway: _Optional[_Union[Goaway, _Mapping]] = ...) -> None: ...
+    pong: Pong
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., goaway: _Optional[_Union[Goaway, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_tokens", "bias_values", "allowed_tokens", "max_tokens", "stop_tokens", "ignore_eos", "grammar", "noise")
@@ -141,7 +145,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +165,7 @@ class Open(_message.Message):
     STEERING_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_HERE_FIELD_NUMBER: _ClassVar[int]
     LEARNING_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -180,7 +185,8 @@ class Open(_message.Message):
     steering: SteeringRequest
     drafts_here: int
     learning: Learning
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Learning(_message.Message):
     __slots__ = ("prompt_class",)
@@ -262,8 +268,22 @@ class Cancel(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Ping(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("number", "epoch")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    epoch: int
+    def __init__(self, number: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class Opened(_message.Message):
-    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "guarantee", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered", "noise", "drafter_here", "branches", "precision")
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "guarantee", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered", "noise", "drafter_here", "branches", "precision", "epoch")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +301,7 @@ class Opened(_message.Message):
     DRAFTER_HERE_FIELD_NUMBER: _ClassVar[int]
     BRANCHES_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     committed: int
     credit: int
     max_tokens: int
@@ -298,10 +319,11 @@ class Opened(_message.Message):
     drafter_here: str
     branches: bool
     precision: str
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered")
+    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered", "epoch")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +342,7 @@ class Commit(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_HERE_FIELD_NUMBER: _ClassVar[int]
     COVERED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
@@ -338,7 +361,8 @@ class Commit(_message.Message):
     cached_tokens: int
     verified_here: int
     covered: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verified_here: _Optional[int] = ..., covered: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verified_here: _Optional[int] = ..., covered: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Steering(_message.Message):
     __slots__ = ("scale", "values", "precision")
@@ -373,12 +397,14 @@ class Timing(_message.Message):
     def __init__(self, echo: _Optional[int] = ..., hold_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., drafting_us: _Optional[int] = ...) -> None: ...
 
 class Goaway(_message.Message):
-    __slots__ = ("reason", "retry_after_s")
+    __slots__ = ("reason", "retry_after_s", "epoch")
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     reason: str
     retry_after_s: float
-    def __init__(self, reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    epoch: int
+    def __init__(self, reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("kind", "message", "field", "retry_after_s")
@@ -393,7 +419,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class", "prefixes", "precision")
+    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class", "prefixes", "precision", "epoch", "suspected")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +430,8 @@ class LeaseRequest(_message.Message):
     LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTED_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer_sha256: str
     session: str
@@ -414,7 +442,9 @@ class LeaseRequest(_message.Message):
     link_class: int
     prefixes: _containers.RepeatedScalarFieldContainer[int]
     precision: str
-    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ..., precision: _Optional[str] = ...) -> None: ...
+    epoch: int
+    suspected: bool
+    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., suspected: _Optional[bool] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release")
