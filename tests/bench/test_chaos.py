@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from outrider.bench.chaos.__main__ import main
-from outrider.bench.chaos.edge import Edge
 from outrider.bench.chaos.faults import PAIRS
 from outrider.bench.chaos.report import ChaosSummary, run_in_processes, run_schedules
 from outrider.bench.chaos.schedule import Schedule
@@ -39,19 +38,9 @@ def keep_dead_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def apply_commits_of_older_streams(patch: pytest.MonkeyPatch) -> None:
-    """The edge applies what comes over streams that it has left."""
-    received = Edge.received
-
-    def receive(self: Edge, call, frame) -> None:
-        if call is not self.call and isinstance(frame, Commit) and not self.dead:
-            self.handle(frame)
-        else:
-            received(self, call, frame)
-
-    patch.setattr(Edge, "received", receive)
-    patch.setattr(EdgeStream, "serves", lambda self, commit: True)
+    """The edge applies what still comes from streams that it has left."""
     patch.setattr(EdgeStream, "carries", lambda self, frame: True)
-    patch.setattr("outrider.bench.chaos.call.SimulatedCall.leave", lambda _: None)
+    patch.setattr(EdgeStream, "serves", lambda self, commit: True)
 
 
 def keep_the_place(patch: pytest.MonkeyPatch) -> None:

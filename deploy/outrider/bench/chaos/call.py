@@ -53,6 +53,7 @@ class SimulatedCall:
         served: the verifier's end; None: it is not or no longer there.
         silent: whether the connection drops everything without a word (half-open).
         copies: frames in each direction that will still come twice.
+        strays: whether frames still come to an edge that has left.
     """
 
     def __init__(self, world: World, path: Path, caller: CallingEnd, server: Server, *, encoded: bool) -> None:
@@ -61,6 +62,7 @@ class SimulatedCall:
         self.served: ServingEnd | None = None
         self.silent = False
         self.copies = 0
+        self.strays = False
         self._world = world
         self._caller = caller
         self._up, self._down = OneWay(world, path), OneWay(world, path)
@@ -137,8 +139,9 @@ class SimulatedCall:
         self._down.send(partial(self.break_edge, Unavailable("the stream broke: connection reset")))
 
     def lose_edge(self) -> None:
-        """Break the edge's end at once, while the other end goes on until its keepalive."""
+        """Break the edge's end at once, while the other goes on until its keepalive and what it sends comes astray."""
         self.edge_open, silence_s = False, self._world.rng.uniform(*KEEPALIVE_S)
+        self.strays = True
         self._world.after(silence_s, self.break_served)
         self._caller.broken(self, Unavailable("the stream broke: no route"))
 
@@ -160,7 +163,7 @@ class SimulatedCall:
             self.break_served()
 
     def _deliver(self, frame: CloudFrame) -> None:
-        if not self.silent and self.edge_open:
+        if not self.silent and (self.edge_open or self.strays):
             self._caller.received(self, frame)
 
     def _end_edge(self, error: OutriderError) -> None:

@@ -99,8 +99,15 @@ class Coordinator:
             verifier = self._view.choose(request, tenant, now_s)
         self._admission.grant(self._caller, request.session, self._lease_s)
         self._view.grant(request, tenant, verifier, now_s)
-        until_s = self.clock.wall() + self._lease_s
-        claim = LeaseClaim(verifier.name, MODEL, request.session, until_s, tenant, epoch=request.epoch)
+        claim = LeaseClaim(
+            verifier.name,
+            MODEL,
+            request.session,
+            self.clock.wall() + self._lease_s,
+            tenant,
+            epoch=request.epoch,
+            incarnation=verifier.incarnation,
+        )
         return Lease(sign_lease(claim, SECRET), verifier.name, verifier.address, self._lease_s, MODEL, TOKENIZER)
 
     def report(self, report: SessionReport) -> None:

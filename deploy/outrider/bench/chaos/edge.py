@@ -10,6 +10,7 @@ from functools import partial
 from outrider.bench.chaos.call import SimulatedCall
 from outrider.bench.chaos.coordinator import CoordinatorCalls
 from outrider.bench.chaos.drafter import ToyDrafter
+from outrider.bench.chaos.guard import StreamGuard
 from outrider.bench.chaos.turns import Turn, TurnCheck
 from outrider.bench.chaos.verifier import MODEL, TOKENIZER, Verifier
 from outrider.bench.chaos.world import LocalClock, Path, Violation, World
@@ -32,7 +33,18 @@ from outrider.proto.session import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.types import CloudFrame, Draft, Lease, LeaseRequest, Open, Opened, Patience, SessionReport
+from outrider.proto.types import (
+    CloudFrame,
+    Draft,
+    Lease,
+    LeaseRequest,
+    Open,
+    Opened,
+    Patience,
+    Ping,
+    Pong,
+    SessionReport,
+)
 
 OPEN_S = 30.0  # the edge's default
 MAX_UNDER_WAY = 400
@@ -87,7 +99,6 @@ class Edge:
         self.call: SimulatedCall | None = None
         self.errors: list[OutriderError] = []
         self.over = self.dead = False
-        self.leasing = False
         self.verifiers = verifiers
         self.coordinator = calls
         self.drafter = ToyDrafter(self._choose, habits.right or 0.0, random.Random(world.rng.randrange(1 << 30)))
@@ -112,7 +123,8 @@ class Edge:
         self.address = ""
         self._answered = False
         self._waits = False  # for a turn to begin
-        self._attempt_number = 0
+        self._place: Lease | None = None  # where a silent verifier is left for
+        self.guard = StreamGuard(world, clock, calls, verifiers, self._ping, self._leave_silent)
 
     def _choose(self, prefix: tuple[int, ...]) -> int:
         return self._world.targets.of(self.machine.sampling).token(prefix).id
@@ -148,6 +160,7 @@ class Edge:
     def _end_turn(self, done: Done) -> None:
         """Check what the user has got, and ask for the next turn some time later."""
         self.note("is done:", done.finish, done.error or "")
+        self.guard.rest()
         self.check.end(done, self.machine)
         if done.error is not None:
             self.errors.append(done.error)
@@ -171,6 +184,7 @@ class Edge:
         self.check = TurnCheck(turn, prompt, self._world.targets.of(turn.sampling))
         self.note("begins another turn at", start)
         self.handle(TurnBegun(start, turn.prompt, turn.sampling))
+        self.guard.resume()
         if self._waits:
             self._waits = False
             self._attempt()
@@ -196,14 +210,17 @@ class Edge:
             self._waits = True
             return
         self.attempts.begin()
-        self._attempt_number += 1
-        self.leasing = True
+        place, self._place = self._place, None
+        if place is not None:
+            self._leased(place)
+        else:
+            self.coordinator.lease(self._request(self.attempts.avoid), self._leased)
+
+    def _request(self, avoid: tuple[str, ...], *, suspected: bool = False) -> LeaseRequest:
         epoch = self.machine.next_epoch
-        request = LeaseRequest(MODEL, self.habits.session, TOKENIZER, self.attempts.avoid, epoch=epoch)
-        self.coordinator.lease(request, self._leased)
+        return LeaseRequest(MODEL, self.habits.session, TOKENIZER, avoid, epoch=epoch, suspected=suspected)
 
     def _leased(self, result: Lease | OutriderError) -> None:
-        self.leasing = False
         if self.over:
             return
         if isinstance(result, OutriderError):
@@ -217,18 +234,34 @@ class Edge:
         self.note("opens a stream to", verifier.name)
         self.handle(StreamReady(result.token, self._known.get(verifier.name)))
         self.clock.after(OPEN_S, partial(self._time_out, call))
+        avoid = self.attempts.avoid
+
+        def request_another(silent: str) -> LeaseRequest:
+            return self._request((*(name for name in avoid if name != silent), silent), suspected=True)
+
+        if call is self.call:
+            self.guard.begin(verifier.name, lambda: self.machine.round_trip_s, request_another)
+            if self.machine.done:
+                self.guard.rest()
 
     def _time_out(self, call: SimulatedCall) -> None:
         if call is self.call and not self._answered and not self.over:
             self.broken(call, Unavailable(f"{self.address} did not answer"))
 
     def received(self, call: SimulatedCall, frame: CloudFrame) -> None:
-        """Take a frame of the present stream; another's is not read."""
-        if call is not self.call or self.dead:
+        """Take a frame of the present stream; the machine has to fence one that comes astray from another."""
+        if self.dead:
             return
+        if call is not self.call:
+            if self.call is not None:
+                self.handle(frame)
+            return
+        self.guard.hear(frame)
         if isinstance(frame, Opened):
             self._known[self.address] = frame
         self.handle(frame)
+        if isinstance(frame, Pong) and not self._answered:
+            return
         if not self._answered:
             self._answered = True
             self.attempts.answered()
@@ -254,7 +287,19 @@ class Edge:
         self._close_call()
         self.clock.after(self.attempts.pause_s, self._attempt)
 
+    def _ping(self, ping: Ping) -> None:
+        if self.call is not None and not self.dead:
+            self.call.send_up(ping)
+
+    def _leave_silent(self, place: Lease) -> None:
+        """Leave a verifier that is silent for one that answers."""
+        if self.call is not None and not self.over:
+            self._place = place
+            self.note(self.address, "is silent; leaves it for", place.verifier)
+            self.broken(self.call, Unavailable(f"verifier {self.address} is silent"))
+
     def _close_call(self) -> None:
+        self.guard.end()
         call, self.call = self.call, None
         if call is not None:
             call.leave()
@@ -265,7 +310,9 @@ class Edge:
         """Give the machine an event and follow its instructions."""
         if self.dead:
             return
+        fenced = self.machine.statistics.fenced
         instructions = self.machine.handle(event, self.clock.monotonic())
+        self._world.counts["fenced frames"] += self.machine.statistics.fenced > fenced
         done: Done | None = None
         for instruction in instructions:
             if isinstance(instruction, Done):

@@ -60,6 +60,10 @@ class ChaosSummary:
             f"{counts['tokens']} tokens, {counts['streams']} streams, {self.coverage.total()} faults, "
             f"{self.seconds:.0f} s of processor time"
         )
+        yield (
+            f"{counts['left for silence']} streams left because their verifier was silent, "
+            f"{counts['fenced frames']} late frames fenced"
+        )
         yield f"the slowest session ended {self.slowest_s:.1f} s after the last fault (seed {self.slowest})"
         yield "".join([f"{'fault':12}", *(f"{state:>12}" for state in State)])
         for kind in KINDS:

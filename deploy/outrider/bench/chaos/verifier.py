@@ -16,12 +16,12 @@ from outrider.cloud.batching import Batch, Batching, Share
 from outrider.cloud.inbox import WaitingEvents
 from outrider.cloud.local_source import NoSource
 from outrider.cloud.session_events import SessionEvents
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.slots import MAX_UNREAD, Outbox, Slot, Slots
 from outrider.cloud.stream_state import StreamState
 from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.lease import verify_lease
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
-from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, Open
+from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, Open, Ping, Pong
 
 SECRET = b"a secret of sixteen bytes or more"
 MODEL = "toy"
@@ -66,7 +66,10 @@ class ServedStream(Outbox):
         if self._closed or not self._reads:
             return
         if self.state.session:
-            self._process.post_frame(self._key, frame)
+            if not isinstance(frame, Ping):
+                self._process.post_frame(self._key, frame)
+            elif self.unread() <= MAX_UNREAD:
+                self.put(Pong(frame.number, self.state.epoch))
             return
         try:
             self._open(frame)
@@ -88,6 +91,7 @@ class ServedStream(Outbox):
             session=frame.session,
             now_s=wall_s,
             epoch=frame.epoch,
+            incarnation=process.incarnation,
         )
         process.post_open(self._key, frame, self)
         lasts_s = max(0.0, claim.expires_at_s - wall_s)
@@ -132,6 +136,7 @@ class Process:
 
     Attributes:
         number: how many processes the verifier has had before.
+        incarnation: name of this start.
         alive: whether it has not been killed or replaced.
         watch: called with the id of a session after its commit.
     """
@@ -142,6 +147,7 @@ class Process:
         pages, max_sessions = shape
         self.watch = watch
         self.number = number
+        self.incarnation = f"start {number}"
         self.alive = True
         self.clock = clock
         self.rules = VerifierRules(
@@ -251,7 +257,7 @@ class Process:
             "max_sessions": self.max_sessions,
             "kv_pages": self.pages.capacity.pages,
             "kv_pages_free": self.pages.capacity.free_pages,
-            "incarnation": str(self.number),
+            "incarnation": self.incarnation,
         }
 
     # --- the engine ---
