@@ -236,7 +236,9 @@ def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.Ca
 
 def test_a_verifier_process_gets_the_settings_and_reports_its_refusal(tmp_path) -> None:
     file = tmp_path / "tokenizer.json"
-    config = VerifierConfig(threads=1, exact="off", patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05)
+    config = VerifierConfig(
+        threads=1, exact="off", patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05, draft_here="off"
+    )
 
     async def steps() -> list[StepTiming]:
         async with VerifierProcess(config, file) as verifier:

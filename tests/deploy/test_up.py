@@ -28,7 +28,7 @@ def test_the_metrics_of_the_coordinator_are_where_they_were_bound(options, bound
         asked.append(coordinator["metrics_listen"])
         yield LocalCluster("127.0.0.1:7000", {"coordinator": bound}, {})
 
-    async def at_once() -> None:
+    async def at_once(*_: object) -> None:
         pass
 
     monkeypatch.setattr(servers, "local_cluster", cluster)

@@ -33,7 +33,7 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
         asked.append((config.learn, trainer))
         yield LocalCluster("127.0.0.1:7000", {}, {})
 
-    async def at_once() -> None:
+    async def at_once(*_: object) -> None:
         pass
 
     (tmp_path / "keys.toml").write_text("")

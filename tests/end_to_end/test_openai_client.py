@@ -88,7 +88,10 @@ def test_a_completion_is_the_sdks_text_streamed_and_not(at) -> None:
         for sampling in ({"temperature": 0.0, "seed": 0}, {"temperature": 1.0, "seed": 11, "top_p": 0.9}):
             expected = await at.client.complete(PROMPT, max_tokens=32, **sampling)
             asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 32, **sampling}
-            whole = await at.openai.completions.create(**asked)
+            for _ in range(5):  # on a busy machine no draft may be in time in one text
+                whole = await at.openai.completions.create(**asked)
+                if whole.metrics["speculative_decoding"]["num_accepted_draft_tokens"]:
+                    break
             assert whole.choices[0].text == expected.text
             assert whole.choices[0].finish_reason == "length"
             assert whole.usage is not None

@@ -130,6 +130,8 @@ def test_a_text_without_a_verifier_of_its_precision_fails_and_says_so(verifier, 
 class ReportingFleet:
     """Verifiers that tell a coordinator their own state, as actors do."""
 
+    trainers = ()
+
     def __init__(self, *servers: VerifierServer) -> None:
         self.servers = {server.status().name: server for server in servers}
 
@@ -147,6 +149,9 @@ class ReportingFleet:
 
     async def chat_template_json(self, _: str) -> str:
         return ""
+
+    async def retire_versions(self, _: frozenset[tuple[str, str]]) -> None:
+        """Have no trainer that could be told."""
 
     async def close(self) -> None:
         """Leave the verifiers to whoever started them."""

@@ -321,7 +321,7 @@ def test_an_age_counts_from_the_vectors_position_to_the_one_that_the_job_follows
 
 
 def test_a_vector_that_is_too_old_steers_no_more_until_another_comes():
-    edge = steered_edge(window=80)
+    edge = steered_edge(window=80, sampling=Sampling(max_tokens=500))
     commit(edge, (5,), vector_of(2))
     assert steered_by(draft(edge, 1)) == 2
     for _ in range(62):
@@ -472,7 +472,7 @@ def test_a_drafter_that_broke_requests_no_vectors_any_more():
 
 def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
     policy, measurements = FixedChoice(SteeringRate()), Measurements()
-    edge = steered_edge(policy, measurements=measurements)
+    edge = steered_edge(policy, measurements=measurements, sampling=Sampling(max_tokens=500))
     byte_s, now, rng = 1e-4, 1.0, random.Random(2)
     for index in range(60):
         job = edge.next_job(3)

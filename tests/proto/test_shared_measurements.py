@@ -123,7 +123,7 @@ def test_a_snapshot_changes_the_next_jobs_length_and_the_worth_of_drafts_in_flig
 
 
 def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
-    edge = EdgeSession(open_frame(), FixedWindow(1), job_tokens=lambda _: 1)
+    edge = EdgeSession(open_frame(sampling=Sampling(max_tokens=200)), FixedWindow(1), job_tokens=lambda _: 1)
     edge.handle(StreamReady(b""), 0.0)
     instructions = edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
     for position in range(3, 43):  # what it is sure of is wrong in this text
