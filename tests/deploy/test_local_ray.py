@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from outrider.deploy.cluster import _start_local_ray
+from outrider.deploy.cluster import STARTS, _start_local_ray
+from outrider.proto.errors import Unavailable
 
 
 def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +25,24 @@ def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkey
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # an operator's own choice
     _start_local_ray()
     assert modes == ["token", "disabled"]
+
+
+@pytest.mark.parametrize("failures", [1, 5])
+def test_one_that_starts_too_slowly_is_started_again_and_then_given_up(failures: int, monkeypatch, caplog) -> None:
+    ray = pytest.importorskip("ray")
+    starts: list[int] = []
+
+    def init(**_: Any) -> None:
+        starts.append(1)
+        if len(starts) <= failures:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    if failures == 1:
+        _start_local_ray()
+        assert "trying again" in caplog.text
+    else:
+        with pytest.raises(Unavailable, match="timed out") as error:
+            _start_local_ray()
+        assert error.value.field == "ray"
+    assert len(starts) == min(failures + 1, STARTS)

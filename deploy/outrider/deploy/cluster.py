@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,7 +17,10 @@ from outrider.cloud.learning.settings import TrainerSettings
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 
 LOAD_TIMEOUT_S = 600.0
+STARTS = 3  # tries to start Ray, each within the 30 s that it gives itself
 SECRET_BYTES = 32
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +165,24 @@ def _start_local_ray() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # whatever this version of Ray does by default
-    try:
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address="127.0.0.1",
-        )
-    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
-        raise Unavailable(f"a local Ray cluster does not start: {error}", field="ray") from error
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+            )
+            return
+        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+            raise Unavailable(f"a local Ray cluster does not start: {error}", field="ray") from error
+        except Exception as error:  # Ray has no type of its own for a node that takes over 30 s on a busy machine
+            ray.shutdown()
+            if not left:
+                raise Unavailable(f"a local Ray cluster does not start in time: {error}", field="ray") from error
+            log.warning("a local Ray cluster did not start in time; trying again")
 
 
 def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
