@@ -64,7 +64,7 @@ def test_one_that_hits_no_less_stays_however_long_it_drafts(gain: float) -> None
 
 
 def test_one_that_was_better_and_turns_worse_is_retired() -> None:
-    """What an edge is asked for changes, so that a comparison of all times would take as long as it was good."""
+    """Users ask for other things in time, so that a comparison of all times would take as long as it was good."""
     rng = np.random.default_rng(3)
     good, bad = rng.normal(0.1, 0.05, 3 * trial.WATCHED_TEXTS), rng.normal(-0.07, 0.05, 400)
     count = texts_until(VersionWatch("1", 1), [*good, *bad])

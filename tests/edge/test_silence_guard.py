@@ -156,7 +156,7 @@ def test_a_verifier_that_answers_pings_is_never_left_however_long_it_takes(token
 
 @pytest.mark.parametrize("addresses", [("a",), ("a", "b")], ids=["one verifier", "two"])
 def test_where_nobody_answers_the_stream_stays_until_its_verifier_wakes(tokenizer, addresses) -> None:
-    """As with one verifier that is stopped for a while, or a link that stands still."""
+    """So it is with one verifier that is stopped for a while, or a link that stands still."""
 
     def arrange(cloud: Cloud) -> None:
         def behave(stream: Stream, frames: list[CloudFrame]) -> None:

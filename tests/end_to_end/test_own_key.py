@@ -1,4 +1,4 @@
-"""What the texts of one API key teach: its edges draft with it, no text changes, and it is gone when forgotten."""
+"""A version of one API key: its edges draft with it, no text changes, and it is gone when forgotten."""
 
 from __future__ import annotations
 

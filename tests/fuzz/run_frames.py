@@ -39,7 +39,7 @@ PROGRESS_S = 10.0
 
 @dataclass
 class Part:
-    """What one part was sent, and its memory in MiB when warm and at the end."""
+    """Frames that one part was sent, and its memory in MiB when warm and at the end."""
 
     name: str
     frames: int

@@ -1,4 +1,4 @@
-"""What became of every text while processes were killed, and what must hold of all of them."""
+"""The fate of every text while processes were killed, and the rules that it must keep."""
 
 from __future__ import annotations
 

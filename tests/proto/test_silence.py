@@ -26,7 +26,7 @@ def watch(law: AnswerLaw | None = None, *, opened: bool = True) -> SilenceWatch:
 
 
 def until(watching: SilenceWatch, end: float, usual_s: float = 0.05) -> list[tuple[float, Ping | Silent]]:
-    """What the watch says at each of its looks up to `end`."""
+    """Return what the watch says at each of its looks up to `end`."""
     said = []
     while watching.next_look <= end:
         now = watching.next_look

@@ -68,7 +68,7 @@ class Work:
 
 
 class Heartbeat:
-    """What an engine's thread notes; any other may read it.
+    """Notes of an engine's thread, which any other may read.
 
     Attributes:
         beats: turns of the loop and steps so far.

@@ -1,4 +1,4 @@
-"""What a lossy link makes of commits, by transport: `python -m outrider.bench.transports 10/2 60/2 60/2:100`.
+"""Delays of commits over a lossy link, by transport: `python -m outrider.bench.transports 10/2 60/2 60/2:100`.
 
 Messages as small as commits go down a link of packets every 30 ms, and as small as drafts up, by several transports
 at once: over one TCP connection, as now; with the drafts on a connection of their own; with each commit on two

@@ -39,7 +39,7 @@ class ServingEnd(Protocol):
 
 
 class Server(Protocol):
-    """What accepts calls at an address."""
+    """A listener at an address, which accepts calls."""
 
     def accept(self, call: SimulatedCall) -> ServingEnd | None:
         """Begin to serve a call; None: nobody listens there."""

@@ -52,7 +52,7 @@ MAX_UNDER_WAY = 400
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What one edge wants of its session.
+    """Plan of one edge for its session.
 
     Attributes:
         session: id.

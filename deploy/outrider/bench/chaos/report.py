@@ -17,7 +17,7 @@ PART = 250  # schedules that a process is given at once
 
 @dataclass(slots=True)
 class ChaosSummary:
-    """What schedules have shown.
+    """Summary of schedules that were run.
 
     Attributes:
         schedules: number of schedules.

@@ -1,4 +1,4 @@
-"""What all parts of a schedule share: one clock, one source of chance, a trace, and the links between parts."""
+"""A world that all parts of a schedule share: one clock, one source of chance, a trace, and the links between parts."""
 
 from __future__ import annotations
 
