@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +27,20 @@ def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkey
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # an operator's own choice
     _start_local_ray()
     assert modes == ["token", "disabled"]
+
+
+@pytest.mark.parametrize("imported", ["import ray", ""])
+def test_this_process_has_the_token_too_whenever_it_imported_ray(imported: str) -> None:
+    pytest.importorskip("ray")
+    code = f"""
+{imported}
+from outrider.deploy.cluster import _ask_for_token
+_ask_for_token()
+from ray._raylet import AuthenticationMode, get_authentication_mode
+assert get_authentication_mode() == AuthenticationMode.TOKEN
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("failures", [1, 5])

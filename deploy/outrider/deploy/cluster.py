@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -158,13 +159,13 @@ def _join_or_start_ray() -> None:
 
 def _start_local_ray() -> None:
     """Start a Ray cluster for this process alone, on loopback, without dashboard."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _ask_for_token()
     import ray
 
     from outrider.coordinator.ray_cluster import NAMESPACE
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # whatever this version of Ray does by default
     for left in reversed(range(STARTS)):
         try:
             ray.init(
@@ -183,6 +184,17 @@ def _start_local_ray() -> None:
             if not left:
                 raise Unavailable(f"a local Ray cluster does not start in time: {error}", field="ray") from error
             log.warning("a local Ray cluster did not start in time; trying again")
+
+
+def _ask_for_token() -> None:
+    """Have Ray ask for a token whatever its version does by default; an operator's own choice stands."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" in sys.modules:  # it has read its settings at import, and would start servers that refuse it
+        from ray._raylet import Config  # type: ignore[attr-defined]  # compiled; Ray itself does the same
+
+        Config.initialize("")
 
 
 def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
