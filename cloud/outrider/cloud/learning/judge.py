@@ -36,7 +36,7 @@ from outrider.proto.policy.sequential import PaceTest, PairedTest, Verdict, cand
 
 MAX_TOKENS = 256  # of one text
 MIN_TOKENS = 8
-MAX_TEXTS = 2000  # that a candidate is judged on; one that is no better by then is dropped
+MAX_TEXTS = 300  # that a candidate is judged on: one that gains .02 shows it in 100, and newer ones wait
 KEY_WEIGHT = 2.0  # limit of a key's share of the texts, in equal shares of all keys that came
 TIMED_TOKENS = 8  # that are drafted for their time, twice
 
@@ -120,7 +120,7 @@ class Judgement:
 
     Attributes:
         better: whether it may be published.
-        worse: whether training should go back to the version before: it hits less, or takes longer.
+        worse: whether training should go back to the version before: it is known to hit less, or to take longer.
         why: reason in a few words.
         texts: texts that it was judged on.
         difference: mean difference of hit rates.
@@ -270,7 +270,7 @@ class ShadowJudge:
             self.current = candidate
         self._candidate = self.memory.trial = None
         slower = self._pace is not None and self._pace.shows_slower(candidate_error(test.number))
-        worse = test.difference < 0 or slower
+        worse = slower or (verdict is Verdict.WORSE and test.difference < 0)
         return Judgement(verdict is Verdict.BETTER, worse, why, test.texts, test.difference)
 
     def _open(self, candidate: Drafter, trial: OpenTrial) -> None:
