@@ -26,7 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--faults", nargs="+", choices=KINDS, default=(), metavar="KIND", help="only faults of these kinds"
     )
     options = parser.parse_args(arguments)
-    logging.getLogger("outrider").setLevel(logging.CRITICAL)  # the trace says more, on the virtual clock
     if options.seed is not None:
         return replay(options.seed, options.faults)
     summary = run_in_processes(options.first, options.schedules, options.faults, processes=options.processes)
@@ -47,4 +46,5 @@ def replay(seed: int, kinds: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("outrider").setLevel(logging.CRITICAL)  # the trace says more, on the virtual clock
     sys.exit(main())
