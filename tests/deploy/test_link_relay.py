@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+from echo_server import connected, echo_server
 
 from outrider.deploy.cli import main
 from outrider.deploy.link.process import LinkProcess
@@ -27,37 +28,8 @@ SILENCE_S = 60.0
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
-    """Start a server that sends everything back, and return its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve(peer: socket.socket) -> None:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with peer:
-            try:
-                while data := peer.recv(65536):
-                    peer.sendall(data)
-            except OSError:
-                return
-
-    def accept() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=serve, args=(peer,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-
-
-def connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    edge = socket.create_connection((host, int(port)), timeout=SILENCE_S)
-    edge.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return edge
+    with echo_server() as address:
+        yield address
 
 
 def read(edge: socket.socket, size: int) -> bytes:
@@ -77,7 +49,7 @@ def with_link(to: str, use: Callable[[LinkProcess], Awaitable[None]], **options:
 
 def median_round_trip_s(address: str, count: int) -> float:
     times = []
-    with connected(address) as edge:
+    with connected(address, SILENCE_S) as edge:
         for _ in range(count + 1):
             began = time.perf_counter()
             edge.sendall(b"x" * 64)
@@ -89,7 +61,7 @@ def median_round_trip_s(address: str, count: int) -> float:
 
 def median_rate(address: str, size: int) -> float:
     """Return the median over tenths of `size` of the bytes per second that come back through a full pipe."""
-    with connected(address) as edge:
+    with connected(address, SILENCE_S) as edge:
         sender = threading.Thread(target=edge.sendall, args=(bytes(size),))
         sender.start()
         read(edge, size // 10)
@@ -147,7 +119,7 @@ def test_bytes_arrive_as_they_were_sent_in_both_directions_and_are_counted(echo)
         assert await link.counters() == Counters(0, 0, 0)
 
         def transfer() -> bytes:
-            with connected(link.address) as edge:
+            with connected(link.address, SILENCE_S) as edge:
                 sender = threading.Thread(target=lambda: (edge.sendall(payload), edge.shutdown(socket.SHUT_WR)))
                 sender.start()
                 received = read(edge, len(payload) + 1)  # to the end, which the shutdown brings
@@ -164,7 +136,7 @@ def test_bytes_arrive_as_they_were_sent_in_both_directions_and_are_counted(echo)
 
 def test_a_full_queue_holds_the_sender_back(echo) -> None:
     async def flood(link: LinkProcess) -> None:
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
             edge.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
             edge.setblocking(False)
             sent = 0
@@ -183,7 +155,7 @@ def test_a_full_queue_holds_the_sender_back(echo) -> None:
 
 def test_a_reader_that_does_not_read_stops_its_own_connection_only(echo) -> None:
     async def talk(link: LinkProcess) -> None:
-        with connected(link.address) as deaf, connected(link.address) as other:
+        with connected(link.address, SILENCE_S) as deaf, connected(link.address, SILENCE_S) as other:
             deaf.setblocking(False)
             blocked = 0
             while blocked < 10:
@@ -201,7 +173,7 @@ def test_a_reader_that_does_not_read_stops_its_own_connection_only(echo) -> None
 
 def test_a_stall_is_silence_and_then_everything(echo) -> None:
     async def talk(link: LinkProcess) -> None:
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
             edge.sendall(b"before")
             assert read(edge, 6) == b"before"
             began = time.monotonic()
@@ -217,7 +189,7 @@ def test_a_stall_is_silence_and_then_everything(echo) -> None:
 
 def test_a_cut_aborts_every_connection_and_new_ones_are_welcome(echo) -> None:
     async def talk(link: LinkProcess) -> None:
-        with connected(link.address) as edge, connected(link.address) as other:
+        with connected(link.address, SILENCE_S) as edge, connected(link.address, SILENCE_S) as other:
             for end in (edge, other):
                 end.sendall(b"x")
                 assert read(end, 1) == b"x"
@@ -225,7 +197,7 @@ def test_a_cut_aborts_every_connection_and_new_ones_are_welcome(echo) -> None:
             for end in (edge, other):
                 with pytest.raises(ConnectionResetError):
                     end.recv(1)
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
             edge.sendall(b"again")
             assert read(edge, 5) == b"again"
         assert (await link.counters()).connections == 3
@@ -235,14 +207,14 @@ def test_a_cut_aborts_every_connection_and_new_ones_are_welcome(echo) -> None:
 
 def test_a_connection_that_is_not_yet_through_is_cut_too(echo) -> None:
     async def talk(link: LinkProcess) -> None:
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
             while not (await link.counters()).connections:  # noqa: ASYNC110 - the relay accepts in its own time
                 await asyncio.sleep(0.01)
             await link.cut()
             with pytest.raises(ConnectionResetError):
                 edge.recv(1)
         await link.set_shape(LinkShape())
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
             edge.sendall(b"again")
             assert read(edge, 5) == b"again"
 
@@ -253,7 +225,7 @@ def test_a_trace_is_played_in_time_and_a_shape_ends_it(echo) -> None:
     trace = LinkTrace("t", (TracePoint(0.0, 0, 100, 100), TracePoint(0.4, 150, 100, 100)))
 
     async def talk(link: LinkProcess) -> None:
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
 
             def round_trip_s() -> float:
                 began = time.monotonic()
@@ -279,7 +251,7 @@ def test_a_trace_is_played_in_time_and_a_shape_ends_it(echo) -> None:
 def test_a_new_connection_waits_a_round_trip_for_its_handshake(echo) -> None:
     async def talk(link: LinkProcess) -> None:
         began = time.monotonic()
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
             edge.sendall(b"x")
             assert await asyncio.to_thread(read, edge, 1) == b"x"
         assert time.monotonic() - began >= 0.199
@@ -292,7 +264,7 @@ def test_a_verifier_that_is_not_there_is_a_reset() -> None:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
 
     async def talk(link: LinkProcess) -> None:
-        with pytest.raises(ConnectionResetError), connected(link.address) as edge:
+        with pytest.raises(ConnectionResetError), connected(link.address, SILENCE_S) as edge:
             edge.recv(1)
 
     with_link(address, talk)
@@ -373,7 +345,7 @@ def test_the_command_stays_until_it_is_stopped_and_says_what_it_carried(echo) ->
     assert running.stdout is not None
     line = running.stdout.readline()
     assert line.startswith(f"link to {echo} on 127.0.0.1:")
-    with connected(line.split()[-1]) as edge:
+    with connected(line.split()[-1], SILENCE_S) as edge:
         edge.sendall(b"hello")
         assert read(edge, 5) == b"hello"
     running.send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from echo_server import connected, echo_server
 
 from outrider.deploy.cli import main
 from outrider.deploy.link import namespace
@@ -31,34 +32,8 @@ pytestmark = pytest.mark.usefixtures("_tun_links")
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
-    """Start a server that sends everything back, and return its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve(peer: socket.socket) -> None:
-        with peer:
-            try:
-                while data := peer.recv(65536):
-                    peer.sendall(data)
-            except OSError:
-                return
-
-    def accept() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=serve, args=(peer,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-
-
-def connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=SILENCE_S)
+    with echo_server() as address:
+        yield address
 
 
 def read(edge: socket.socket, size: int) -> bytes:
@@ -70,7 +45,7 @@ def read(edge: socket.socket, size: int) -> bytes:
 
 def echoed(address: str, payload: bytes) -> bytes:
     """Return what comes back for `payload`, to the end that closing the sending direction brings."""
-    with connected(address) as edge:
+    with connected(address, SILENCE_S) as edge:
         sender = threading.Thread(target=lambda: (edge.sendall(payload), edge.shutdown(socket.SHUT_WR)))
         sender.start()
         received = read(edge, len(payload) + 1)
@@ -119,7 +94,7 @@ def test_no_answer_is_earlier_than_the_round_trip_and_a_connection_costs_one_mor
     async def talk(link: LinkProcess) -> None:
         def times() -> list[float]:
             began = time.monotonic()
-            with connected(link.address) as edge:
+            with connected(link.address, SILENCE_S) as edge:
                 passed = []
                 for _ in range(5):
                     edge.sendall(b"x")
@@ -141,7 +116,7 @@ def test_a_trace_a_stall_and_a_cut_work_as_on_the_link_of_bytes(echo) -> None:
     trace = LinkTrace("t", (TracePoint(0.0, 0, 100, 100), TracePoint(0.4, 80, 100, 100)))
 
     async def talk(link: LinkProcess) -> None:
-        with connected(link.address) as edge:
+        with connected(link.address, SILENCE_S) as edge:
 
             def round_trip_s() -> float:
                 began = time.monotonic()
@@ -169,7 +144,7 @@ def test_a_verifier_that_is_not_there_is_a_reset() -> None:
         address = f"127.0.0.1:{gone.getsockname()[1]}"
 
     async def talk(link: LinkProcess) -> None:
-        with pytest.raises(ConnectionResetError), connected(link.address) as edge:
+        with pytest.raises(ConnectionResetError), connected(link.address, SILENCE_S) as edge:
             await asyncio.to_thread(edge.recv, 1)
 
     with_link(address, talk)
@@ -179,7 +154,7 @@ def test_a_verifier_that_is_not_there_is_a_reset() -> None:
 def test_the_first_byte_after_silence_waits_for_the_radio_and_the_next_does_not(faults, echo) -> None:
     async def talk(link: LinkProcess) -> None:
         def times() -> list[float]:
-            with connected(link.address) as edge:
+            with connected(link.address, SILENCE_S) as edge:
                 passed = []
                 for pause_s in (0.0, 0.0, 1.0):
                     time.sleep(pause_s)
@@ -228,7 +203,7 @@ def test_the_command_leaves_nothing_behind_however_it_ends(number, echo) -> None
     assert line.startswith(f"link to {echo} on 127.0.0.1:")
     made = namespaces_of(running.pid) - {os.readlink("/proc/self/ns/net")}
     assert len(made) == 2
-    with connected(line.split()[-1]) as edge:
+    with connected(line.split()[-1], SILENCE_S) as edge:
         edge.sendall(b"hello")
         assert read(edge, 5) == b"hello"
         running.send_signal(number)
