@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -113,6 +114,21 @@ def _verifiers_share_the_embedded_target() -> Iterator[None]:
 def _no_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let verifiers of this process leave the drafting to edges, which most tests are about, unless they say more."""
     monkeypatch.setattr("outrider.cloud.own_drafter.spare_cores", lambda config, target: 0)
+
+
+@pytest.fixture(autouse=True)
+def _logs_stay_as_they_were() -> Iterator[None]:
+    """Fail the test that leaves the log of the whole process changed, rather than a later one that reads it."""
+    logger = logging.getLogger("outrider")
+    before = _log_state(logger)
+    yield
+    after = _log_state(logger)
+    logger.level, logger.propagate, logger.disabled, logger.handlers[:] = before
+    assert after == before
+
+
+def _log_state(logger: logging.Logger) -> tuple[int, bool, bool, list[logging.Handler]]:
+    return logger.level, logger.propagate, logger.disabled, logger.handlers[:]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import logging
 import random
 import re
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Self
 
 import h11
 from malformed_http import CHAT, COMPLETIONS, refused_requests, request
@@ -153,14 +153,13 @@ class Door:
         self._config = _Http(daemon._app, None).config
         self._config.load()
         self._empty = daemon.limiter._empty
-        self._defects = _Defects()
-        for name in ("outrider", "uvicorn.error", "asyncio"):
-            logging.getLogger(name).addHandler(self._defects)
-        logging.getLogger("outrider").propagate = False
 
     def talk(self, data: bytes) -> bytes:
         """Return what the server writes to one connection that sends `data`, and then no more."""
-        return self.loop.run_until_complete(self._talk(data))
+        with _Defects() as defects:
+            written = self.loop.run_until_complete(self._talk(data))
+        assert not defects.lines, defects.lines
+        return written
 
     async def _talk(self, data: bytes) -> bytes:
         state, transport = ServerState(), Transport()
@@ -181,16 +180,28 @@ class Door:
             await asyncio.wait(state.tasks, timeout=ANSWER_WITHIN_S)
             assert not state.tasks, "a request whose client is gone goes on"
         assert self._empty.is_set(), "a place is kept"
-        assert not self._defects.lines, self._defects.lines
         return transport.written
 
 
 class _Defects(logging.Handler):
-    """Lines of logs that tell of a defect."""
+    """Lines of logs that tell of a defect, instead of the daemon's log, for as long as the context is entered."""
+
+    _LOGGERS = tuple(map(logging.getLogger, ("outrider", "uvicorn.error", "asyncio")))
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.lines: list[str] = []
+
+    def __enter__(self) -> Self:
+        for logger in self._LOGGERS:
+            logger.addHandler(self)
+        self._LOGGERS[0].propagate = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._LOGGERS[0].propagate = True
+        for logger in self._LOGGERS:
+            logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
