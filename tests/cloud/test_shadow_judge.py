@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from lessons_for_tests import bigram_target, text_record
 
-from outrider.cloud.learning.judge import MAX_TEXTS, Judgement, ShadowJudge, ShadowText, reading_of
+from outrider.cloud.learning.judge import MAX_DOUBTED_TEXTS, MAX_TEXTS, Judgement, ShadowJudge, ShadowText, reading_of
 from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.cloud.learning.trial import JudgedText, JudgeMemory, TrialJournal
 from outrider.drafters import ProposalRule, find_package
@@ -217,6 +217,27 @@ def test_a_candidate_that_is_no_better_is_dropped_in_the_end() -> None:
     assert judge.test is None
 
 
+def test_a_candidate_that_gains_is_not_dropped_while_it_may_lose_a_kind() -> None:
+    judge = a_judge(BigramDrafter(0.6))
+    judge.begin(BigramDrafter(0.6, wrong_class_seed=1))
+    test = judge.test
+    assert test is not None
+    for _ in range(MAX_TEXTS // 2):
+        test.add(0.1, 1)
+        test.add(-0.03, 2)
+        test.add(0.01, 2)
+    assert test.texts > MAX_TEXTS
+    assert judge.judgement() is None
+    while test.texts < MAX_DOUBTED_TEXTS:
+        test.add(0.1, 1)
+        test.add(-0.03, 2)
+        test.add(0.01, 2)
+    judgement = judge.judgement()
+    assert judgement is not None
+    assert (judgement.better, judgement.worse) == (False, False)
+    assert "may lose in class 2" in judgement.why
+
+
 def test_a_candidate_that_loses_a_kind_of_text_does_not_pass() -> None:
     class Forgetful(BigramDrafter):
         def proposal(self, tokens: list[int], rule: ProposalRule) -> int:
@@ -289,12 +310,12 @@ def test_a_kind_that_traffic_had_before_the_trial_is_waited_for() -> None:
 
 def test_a_rare_kind_and_one_that_has_faded_are_not_waited_for() -> None:
     memory = JudgeMemory()
-    for _ in range(50):
+    for _ in range(100):
         memory.count(3)
-    for _ in range(950):
+    for _ in range(900):
         memory.count(1)
-    assert memory.common() == (1,), "3 had a twentieth, and is older"
-    memory.kinds[2] = 60.0
+    assert memory.common() == (1,), "3 had a tenth, and is older"
+    memory.kinds[2] = 120.0
     assert memory.common() == (1, 2)
 
 

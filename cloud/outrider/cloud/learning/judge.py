@@ -37,6 +37,7 @@ from outrider.proto.policy.sequential import PaceTest, PairedTest, Verdict, cand
 MAX_TOKENS = 256  # of one text
 MIN_TOKENS = 8
 MAX_TEXTS = 300  # that a candidate is judged on: one that gains .02 shows it in 100, and newer ones wait
+MAX_DOUBTED_TEXTS = 2000  # that one is judged on which was shown to gain, and may lose in a kind of text
 KEY_WEIGHT = 2.0  # limit of a key's share of the texts, in equal shares of all keys that came
 TIMED_TOKENS = 8  # that are drafted for their time, twice
 
@@ -264,7 +265,7 @@ class ShadowJudge:
         if candidate is None:
             return None
         verdict, why = self._verdict()
-        if verdict is Verdict.OPEN and test.texts < MAX_TEXTS:
+        if verdict is Verdict.OPEN and test.texts < (MAX_DOUBTED_TEXTS if test.gains else MAX_TEXTS):
             return None
         if verdict is Verdict.BETTER:
             self.current = candidate

@@ -152,7 +152,7 @@ class JudgeMemory:
         self.kinds[prompt_class] = self.kinds.get(prompt_class, 0.0) + 1
 
     def common(self) -> tuple[int, ...]:
-        """Return the kinds that a twentieth or more of the newest texts have."""
+        """Return the kinds that a tenth or more of the newest texts have."""
         total = sum(self.kinds.values())
         return tuple(sorted(which for which, texts in self.kinds.items() if texts >= MIN_CLASS_SHARE * total))
 

@@ -13,10 +13,13 @@ that let K grow fastest if the texts to come are like those so far: mean over me
 A trainer makes candidate after candidate, each with its own chance of passing by luck. Candidate j is tested with
 alpha_j = alpha 6 / (pi^2 j^2), which add up to alpha: the chance that any worthless candidate ever passes.
 
-A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses the margin.
-One that fails in one of these needs that very test to err, so each takes all of alpha_j (Berger 1982, intersection of
-unions). A candidate is retired if any test says so; there the errors add up, and alpha_j is divided: half for all texts
-together, and of the rest a share 6 / (pi^2 k^2) for the k-th kind that came, fixed before its first bet.
+A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
+That is `MARGIN` of its own hits or `MAX_COST` of all hits, whichever is more: to rule out a loss of .01 in a tenth of
+the texts would take hundreds of these, and it costs .001. As shares settle margins change, each before its text is bet
+on, so K bounds the chance of a kind that loses the largest of them. A candidate that fails in one test needs that very
+test to err, so each takes all of alpha_j (Berger 1982, intersection of unions). A candidate is retired if any test says
+so; there the errors add up, and alpha_j is divided: half for all texts together, and of the rest a share
+6 / (pi^2 k^2) for the k-th kind that came, fixed before its first bet.
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from outrider.proto.errors import InvalidArgument
 # Chance that any candidate ever passes without being better or while a kind of text loses the margin, and that one
 # which is no worse anywhere is ever retired.
 ERROR = 0.01
-MARGIN = 0.01  # limit of the loss of hit rate in any kind of text
+MARGIN = 0.01  # limit of the loss of hit rate in a kind of text, and
+MAX_COST = 0.005  # that of its loss times its share of the texts, where it is rarer than half of them
 CLIP = 0.25  # limit of the difference of hit rates of one text, so that none weighs too much
 MAX_STAKE = 0.75
-MIN_CLASS_SHARE = 0.05  # share of texts from which on a kind of text must be known to keep its hit rate
+MIN_CLASS_SHARE = 0.1  # share of texts from which on a kind of text must be known to keep its hit rate
 MAX_SLOWDOWN = 1.05  # of drafting a token, against the version before
 _SLOWDOWN_CLIP = 0.1  # of its logarithm
 _DOUBT = 0.25  # mean square before the first text
@@ -44,6 +48,11 @@ _DOUBT = 0.25  # mean square before the first text
 def candidate_error(number: int, error: float = ERROR) -> float:
     """Return alpha_j of the j-th candidate, or kind of text, j = `number` >= 1; they add up to `error`."""
     return error * 6 / (math.pi * number) ** 2
+
+
+def class_margin(share: float) -> float:
+    """Return the loss of hit rate that a kind of text with this share of all texts may have, shares in (0, 1]."""
+    return max(MARGIN, MAX_COST / max(share, MIN_CLASS_SHARE))
 
 
 @dataclass(slots=True)
@@ -120,9 +129,8 @@ class _Evidence:
 class PairedTest:
     """Comparison of a version with its parent on texts that neither was trained on.
 
-    It ends as better if the version hits more over all texts and provably loses less than `MARGIN` in each kind of text
-    that is common or `kept`. It ends as worse by the mirrored test, over all texts or by more than the margin in one
-    kind.
+    It ends as better if the version hits more over all texts and provably loses less than its `class_margin` in each
+    kind of text that is common or `kept`. It ends as worse by the mirrored test, over all texts or in one kind.
 
     Args:
         number: which candidate of its name it is, from 1.
@@ -159,7 +167,8 @@ class PairedTest:
             raise InvalidArgument(f"must be in [-1, 1], not {difference}", field="difference")
         clipped = min(1.0, max(-1.0, difference / CLIP))
         self._all.add(clipped, 0.0)
-        self._of_class.setdefault(prompt_class, _Evidence()).add(clipped, MARGIN / CLIP)
+        evidence = self._of_class.setdefault(prompt_class, _Evidence())
+        evidence.add(clipped, class_margin((evidence.above.count + 1) / self.texts) / CLIP)
         self._difference += difference
 
     @property
