@@ -175,6 +175,14 @@ def test_prompts_get_as_many_rows_as_keep_the_gap_of_those_who_decode(row_s, row
     assert batching.plan([slot_of(unread=2000)], 0.0).shares[0].num_tokens == MAX_PREFILL_ROWS, "nobody waits"
 
 
+def test_a_step_that_is_longer_than_the_gap_still_has_room_for_prompts() -> None:
+    """A large target's steps take .1 s without them; else a prompt of 4,000 tokens would take 250 of these."""
+    batching = replace(measured(0.1), max_gap_s=0.05, prefill_chunk=0)
+    batching.measure(Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=999), 64, None)]), 0.1 + 64 * 0.0002, 2)
+    plan = batching.plan([slot_of(), slot_of(unread=2000)], 0.0)
+    assert plan.shares[-1].num_tokens == pytest.approx(250, abs=1), "which add half of the step"
+
+
 def test_a_few_rows_of_a_prompt_say_nothing_about_their_cost() -> None:
     batching = replace(measured(0.01), prefill_chunk=0)
     batching.measure(Batch([Share(slot_of(unread=3), 3, ())]), 0.012, 1)

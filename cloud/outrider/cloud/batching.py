@@ -18,6 +18,7 @@ from outrider.proto.types import DraftToken
 
 MAX_PREFILL_ROWS = 512  # rows of prompts in one step
 MIN_PREFILL_ROWS = 16  # beside those who decode, whatever a row costs
+PREFILL_SHARE = 0.5  # of the time of a step without prompts that these may add, whatever the limit of the gap
 FIRST_PREFILL_ROWS = 64  # beside those who decode, before the cost of a row is known
 MAX_WAIT_S = 1.0  # after which the prompt that has waited longest is read beside shorter ones
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
@@ -150,7 +151,8 @@ class Batching:
     """The rules of one verifier, with what it has measured of its steps.
 
     Attributes:
-        max_gap_s: longest step in which prompts are read while others decode, seconds.
+        max_gap_s: longest step in which prompts are read while others decode, seconds, where the step without them
+            takes less than two thirds of it.
         prefill_chunk: rows of prompts in such a step instead; 0: as many as that time allows.
         limit: most rows of a step.
         cost: measured cost of steps that only decode.
@@ -236,7 +238,8 @@ class Batching:
             return self.prefill_chunk
         if not self.prefill_row_s.value:
             return FIRST_PREFILL_ROWS
-        spare_s = self.max_gap_s - self.cost.seconds(decoding_rows)
+        without_s = self.cost.seconds(decoding_rows)
+        spare_s = max(self.max_gap_s - without_s, PREFILL_SHARE * without_s)
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(spare_s / self.prefill_row_s.value)))
 
     def _prompts(self, reading: Sequence[CandidateT], room: int, now: float) -> list[Share[CandidateT]]:

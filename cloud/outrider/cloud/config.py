@@ -93,7 +93,10 @@ class VerifierConfig(GrpcServerSettings):
     max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
     max_credit: int = option(64, "limit of unverified tokens of a session", check=at_least(1))
     max_gap_s: float = option(
-        0.05, "longest step that reads prompts while other sessions decode", group=TARGET, check=above(0)
+        0.05,
+        "longest step that reads prompts while other sessions decode, or half again as long as a step that reads none",
+        group=TARGET,
+        check=above(0),
     )
     prefill_chunk: int = option(
         0, "prompt tokens in one step while other sessions decode; 0: what --max-gap allows", check=at_least(0)
