@@ -309,6 +309,10 @@ class Decoding:
             lease = await self._route.lease(
                 self.session, avoid, machine.transcript, machine.precision, machine.next_epoch
             )
+        if not attempts.wanted:  # the turn was left meanwhile, and its end reported before the lease came
+            await self._route.give_back(self.session)
+            return
+        attempts.begin()  # this stream is also for a turn that has begun meanwhile
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *lease_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -96,14 +97,14 @@ class TextHistory:
         Of one that no verifier took it is only reported that its session has ended.
         """
         if not machine.verifier:
-            self._send(ready, SessionReport(session=session, model=ready.model, verifier=""))
+            self._send(ready.route.give_back(session))
             return
         features = self._features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
         self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
-        self._send(ready, self._report(ready, session, machine, seconds, features))
+        self._send(ready.route.report(self._report(ready, session, machine, seconds, features)))
 
-    def _send(self, ready: Ready, report: SessionReport) -> None:
-        task = asyncio.create_task(ready.route.report(report))
+    def _send(self, report: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(report)
         self._reports.add(task)
         task.add_done_callback(self._reports.discard)
 

@@ -55,6 +55,9 @@ class Route(ABC):
     async def report(self, report: SessionReport) -> None:  # noqa: B027 - not every route has somewhere to report to
         """Report a finished session to a coordinator."""
 
+    async def give_back(self, session: str) -> None:  # noqa: B027 - as above
+        """Give up the place of a session for which no verifier was asked."""
+
 
 class DirectRoute(Route):
     """Verifiers at fixed addresses that ask for no lease; a lost one is followed by the next in the list."""
@@ -167,3 +170,7 @@ class CoordinatorRoute(Route):
             await self._client.report(report)
         except OutriderError:
             return
+
+    async def give_back(self, session: str) -> None:
+        """Report that no verifier took the session."""
+        await self.report(SessionReport(session=session, model=self._model, verifier=""))

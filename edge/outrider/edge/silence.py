@@ -77,7 +77,9 @@ class SilenceGuard:
                 self._note(word, lease)
                 found = await self._another(word, lease, avoid, opened_at)
                 now = time.monotonic()
-                if watch.silent and found is not None:
+                if self.machine.done:  # the turn was left meanwhile, and its end reported before the lease came
+                    await self.route.give_back(self.session)
+                elif watch.silent and found is not None:
                     self.budget.take(lease.verifier, opened_at, now)
                     self.machine.statistics.reopened += 1
                     return found

@@ -197,9 +197,11 @@ class Edge:
             self._close_call()
 
     def _report(self) -> None:
-        machine = self.machine
-        if machine.verifier:
-            self.coordinator.report(SessionReport(self.habits.session, MODEL, machine.verifier))
+        self.coordinator.report(SessionReport(self.habits.session, MODEL, self.machine.verifier))
+
+    def _give_back(self) -> None:
+        """Report that no verifier took the session."""
+        self.coordinator.report(SessionReport(self.habits.session, MODEL, ""))
 
     # --- streams, as the shipped loop opens and leaves them ---
 
@@ -226,6 +228,11 @@ class Edge:
         if isinstance(result, OutriderError):
             self._lose(result)
             return
+        if not self.attempts.wanted:
+            self._give_back()
+            self._waits = True
+            return
+        self.attempts.begin()
         verifier, path = self.verifiers[result.verifier]
         self.address = verifier.name
         self._answered = False

@@ -153,7 +153,7 @@ class Schedule:
         if self.world.disturbed_s > RetryRules().abandon_after_s:
             return isinstance(error, Unavailable | ResourceExhausted | LeaseExpired)
         unreported = any(edge.dead for edge in self.edges) or any(
-            kind in ("cut-control", "coordinator", "cancel") for kind, _ in self.coverage
+            kind in ("cut-control", "coordinator") for kind, _ in self.coverage
         )
         return error.field == "api_key" and self._lease_s == LONG_LEASE_S and unreported
 

@@ -1,0 +1,137 @@
+"""A turn that is left while its lease is awaited takes no place and keeps none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
+
+from outrider.cloud.testing import save_tiny_target
+from outrider.edge import Client
+from outrider.edge.routes import Route
+from outrider.proto.errors import DeadlineExceeded
+from outrider.proto.policy.suspicion import SilenceRules
+from outrider.proto.types import CommittedToken, Lease, Open, Opened
+
+TOKENS = tuple(range(10, 16))
+QUICK = SilenceRules(quiet_s=0.02, min_s=0.1, opening_s=0.3)
+
+
+class Coordinator(Route):
+    """Leases that come when they are `allowed`; `log` has what was asked and given back, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.asked = asyncio.Event()
+        self.allowed = asyncio.Event()
+        self.given_back = asyncio.Event()
+
+    async def lease(self, session: str, *_: object, suspected: bool = False, **__: object) -> Lease:
+        self.asked.set()
+        await self.allowed.wait()
+        self.log.append("suspected" if suspected else "leased")
+        return Lease(b"", "scripted", "127.0.0.1:1", 600.0, "tiny", "")
+
+    async def give_back(self, session: str) -> None:
+        self.log.append("given back")
+        self.given_back.set()
+
+
+class Channels(ScriptedChannels):
+    """A verifier whose streams are noted in the coordinator's log, and say nothing after `Opened` where it is mute."""
+
+    def __init__(self, route: Coordinator, *, mute: bool) -> None:
+        super().__init__()
+        self.script = lambda _: [CommittedToken(token) for token in TOKENS * 20]
+        self.route = route
+        self.mute = mute
+
+    def open_stream(self, address: str, statistics: Any, *_: object) -> ScriptedStream:
+        self.route.log.append("opened")
+        return MuteStream(self, statistics) if self.mute else ScriptedStream(self, statistics)
+
+    async def renew(self, address: str, tls_name: str | None = None) -> None:
+        pass
+
+
+class MuteStream(ScriptedStream):
+    def send(self, frame: object) -> None:
+        if isinstance(frame, Open):
+            self._frames.put_nowait(Opened(0, 8, frame.sampling.max_tokens, "scripted", 8192, vocab_size=8192))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tiny_target(tmp_path_factory.mktemp("tiny")) / "tokenizer.json"
+
+
+def with_client(
+    tokenizer, scenario: Callable[[Client, Coordinator], Coroutine[Any, Any, None]], *, mute: bool = False
+) -> None:
+    async def main() -> None:
+        client, _ = scripted_client(tokenizer, silence=QUICK)
+        route = Coordinator()
+        client._channels = Channels(route, mute=mute)  # type: ignore[assignment]
+        ready = await client.prepare()
+        object.__setattr__(ready, "route", route)
+        try:
+            await asyncio.wait_for(scenario(client, route), 60)
+        finally:
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer) -> None:
+    async def scenario(client: Client, route: Coordinator) -> None:
+        async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
+            with pytest.raises(DeadlineExceeded):
+                await talk.complete([3, 4], deadline_s=0.05)
+            await route.given_back.wait()  # the text is over, as far as the edge knows
+            assert route.log == ["given back"]
+            route.given_back.clear()
+            route.allowed.set()
+            await route.given_back.wait()
+            assert route.log == ["given back", "leased", "given back"]
+            assert (await talk.complete([3, 4])).ids == TOKENS[:4], "the next turn has a lease of its own"
+        assert route.log[3:] == ["leased", "opened"]
+
+    with_client(tokenizer, scenario)
+
+
+def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer) -> None:
+    async def scenario(client: Client, route: Coordinator) -> None:
+        async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
+            with pytest.raises(DeadlineExceeded):
+                await talk.complete([3, 4], deadline_s=0.05)
+            turn = asyncio.create_task(talk.complete([5]))
+            while not talk.transcript.tokens:  # noqa: ASYNC110 - the turn sets it
+                await asyncio.sleep(0)
+            route.allowed.set()
+            assert (await turn).ids == TOKENS[:4]
+        assert route.log == ["given back", "leased", "opened"]
+
+    with_client(tokenizer, scenario)
+
+
+def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left_meanwhile(tokenizer) -> None:
+    async def scenario(client: Client, route: Coordinator) -> None:
+        route.allowed.set()
+        async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
+            turn = asyncio.create_task(talk.complete([3, 4]))
+            while "opened" not in route.log:  # noqa: ASYNC110 - the channels set it
+                await asyncio.sleep(0.01)
+            route.allowed.clear()
+            route.asked.clear()
+            await route.asked.wait()
+            turn.cancel()
+            await asyncio.wait([turn])
+            route.given_back.clear()
+            route.allowed.set()
+            await route.given_back.wait()
+            assert route.log == ["leased", "opened", "suspected", "given back"]
+
+    with_client(tokenizer, scenario, mute=True)
