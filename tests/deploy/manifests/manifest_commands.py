@@ -86,8 +86,8 @@ def _read(words: list[str], environment: Mapping[str, str], image: str, reading:
     elif program == "outrider-healthy":
         _read_healthy(arguments, reading)
     elif program == "outrider-drain-here":
-        _read_outrider(["status", "--json", *arguments], environment, reading)
-        _read_outrider(["drain", "NAME", *arguments], environment, reading)
+        if arguments:
+            reading.complaints.append("outrider-drain-here takes no options")
     elif program == "outrider-keep-verifiers":
         for line in (ROOT / own[program]).read_text(encoding="utf-8").splitlines():
             if "outrider " in line.partition("#")[0]:

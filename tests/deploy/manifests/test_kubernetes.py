@@ -220,10 +220,19 @@ def test_whatever_is_open_to_the_outside_speaks_tls_and_asks_for_keys(folder) ->
     (coordinator,) = (environment(c) for p in pods(documents) if p.labels == COORDINATOR for c in p.containers)
     (starter,) = (environment(c) for p in pods(documents) if p.where.startswith("CronJob") for c in p.containers)
     assert coordinator["OUTRIDER_COORDINATOR_INSECURE_LISTEN"] == "false"
-    assert coordinator["OUTRIDER_COORDINATOR_REMOTE_DRAIN"] == "false"
     assert coordinator["OUTRIDER_COORDINATOR_API_KEYS"] == "/etc/outrider/api-keys/keys.toml"
     assert starter["OUTRIDER_VERIFIER_INSECURE_LISTEN"] == "false"
     assert starter["OUTRIDER_VERIFIER_TLS_CERT"] == coordinator["OUTRIDER_COORDINATOR_TLS_CERT"]
+
+
+@pytest.mark.parametrize("folder", ["base", *OVERLAYS])
+def test_no_other_pod_may_drain_verifiers_where_no_keys_guard_the_coordinator(folder) -> None:
+    documents = kustomized(folder)
+    (coordinator,) = (environment(c) for p in pods(documents) if p.labels == COORDINATOR for c in p.containers)
+    drains = coordinator.get("OUTRIDER_COORDINATOR_REMOTE_DRAIN", "false")
+    assert drains == "false" or "OUTRIDER_COORDINATOR_API_KEYS" in coordinator
+    (worker,) = (c for p in pods(documents) if p.labels == WORKER for c in p.containers)
+    assert worker["lifecycle"]["preStop"]["exec"]["command"] == ["outrider-drain-here"], "it asks Ray"
 
 
 # --- negative controls: each check must find its fault ---
@@ -400,7 +409,7 @@ def test_a_policy_that_opens_too_much_is_seen() -> None:
 
 
 def test_the_readme_documents_every_secret_that_the_overlays_need() -> None:
-    assert set(documented_secrets()) == {"outrider-lease", "outrider-tls", "outrider-api-keys", "outrider-operator"}
+    assert set(documented_secrets()) == {"outrider-lease", "outrider-tls", "outrider-api-keys"}
     assert known_secrets(written("base"))["outrider"] == {"auth_token"}
     assert set(IMAGES) == {"edge", "coordinator", "cloud"}
 
