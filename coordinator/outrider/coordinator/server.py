@@ -17,6 +17,7 @@ from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, StaticCluster
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.connections import connection_limits
 from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.relay import StreamRelay
 from outrider.coordinator.service import ControlService
@@ -122,6 +123,7 @@ class CoordinatorServer:
             "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": config.max_reply_bytes,
             "grpc.max_concurrent_streams": MAX_STREAMS_OF_CONNECTION,
+            **connection_limits(),
         }
         calls = MAX_CALLS + (config.relay_streams if relay is not None else 0)
         options = list((dict(SERVER_OPTIONS) | limits).items())
