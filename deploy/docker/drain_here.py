@@ -10,6 +10,7 @@ verifier here the exit status is 0 too.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -35,7 +36,7 @@ def drained(name: str) -> int:
     """Drain a verifier, if it is on this node; return 1 where it should be and does not answer."""
     try:
         actor = ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
-        where: tuple[str, float] = ray.get(actor.cpu_s.remote(), timeout=ANSWER_S)
+        where: Any = ray.get(actor.cpu_s.remote(), timeout=ANSWER_S)
     except (ray.exceptions.RayError, ValueError):
         return 0  # it loads, or is gone: it has no sessions
     if where[0] != ray.get_runtime_context().get_node_id():

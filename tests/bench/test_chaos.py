@@ -14,6 +14,7 @@ from outrider.bench.chaos.schedule import Schedule
 from outrider.cloud.session_events import SessionEvents
 from outrider.cloud.slots import Slots
 from outrider.coordinator.admission import CallerAdmission
+from outrider.coordinator.places import KeyPlaces
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
@@ -56,7 +57,7 @@ def keep_the_pages(patch: pytest.MonkeyPatch) -> None:
 def keep_the_lease(patch: pytest.MonkeyPatch) -> None:
     """The coordinator counts a session for its key for ever."""
     patch.setattr(CallerAdmission, "settle", lambda self, caller, report: None)
-    patch.setattr(CallerAdmission, "_expire", lambda self, now_s: None)
+    patch.setattr(KeyPlaces, "_expire", lambda self, now_s: None)
 
 
 def repeat_a_token(patch: pytest.MonkeyPatch) -> None:

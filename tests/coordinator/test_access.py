@@ -217,31 +217,31 @@ def test_a_session_that_may_not_resume_for_want_of_tokens_keeps_its_place() -> N
     now_s = 0.0
     admission = CallerAdmission(None, clock=lambda: now_s)
     alice = Caller(Key("alice", "a" * 64, max_sessions=1, tokens_per_minute=60))
-    admission.grant(alice, "s1", 600.0)
+    admission.grant(alice, "s1", 600.0, "a")
     admission.settle(alice, SessionReport(session="s0", committed_tokens=100, **REPORT))
     with pytest.raises(ResourceExhausted, match="60 tokens a minute"):
-        admission.grant(alice, "s1", 600.0)
+        admission.grant(alice, "s1", 600.0, "a")
     assert admission.running() == {"alice": 1}
     now_s = 50.0
-    admission.grant(alice, "s1", 600.0)
+    admission.grant(alice, "s1", 600.0, "a")
     with pytest.raises(ResourceExhausted, match="1 sessions running"):
-        admission.grant(alice, "s2", 600.0)
+        admission.grant(alice, "s2", 600.0, "a")
 
 
 def test_a_session_that_is_never_reported_is_over_when_its_lease_expires() -> None:
     now_s = 0.0
     admission = CallerAdmission(None, clock=lambda: now_s)
     alice = Caller(Key("alice", "a" * 64, max_sessions=1))
-    admission.grant(alice, "s1", 10.0)
+    admission.grant(alice, "s1", 10.0, "a")
     now_s = 9.0
     with pytest.raises(ResourceExhausted):
-        admission.grant(alice, "s2", 10.0)
-    admission.grant(alice, "s1", 10.0)  # resumed: its lease is a new one
+        admission.grant(alice, "s2", 10.0, "a")
+    admission.grant(alice, "s1", 10.0, "a")  # resumed: its lease is a new one
     now_s = 18.0
     with pytest.raises(ResourceExhausted):
-        admission.grant(alice, "s2", 10.0)
+        admission.grant(alice, "s2", 10.0, "a")
     now_s = 19.5
-    admission.grant(alice, "s2", 10.0)
+    admission.grant(alice, "s2", 10.0, "a")
     assert admission.running() == {"alice": 1}
 
 

@@ -12,12 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from outrider.cloud.actor import VerifierActor, start_verifier_actor
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.lease_end import LeaseEnds
 from outrider.coordinator.cluster import VerifierInfo
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import VerifierStatus
@@ -33,6 +34,7 @@ class ScriptedServer:
     metrics_address = ""
     speaks_tls = False
     tls_name = ""
+    texts_of_keys: ClassVar = {"alice": {"s1": 0.5}}
 
     def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None], sink: None) -> None:
         self.config = config
@@ -41,6 +43,8 @@ class ScriptedServer:
         self.threads: set[str] = set()
         self.drained: list[float] = []
         self.stopped = False
+        self.lease_ends = LeaseEnds()
+        self.sent_away: frozenset[str] = frozenset()
         self.incarnation = uuid.uuid4().hex
 
     async def start(self) -> str:
@@ -63,6 +67,9 @@ class ScriptedServer:
             max_sessions=8,
             kv_pages=9,
         )
+
+    def send_away(self, sessions: frozenset[str]) -> None:
+        self.sent_away |= sessions
 
     async def drain(self, grace_s: float) -> int:
         self._note_thread()
@@ -106,7 +113,10 @@ def test_it_serves_once_built_and_says_all_that_the_coordinator_reads(build: Bui
     assert (info.name, info.address, info.model, info.state) == ("v", "127.0.0.1:4321", "tiny", "ready")
     assert (info.sessions, info.max_sessions, info.step_s, info.kv_pages_free) == (2, 8, 0.1, 5)
     assert (info.release, info.kv_pages) == ("1.2.3", 9)
+    assert (info.lists_texts, info.texts_of_keys) == (True, {"alice": {"s1": 0.5}})
     assert actor.tokenizer_json() == "{}"
+    actor.send_away(frozenset({"s1"}))
+    assert actor._server.sent_away == {"s1"}  # type: ignore[attr-defined]
     assert actor.drain(1.0) == 2
     assert actor._server.lease_secret == b"secret"  # type: ignore[attr-defined]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +43,8 @@ def fake_actor() -> type:
             self._pid = os.getpid()
             self._state = "ready"
             self._acknowledged = False
+            self._node = ""
+            self._texts = {"alice": {"s1": 2.0, "s2": 1.0}, "bob": {"s3": 0.5}}
 
         async def info(self) -> dict[str, Any]:
             return {
@@ -54,7 +58,22 @@ def fake_actor() -> type:
                 "step_s": 0.05,
                 "kv_pages_free": 9,
                 "incarnation": str(self._pid),
+                "lists_texts": True,
+                "texts_of_keys": self._texts,
             }
+
+        async def send_away(self, sessions: frozenset[str]) -> None:
+            for texts in self._texts.values():
+                for session in sessions & texts.keys():
+                    del texts[session]
+
+        async def cpu_s(self) -> tuple[str, float]:
+            import ray
+
+            return self._node or ray.get_runtime_context().get_node_id(), 0.0
+
+        async def pretend_to_be_on(self, node: str) -> None:
+            self._node = node
 
         async def tokenizer_json(self) -> str:
             return TOKENIZER_JSON
@@ -274,6 +293,29 @@ def test_a_drain_reaches_the_actor_which_is_then_forgotten_when_it_ends(start: C
             await asyncio.sleep(0.05)
 
     run(scenario)
+
+
+def test_texts_of_keys_are_listed_and_those_beyond_a_limit_are_sent_away(start: Callable[[str], Any]) -> None:
+    async def scenario() -> None:
+        start("a")
+        cluster = RayCluster()
+        info = await until(cluster, lambda info: info.lists_texts)
+        assert info.texts_of_keys == {"alice": {"s1": 2.0, "s2": 1.0}, "bob": {"s3": 0.5}}
+        await cluster.send_away({"a": frozenset({"s2", "s3"}), "nobody": frozenset({"s1"})})
+        info = await until(cluster, lambda info: "s2" not in info.texts_of_keys.get("alice", {}))
+        assert info.texts_of_keys == {"alice": {"s1": 2.0}, "bob": {}}
+        await cluster.close()
+
+    run(scenario)
+
+
+def test_a_pod_drains_the_verifier_of_its_own_node_by_ray_alone(start: Callable[[str], Any], root: Path) -> None:
+    drain_here = runpy.run_path(str(root / "deploy" / "docker" / "drain_here.py"))["main"]
+    here, elsewhere = start("here"), start("elsewhere")
+    ray.get(elsewhere.pretend_to_be_on.remote("another node"), timeout=60)
+    assert drain_here() == 0
+    states = [ray.get(handle.info.remote(), timeout=60)["state"] for handle in (here, elsewhere)]
+    assert states == ["draining", "ready"]
 
 
 def test_an_actor_that_drains_hears_that_the_cluster_knows_of_it(start: Callable[[str], Any]) -> None:

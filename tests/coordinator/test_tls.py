@@ -190,7 +190,7 @@ def towards(issued: Issued) -> ClientTls:
 def test_a_fixed_verifier_under_mutual_tls_is_found_ready_and_leases_say_so(serve: Serve, issued: Issued) -> None:
     async def scenario(call: Any) -> None:
         async with verifier(serving(issued)) as address:
-            cluster = StaticCluster((fixed(address, tls_name="verifier.example"),), tls=towards(issued))
+            cluster = StaticCluster((fixed(address, tls_name="verifier.example"),), secret=SECRET, tls=towards(issued))
             (info,) = await cluster.refresh()
             assert (info.state, info.tls, info.tls_name) == (VerifierState.READY, True, "verifier.example")
             await cluster.close()
@@ -203,7 +203,7 @@ def test_an_unreachable_fixed_verifier_is_down_and_the_log_says_why_once(
 ) -> None:
     async def scenario(call: Any) -> None:
         async with verifier(serving(issued)) as address:
-            cluster = StaticCluster((fixed(address),), tls=towards(strangers))
+            cluster = StaticCluster((fixed(address),), secret=SECRET, tls=towards(strangers))
             for _ in range(3):
                 assert (await cluster.refresh())[0].state is VerifierState.DOWN
             await cluster.close()

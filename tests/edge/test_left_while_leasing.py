@@ -117,7 +117,7 @@ def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer) -
     with_client(tokenizer, scenario)
 
 
-def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left_meanwhile(tokenizer) -> None:
+def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left(tokenizer) -> None:
     async def scenario(client: Client, route: Coordinator) -> None:
         route.allowed.set()
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:

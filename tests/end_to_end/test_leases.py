@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,8 +34,8 @@ def coordinator_config(address: str, tokenizer: Path, **config: Any) -> Coordina
 
 
 @asynccontextmanager
-async def verifier() -> AsyncIterator[str]:
-    server = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+async def verifier(**config: Any) -> AsyncIterator[str]:
+    server = VerifierServer(VerifierConfig(threads=1, **config), lease_secret=SECRET)
     try:
         yield await server.start()
     finally:
@@ -43,8 +44,9 @@ async def verifier() -> AsyncIterator[str]:
 
 def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
     async def main() -> None:
-        async with verifier() as address:
-            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, lease_seconds=0.7))
+        async with verifier(min_step_s=0.01) as address:
+            short = {"lease_seconds": 0.7, "poll_s": 0.1}
+            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, **short))
             config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
             async with Client(config) as client:
                 short = await client.complete(PROMPT, max_tokens=20)
@@ -93,6 +95,33 @@ def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed(token
     asyncio.run(main())
 
 
+def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tokenizer_file, tmp_path) -> None:
+    async def main() -> None:
+        async with verifier(min_step_s=0.01) as address:
+            short = {"lease_seconds": 1.0, "poll_s": 0.1}
+            first = CoordinatorServer(coordinator_config(address, tokenizer_file, **short))
+            where = await first.start()
+            async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="none")) as client:
+                running = client.generate(PROMPT, max_tokens=400, ignore_eos=True)
+                tokens = list((await anext(running)).ids)
+                leased_s = time.monotonic()
+                await first.stop(0)
+                while time.monotonic() < leased_s + 1.5:
+                    tokens += (await anext(running)).ids
+                had = len(tokens)
+                while len(tokens) < had + 10:  # nobody can renew the lease now
+                    tokens += (await anext(running)).ids
+                second = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
+                await second.start()
+                async for event in running:
+                    tokens += getattr(event, "ids", ())
+                assert event.statistics.resumes == 1, "it has a lease again"
+                assert (await client.complete(PROMPT, max_tokens=400, ignore_eos=True)).ids == tuple(tokens)
+                await second.stop(0)
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
 def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(tokenizer_file, tmp_path) -> None:
     async def main() -> None:
         async with verifier() as address:
@@ -114,3 +143,42 @@ def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(to
                 await second.stop(0)
 
     asyncio.run(main())
+
+
+def test_a_turn_left_while_its_lease_is_awaited_takes_no_place_and_no_seat(tokenizer_file, tmp_path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(Key("alice", secret_sha256("alices"), max_sessions=1).toml())
+    keys.chmod(0o600)
+
+    async def main() -> None:
+        async with verifier() as address:
+            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, api_keys=keys))
+            config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none", api_key="alices")
+            service = coordinator.service
+            assert service is not None
+            place, grant, settle = service._place, service.admission.grant, service.admission.settle
+            placing, granted, settled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+            async def place_late(*request: Any) -> Any:
+                placing.set()
+                await settled.wait()
+                return await place(*request)
+
+            async with Client(config) as client:
+                service._place = place_late  # type: ignore[method-assign]
+                service.admission.grant = lambda *given: (grant(*given), granted.set())  # type: ignore[method-assign]
+                service.admission.settle = lambda *given: (settle(*given), settled.set())  # type: ignore[method-assign]
+                async with client.conversation(max_tokens=40) as talk:
+                    turn = asyncio.create_task(talk.complete(PROMPT))
+                    await placing.wait()
+                    turn.cancel()
+                    await asyncio.wait([turn])
+                    await granted.wait()
+                    while service.admission.running():  # noqa: ASYNC110 - what is asserted, as soon as it is so
+                        await asyncio.sleep(0.01)
+                    assert talk.transcript.tokens == ()
+                    # Another session of the key finds its one place free while this conversation is still open.
+                    assert len((await client.complete(PROMPT, max_tokens=4)).ids) == 4
+            await coordinator.stop(0)
+
+    asyncio.run(asyncio.wait_for(main(), 120))

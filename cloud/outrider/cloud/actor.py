@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -110,6 +110,10 @@ class VerifierActor:
         """Take no more sessions, ask those that run to move within `grace_s` seconds, and return their number."""
         return self._submit(self._server.drain(grace_s)).result()
 
+    def send_away(self, sessions: frozenset[str]) -> None:
+        """End the texts of these sessions here; the coordinator decides whether they go on."""
+        self._server.send_away(sessions)
+
     def acknowledge_drain(self) -> None:
         """Note that a coordinator knows of the drain and will not replace this verifier."""
         self._acknowledged.set()
@@ -200,13 +204,9 @@ async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callab
 
 
 async def _report(server: VerifierServer) -> dict[str, Any]:
-    return asdict(server.status()) | {
-        "tokenizer_sha256": server.tokenizer_sha256,
-        "metrics_address": server.metrics_address,
-        "tls": server.speaks_tls,
-        "tls_name": server.tls_name,
-        "incarnation": server.incarnation,
-    }
+    from outrider.cloud.report import verifier_report
+
+    return verifier_report(server)
 
 
 def start_verifier_actor(

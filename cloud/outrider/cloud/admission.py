@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from outrider.cloud.batching import credit_of
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.local_source import NoSource
@@ -83,7 +85,7 @@ class Admission:
 
         Counted here, a key's place lasts as long as its text, whatever is reported to the coordinator.
         """
-        if limit is None:
+        if limit is None or not limit.max_sessions:
             return
         texts = sum(slot.limit is not None and slot.limit.key == limit.key for slot in self._slots.unfinished())
         if texts >= limit.max_sessions:
@@ -92,6 +94,12 @@ class Admission:
                 field="api_key",
                 retry_after_s=1.0,
             )
+
+    def send_away(self, sessions: Collection[str]) -> None:
+        """End those of the sessions whose texts go on; they may return with another lease, where they get one."""
+        for slot in self._slots.unfinished():
+            if slot.session.id in sessions:
+                self._slots.fail(slot, Unavailable("the API key has no place for this text; ask for another lease"))
 
     def drain(self) -> None:
         """Send all sessions elsewhere and admit no more."""

@@ -133,6 +133,10 @@ class Engine(EngineState):
         """Send all sessions elsewhere and admit no more."""
         self._inbox.post(self._admission.drain)
 
+    def post_send_away(self, sessions: frozenset[str]) -> None:
+        """End the texts of these sessions here."""
+        self._inbox.post(lambda: self._admission.send_away(sessions))
+
     def _wake(self) -> None:
         self._inbox.post(lambda: None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from outrider.cloud.admission import Admission
@@ -26,6 +27,11 @@ class EngineState:
     def parked_count(self) -> int:
         """Sessions that are parked until their next turn."""
         return self._slots.num_parked
+
+    @property
+    def texts_of_keys(self) -> dict[str, dict[str, float]]:
+        """How long each text has gone on, in seconds, by API key and session."""
+        return self._slots.texts_of_keys(time.monotonic())
 
     @property
     def credit(self) -> int:

@@ -27,8 +27,10 @@ from outrider.cloud.heartbeat import EngineCondition
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
+from outrider.cloud.lease_end import LeaseEnds
 from outrider.cloud.metering import meter_of
 from outrider.cloud.own_drafter import local_source
+from outrider.cloud.report import report_service
 from outrider.cloud.slots import KeyLimit
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
@@ -65,7 +67,11 @@ log = logging.getLogger(__name__)
 
 
 class VerifierServer:
-    """A target, its engine and their server, in this process."""
+    """A target, its engine and their server, in this process.
+
+    Attributes:
+        lease_ends: sends sessions away whose leases have ended.
+    """
 
     def __init__(
         self,
@@ -122,6 +128,7 @@ class VerifierServer:
         self._metrics_server: MetricsServer | None = None
         self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
         self._meters = Meters()
+        self.lease_ends = LeaseEnds()
 
     async def start(self) -> str:
         """Begin to serve, and return the address as host:port."""
@@ -135,6 +142,7 @@ class VerifierServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler}),)
         )
+        self._server.add_generic_rpc_handlers((report_service(self, self._secret),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         port = bind(self._server, self._config.listen, self._config.tls)
         self._address = f"{self._config.host}:{port}"
@@ -210,6 +218,15 @@ class VerifierServer:
             precision=self.rules.precision,
             **asdict(self._engine.metrics.own_drafts),
         )
+
+    @property
+    def texts_of_keys(self) -> dict[str, dict[str, float]]:
+        """How long each text has gone on, in seconds, by API key and session."""
+        return self._engine.texts_of_keys
+
+    def send_away(self, sessions: frozenset[str]) -> None:
+        """End the texts of these sessions here; a coordinator decides whether they go on."""
+        self._engine.post_send_away(sessions)
 
     @property
     def _state(self) -> str:
@@ -319,9 +336,7 @@ class VerifierServer:
         isolation = _isolation(self._config, key, claim)
         self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), _limit(claim))
         if claim is not None:
-            lasts_s = max(0.0, claim.expires_at_s - time.time())
-            goaway = Goaway("the lease has expired", epoch=outbox.stream.epoch)
-            outbox.end_of_lease = asyncio.get_running_loop().call_later(lasts_s, outbox.put, goaway)
+            self.lease_ends.begin(outbox, claim)
 
     def _leased_session(self, context: Any) -> str:
         """Return the session of the lease in a call's metadata; empty: none is needed here."""
@@ -336,27 +351,27 @@ class VerifierServer:
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             outbox.stream.begin(frame, self.rules)
             self._health.check()
-            claim = self._check_lease(frame)
+            claim = _check_lease(frame, self.rules, self._secret, self.incarnation)
             outbox.meter = meter_of(self._meters, claim, frame)
             return frame, claim
         raise InvalidArgument("the stream ended before it", field="frame.open")
 
-    def _check_lease(self, frame: Open) -> LeaseClaim | None:
-        if frame.model != self.rules.model:
-            reason = f"{frame.model!r} is not served here; this verifier has {self.rules.model!r}"
-            raise NotFound(reason, field="open.model")
-        if not self._secret:
-            return None
-        return verify_lease(
-            frame.lease,
-            self._secret,
-            verifier=self.rules.name,
-            model=frame.model,
-            session=frame.session,
-            now_s=time.time(),
-            epoch=frame.epoch,
-            incarnation=self.incarnation,
-        )
+
+def _check_lease(frame: Open, rules: VerifierRules, secret: bytes, incarnation: str) -> LeaseClaim | None:
+    if frame.model != rules.model:
+        raise NotFound(f"{frame.model!r} is not served here; this verifier has {rules.model!r}", field="open.model")
+    if not secret:
+        return None
+    return verify_lease(
+        frame.lease,
+        secret,
+        verifier=rules.name,
+        model=frame.model,
+        session=frame.session,
+        now_s=time.time(),
+        epoch=frame.epoch,
+        incarnation=incarnation,
+    )
 
 
 def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
@@ -393,8 +408,8 @@ def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None) -> st
 
 
 def _limit(claim: LeaseClaim | None) -> KeyLimit | None:
-    """Return the limit of sessions of the lease's API key, if it has one."""
-    return KeyLimit(claim.key, claim.max_sessions) if claim is not None and claim.max_sessions else None
+    """Return the API key of the lease and its limit of sessions, if it has a key."""
+    return KeyLimit(claim.key, claim.max_sessions) if claim is not None and claim.key else None
 
 
 def _teacher(claim: LeaseClaim | None) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.cloud.backend import Backend, Handle
 from outrider.cloud.grammar import GrammarMatcher
@@ -49,10 +49,10 @@ NO_HANDLE = NoHandle()
 
 @dataclass(frozen=True, slots=True)
 class KeyLimit:
-    """The API key of a session, and the most of its sessions whose texts may go on at once."""
+    """The API key of a session, and the most of its sessions whose texts may go on here at once; 0: any number."""
 
     key: str
-    max_sessions: int
+    max_sessions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,8 @@ class Slot:
         session: session machine of the present turn.
         outbox: where its frames go.
         isolation: only sessions of the same one share KV pages.
-        limit: that of its API key; None: it has none.
+        limit: that of its API key; None: it has no key.
+        began: start of its turn, in seconds.
         handle: its sequence in the backend.
         ready_since: when it could have begun its next step, seconds.
         matcher: enforces its grammar, if it has one.
@@ -82,6 +83,10 @@ class Slot:
     matcher: GrammarMatcher | None = None
     masks_by: float = 0.0
     counts: TokenCounts | None = None
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.ready_since
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -162,6 +167,14 @@ class Slots:
         """Return the slots whose text goes on, in order."""
         return [slot for slot in self._by_key.values() if slot.session.finish is None]
 
+    def texts_of_keys(self, now: float) -> dict[str, dict[str, float]]:
+        """Return how long each text has gone on, in seconds, by API key and session; any thread may ask."""
+        ages: dict[str, dict[str, float]] = {}
+        for slot in self:
+            if slot.limit is not None and slot.session.finish is None:
+                ages.setdefault(slot.limit.key, {})[slot.session.id] = now - slot.began
+        return ages
+
     def running(self) -> list[Slot]:
         """Return the slots whose text goes on and that have KV pages, in order."""
         return [slot for slot in self.unfinished() if not slot.waits_for_pages]
@@ -239,6 +252,7 @@ class Slots:
         """Begin the next turn of a parked slot, behind those that wait for pages."""
         self._parked.pop(slot, None)
         slot.session, slot.matcher, slot.ready_since, slot.counts = session, matcher, now, None
+        slot.began = now
         self.open(self._by_key.pop(slot.key))
 
     def park(self, slot: Slot, now: float) -> None:

@@ -1,7 +1,8 @@
 """API keys and their limits, as a coordinator counts their use.
 
-A session counts from its lease until its report, or until its lease expires; tokens count as reported. Verifiers hold
-each key to its sessions and its tokens too, which catches an edge that reports too early or too few.
+A session counts from its lease until its edge reports its end, and while any verifier says that its text goes on.
+Tokens count as reported. Verifiers hold each key to its sessions and its tokens too, which catches an edge that reports
+too few.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from outrider.coordinator.cluster import SendAway, VerifierInfo
+from outrider.coordinator.places import KeyPlaces
 from outrider.proto.address import is_local_peer
 from outrider.proto.errors import PermissionDenied, Unauthenticated
-from outrider.proto.plumbing.access import Key, Keys, Limits, Ticket
+from outrider.proto.plumbing.access import Key, Keys, Limits, all_taken
 from outrider.proto.types import SessionReport
 
 AUTHORIZATION = "authorization"
@@ -36,12 +39,6 @@ class Caller:
         return self.key.name if self.key is not None else ""
 
 
-@dataclass(slots=True)
-class _Running:
-    ticket: Ticket
-    until_s: float
-
-
 class CallerAdmission:
     """Checks callers and counts their sessions and tokens, in one event loop.
 
@@ -58,7 +55,8 @@ class CallerAdmission:
         self._remote_drain = remote_drain
         self._clock = clock
         self._limits = Limits()
-        self._running: dict[tuple[str, str], _Running] = {}  # by key and session
+        self._places = KeyPlaces()
+        self._once_known: set[str] = set()
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> Caller:
         """Return the caller with this metadata from `peer`, in gRPC's notation; raises `Unauthenticated`."""
@@ -101,7 +99,7 @@ class CallerAdmission:
                 field="drain",
             )
 
-    def grant(self, caller: Caller, session: str, lease_seconds: float) -> None:
+    def grant(self, caller: Caller, session: str, lease_seconds: float, verifier: str) -> None:
         """Count a session that gets a lease, once however many leases it gets; a refused one keeps the place it has.
 
         Raises:
@@ -110,38 +108,39 @@ class CallerAdmission:
         key, now_s = caller.key, self._clock()
         if key is None:
             return
-        self._expire(now_s)
-        before = self._running.get((key.name, session))
-        if before is not None:
-            self._limits.check_tokens(key, now_s)
-            before.until_s = now_s + lease_seconds
-            return
-        ticket = self._limits.admit(key, now_s)
-        if key.max_sessions is None:
-            ticket.close()  # nothing to count
-            return
-        self._running[key.name, session] = _Running(ticket, now_s + lease_seconds)
+        if key.max_sessions is not None and not self._places.is_leased(key.name, session, now_s):
+            others = self._places.held(key.name, now_s) - {session}
+            if len(others) >= key.max_sessions:
+                raise all_taken(key)
+        self._limits.check_tokens(key, now_s)
+        if key.max_sessions is not None:
+            self._places.take(key.name, session, verifier, now_s, now_s + lease_seconds)
 
     def settle(self, caller: Caller, report: SessionReport) -> None:
         """Count the tokens of a session that has ended, and free its place."""
         if caller.key is None:
             return
-        running = self._running.pop((caller.key.name, report.session), None)
-        if running is not None:
-            running.ticket.close()
-        self._limits.spend(caller.key, report.committed_tokens, self._clock())
+        now_s = self._clock()
+        self._places.free(caller.key.name, report.session, now_s)
+        self._limits.spend(caller.key, report.committed_tokens, now_s)
+
+    def observe(self, verifiers: Iterable[VerifierInfo], asked_s: float) -> SendAway:
+        """Take in what verifiers, asked at `asked_s`, say of the texts that go on; return which must not.
+
+        Those are the texts of keys that have been taken away, and what a key has beyond its limit.
+        """
+        limits = {key.name: key.max_sessions for key in self._keys.current()} if self._keys is not None else None
+        if limits is None:
+            return self._places.observe(verifiers, asked_s, lambda _: None)
+        self._once_known |= limits.keys()
+        revoked = self._once_known - limits.keys()  # others may be new, and known to another coordinator already
+        return self._places.observe(verifiers, asked_s, lambda name: 0 if name in revoked else limits.get(name))
 
     def running(self) -> dict[str, int]:
-        """Return the number of sessions by name of key, for keys with a limit on sessions."""
-        self._expire(self._clock())
-        names = [name for name, _ in self._running]
-        return {name: names.count(name) for name in sorted(set(names))}
-
-    def _expire(self, now_s: float) -> None:
-        for which, running in list(self._running.items()):
-            if running.until_s < now_s:
-                running.ticket.close()
-                del self._running[which]
+        """Return the number of sessions by name of key, for keys that have any."""
+        now_s = self._clock()
+        counts = {name: len(self._places.held(name, now_s)) for name in sorted(self._places.keys)}
+        return {name: count for name, count in counts.items() if count}
 
 
 ANYBODY = Caller()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -15,13 +18,18 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.config import StaticVerifier
-from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD
+from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, REPORT_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
+from outrider.proto.lease import LEASE_METADATA, sign_coordinator
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import TrainerStatus, VerifierStatus
 
 logger = logging.getLogger(__name__)
+
+# What the settings say of a verifier at a fixed address, whatever it says itself, which may be behind another address.
+CONFIGURED = ("name", "address", "model", "tokenizer_sha256", "tls", "tls_name")
+SendAway = Mapping[str, frozenset[str]]  # sessions by name of their verifier
 
 
 class VerifierState(StrEnum):
@@ -43,6 +51,8 @@ class VerifierInfo(VerifierStatus):
         tls_name: name in its certificate; empty: the host of `address`.
         incarnation: name of this start of its process; empty: unknown.
         fenced: reports of former starts that were refused.
+        lists_texts: whether it says which texts of API keys go on there.
+        texts_of_keys: seconds that each has gone on for, by key and session.
     """
 
     state: VerifierState
@@ -51,6 +61,8 @@ class VerifierInfo(VerifierStatus):
     tls_name: str = ""
     incarnation: str = ""
     fenced: int = 0
+    lists_texts: bool = False
+    texts_of_keys: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
@@ -101,6 +113,9 @@ class Cluster(Protocol):
             NotFound: there is no such verifier.
         """
 
+    async def send_away(self, sessions: SendAway) -> None:
+        """Have verifiers, by name, end the texts of these sessions; whether they return is a matter of leases."""
+
     async def tokenizer_json(self, name: str) -> str:
         """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound`."""
 
@@ -118,10 +133,10 @@ class Cluster(Protocol):
 
 
 class StaticCluster:
-    """Verifiers at fixed addresses, probed by the standard gRPC health service.
+    """Verifiers at fixed addresses, which report to whoever has the lease secret.
 
-    Sessions and step time, which the health service does not report, stay 0; granted leases spread the load. There are
-    no trainers, which are Ray actors.
+    Of one that only answers the standard gRPC health service, sessions and step time stay 0; granted leases spread the
+    load. There are no trainers, which are Ray actors.
     """
 
     trainers: tuple[TrainerStatus, ...] = ()
@@ -130,9 +145,11 @@ class StaticCluster:
         self,
         verifiers: tuple[StaticVerifier, ...],
         *,
+        secret: bytes,
         tls: ClientTls | None = None,
         probe_timeout_s: float = 1.0,
     ) -> None:
+        self._secret = secret
         self._credentials = ClientCredentials(tls) if tls is not None else None
         self._verifiers = {verifier.name: verifier for verifier in verifiers}
         self._probe_timeout_s = probe_timeout_s
@@ -153,13 +170,14 @@ class StaticCluster:
         }
         self._seen_ready: set[str] = set()
         self._trouble: dict[str, str] = {}
+        self._refused: dict[str, grpc.StatusCode] = {}
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
         """Probe all verifiers at once, and count a restart of each one that is ready again after it was down."""
         names = sorted(self._verifiers)
-        states = await asyncio.gather(*(self._probe(name) for name in names))
-        for name, state in zip(names, states, strict=True):
-            self._infos[name] = self._next(self._infos[name], state)
+        infos = await asyncio.gather(*(self._probe(name) for name in names))
+        for name, info in zip(names, infos, strict=True):
+            self._infos[name] = self._next(self._infos[name], info)
         return tuple(self._infos[name] for name in names)
 
     async def drain(self, name: str) -> int:
@@ -167,6 +185,12 @@ class StaticCluster:
         self._require(name)
         self._draining.add(name)
         return 0
+
+    async def send_away(self, sessions: SendAway) -> None:
+        """Tell the verifiers, and ignore who does not answer, since the next poll shows what goes on."""
+        for name, those in sessions.items():
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self._ask(name, {"send_away": sorted(those)})
 
     async def tokenizer_json(self, name: str) -> str:
         """Return the tokenizer in the verifier's settings."""
@@ -193,42 +217,77 @@ class StaticCluster:
             raise NotFound(f"there is no verifier {name!r}; there are {sorted(self._verifiers)}", field="verifier")
         return self._verifiers[name]
 
-    def _next(self, before: VerifierInfo, state: VerifierState) -> VerifierInfo:
+    def _next(self, before: VerifierInfo, now: VerifierInfo) -> VerifierInfo:
         restarts = before.restarts
-        if state is VerifierState.DOWN:
+        if now.state is VerifierState.DOWN:
             return before.down()
         if before.state is VerifierState.DOWN:
             self._draining.discard(before.name)
             restarts += before.name in self._seen_ready
             self._seen_ready.add(before.name)
-        if before.name in self._draining:
-            state = VerifierState.DRAINING
-        return replace(before, state=state, restarts=restarts)
+        state = VerifierState.DRAINING if before.name in self._draining else now.state
+        return replace(now, state=state, restarts=restarts)
 
-    async def _probe(self, name: str) -> VerifierState:
+    async def _probe(self, name: str) -> VerifierInfo:
+        """Return what a verifier reports, or else what its health service says; `down` where nothing answers."""
+        try:
+            info = await self._report(name) or replace(self._infos[name], state=await self._health(name))
+        except grpc.aio.AioRpcError as error:
+            await self._channels.pop(name).close()  # the next probe sees certificates as they are then
+            self._note_silence(name, error)
+            return self._infos[name].down()
+        self._trouble.pop(name, None)
+        return info
+
+    async def _report(self, name: str) -> VerifierInfo | None:
+        """Return what a verifier reports; None: it has another lease secret or name, or is of another release."""
+        configured = self._infos[name]
+        try:
+            said = VerifierInfo.from_report(json.loads(await self._ask(name, {})))
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED):
+                raise
+            self._note_refusal(name, error.code())
+            return None
+        except (ValueError, InvalidArgument) as error:
+            logger.warning("verifier %s: %s", name, error)
+            return None
+        kept = {field: getattr(configured, field) for field in CONFIGURED}
+        return replace(said, **kept)
+
+    async def _ask(self, name: str, request: dict[str, list[str]]) -> bytes:
+        token = sign_coordinator(name, self._secret, now_s=time.time())
+        method: Any = self._channel(name).unary_unary(REPORT_METHOD)
+        answer: bytes = await method(
+            json.dumps(request).encode(), timeout=self._probe_timeout_s, metadata=((LEASE_METADATA, token),)
+        )
+        return answer
+
+    def _note_refusal(self, name: str, code: grpc.StatusCode) -> None:
+        if self._refused.get(name) is not code:
+            self._refused[name] = code
+            older = code is grpc.StatusCode.UNIMPLEMENTED
+            why = "is of another release" if older else "has another --name or --lease-secret-file"
+            logger.warning("verifier %s %s, and does not report how many sessions it has", name, why)
+
+    def _channel(self, name: str) -> grpc.aio.Channel:
         if name not in self._channels:
             # A local subchannel pool and a short backoff show a verifier that came back at the next poll.
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
             verifier = self._verifiers[name]
             credentials = self._credentials.current() if verifier.tls and self._credentials is not None else None
             self._channels[name] = open_channel(verifier.address, options, credentials, verifier.tls_name)
-        check = self._channels[name].unary_unary(
+        return self._channels[name]
+
+    async def _health(self, name: str) -> VerifierState:
+        check = self._channel(name).unary_unary(
             HEALTH_METHOD,
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
-        try:
-            reply = await check(health_pb2.HealthCheckRequest(), timeout=self._probe_timeout_s)
-            if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                state = VerifierState.READY
-            else:
-                state = await self._why_not(check)
-        except grpc.aio.AioRpcError as error:
-            await self._channels.pop(name).close()  # the next probe sees certificates as they are then
-            self._note_silence(name, error)
-            return VerifierState.DOWN
-        self._trouble.pop(name, None)
-        return state
+        reply = await check(health_pb2.HealthCheckRequest(), timeout=self._probe_timeout_s)
+        serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        return VerifierState.READY if serving else await self._why_not(check)
 
     async def _why_not(self, check: Any) -> VerifierState:
         """Return the state of a verifier that serves nobody: its engine is sick, or it drains."""

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from outrider.coordinator.cluster import VerifierInfo, known_fields
+from outrider.coordinator.cluster import SendAway, VerifierInfo, known_fields
 from outrider.coordinator.roster import Roster
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unavailable
 from outrider.proto.types import TrainerStatus
@@ -122,6 +122,11 @@ class RayCluster:
             self._roster.drained(name)
         return int(sessions)
 
+    async def send_away(self, sessions: SendAway) -> None:
+        """Tell the verifiers' actors, and wait for no answer, since the next poll shows what goes on."""
+        for name, those in sessions.items():
+            await asyncio.to_thread(self._send, ACTOR_PREFIX + name, "send_away", those)
+
     async def tokenizer_json(self, name: str) -> str:
         """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound` or `Unavailable`."""
         return str(await asyncio.to_thread(self._call, name, "tokenizer_json", self._info_timeout_s))
@@ -206,10 +211,12 @@ class RayCluster:
             except (AttributeError, ValueError, *_RAY_FAILURES) as error:
                 logger.debug("the trainer of %s cannot be told to %s: %s", model, method, error)
 
-    def _send(self, name: str, method: str) -> ray.ObjectRef[Any] | None:
+    def _send(self, name: str, method: str, *arguments: Any) -> ray.ObjectRef[Any] | None:
         """Call a method of an actor without waiting for its answer; None: the actor cannot be called."""
         try:
-            answer: ray.ObjectRef[Any] = getattr(ray.get_actor(name, namespace=self._namespace), method).remote()
+            answer: ray.ObjectRef[Any] = getattr(ray.get_actor(name, namespace=self._namespace), method).remote(
+                *arguments
+            )
             return answer
         except (AttributeError, ValueError, *_RAY_FAILURES) as error:
             logger.debug("%s cannot be called for %s: %s", name, method, error)

@@ -156,7 +156,7 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
         Unavailable: no Ray answers there.
     """
     if not config.ray_address:
-        return StaticCluster(config.verifiers, tls=config.verifier_tls)
+        return StaticCluster(config.verifiers, secret=config.lease_secret, tls=config.verifier_tls)
     try:
         from outrider.coordinator.ray_cluster import RayCluster, connect_ray
     except ImportError as error:

@@ -10,7 +10,7 @@ from contextlib import closing
 
 from outrider.coordinator.admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
-from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
+from outrider.coordinator.cluster import Cluster, SendAway, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
@@ -91,8 +91,12 @@ class ControlService:
         async with self._refreshing:
             if time.monotonic() - self._refreshed_s < REFRESH_GAP_S:
                 return
+            asked_s = time.monotonic()
             try:
                 self._view.known = await self._cluster.refresh()
+                if away := self.admission.observe(self._view.known, asked_s):
+                    self._note_away(away)
+                    await self._cluster.send_away(away)
                 await self._tell_owners()
                 await self._cluster.retire_versions(self._offers.retired)
             except OutriderError as error:
@@ -102,6 +106,11 @@ class ControlService:
                 if verifier.state is not VerifierState.DOWN:
                     await self._learn_tokenizer(verifier)
                     await self._learn_chat_template(verifier)
+
+    def _note_away(self, away: SendAway) -> None:
+        for verifier, sessions in away.items():
+            for session in sorted(sessions):
+                logger.warning("a text beyond its API key's sessions is sent away", extra=about(session, verifier))
 
     async def _tell_owners(self) -> None:
         """Tell the trainers which keys may have versions of their own: those that allow learning now, and no others."""
@@ -132,7 +141,7 @@ class ControlService:
             _check_lease_request(request)
             verifier = await self._place(request, caller)
             if not request.inquiry:
-                self.admission.grant(caller, request.session, self._config.lease_seconds)
+                self.admission.grant(caller, request.session, self._config.lease_seconds, verifier.name)
         except OutriderError as error:
             self.metrics.refuse(error)
             # A refused session may have any name, of any length.

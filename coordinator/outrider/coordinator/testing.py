@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
 from outrider.coordinator.package import MANIFEST
 from outrider.proto.drafter_format import DRAFTER_FORMAT
 from outrider.proto.errors import NotFound, Unavailable
@@ -43,6 +43,7 @@ class ScriptedCluster:
         self.refreshes = 0
         self.drained: list[str] = []
         self.owners: frozenset[bytes] | None = None
+        self.sent_away: list[SendAway] = []
         self.retired: frozenset[tuple[str, str]] = frozenset()
         self.trainers: tuple[TrainerStatus, ...] = ()
         self._tokenizer_json = tokenizer_json
@@ -60,6 +61,10 @@ class ScriptedCluster:
         self.drained.append(name)
         self.verifiers[name] = replace(self.verifiers[name], state=VerifierState.DRAINING)
         return self.verifiers[name].sessions
+
+    async def send_away(self, sessions: SendAway) -> None:
+        """Note the sessions."""
+        self.sent_away.append(sessions)
 
     async def tokenizer_json(self, name: str) -> str:
         """Return the tokenizer that all verifiers share."""

@@ -22,6 +22,7 @@ from outrider.proto.errors import ConfigError, LeaseExpired, Unauthenticated
 
 MIN_SECRET_BYTES = 16
 CLOCK_SKEW_S = 5.0
+COORDINATOR_S = 60.0
 LEASE_METADATA = "outrider-lease-bin"  # of a decoding call, which takes no place without it
 
 
@@ -96,6 +97,16 @@ def verify_lease(
             raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {expected!r}", field="open.lease")
     _check_expiry(claim, now_s)
     return claim
+
+
+def sign_coordinator(verifier: str, secret: bytes, *, now_s: float) -> bytes:
+    """Return a token by which a coordinator shows verifier `verifier` for a minute that it has `secret`; no lease."""
+    return sign_lease(LeaseClaim(verifier, model="", session="", expires_at_s=now_s + COORDINATOR_S), secret)
+
+
+def check_coordinator(token: bytes, secret: bytes, *, verifier: str, now_s: float) -> None:
+    """Raise `Unauthenticated` or `LeaseExpired` unless `token` is a coordinator's for this verifier."""
+    verify_lease(token, secret, verifier=verifier, model="", session="", now_s=now_s)
 
 
 def read_lease(token: bytes, secret: bytes, *, now_s: float) -> LeaseClaim:

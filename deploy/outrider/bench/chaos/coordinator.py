@@ -97,7 +97,7 @@ class Coordinator:
         if verifier is None:
             self._refresh()
             verifier = self._view.choose(request, tenant, now_s)
-        self._admission.grant(self._caller, request.session, self._lease_s)
+        self._admission.grant(self._caller, request.session, self._lease_s, verifier.name)
         self._view.grant(request, tenant, verifier, now_s)
         claim = LeaseClaim(
             verifier.name,

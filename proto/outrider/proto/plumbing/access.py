@@ -294,6 +294,15 @@ class Ticket:
             self._running[self.key.name] -= 1
 
 
+def all_taken(key: Key) -> ResourceExhausted:
+    """Return the error of a session for which its key has no place."""
+    return ResourceExhausted(
+        f"key {key.name!r} has {key.max_sessions} sessions running, which is all it may have; wait for one to end",
+        field="api_key",
+        retry_after_s=RETRY_WHEN_BUSY_S,
+    )
+
+
 class Limits:
     """Holds keys to their limits, for one event loop; times are seconds of any clock that never goes back."""
 
@@ -308,12 +317,7 @@ class Limits:
             ResourceExhausted: its sessions or its tokens are used up; `retry_after_s` is set.
         """
         if key.max_sessions is not None and self._running[key.name] >= key.max_sessions:
-            raise ResourceExhausted(
-                f"key {key.name!r} has {key.max_sessions} sessions running, which is all it may have; "
-                "wait for one to end",
-                field="api_key",
-                retry_after_s=RETRY_WHEN_BUSY_S,
-            )
+            raise all_taken(key)
         return Ticket(key, self.check_tokens(key, now_s), self._running)
 
     def check_tokens(self, key: Key, now_s: float) -> Bucket | None:

@@ -66,10 +66,15 @@ def lease_in(metadata: Iterable[tuple[str, str | bytes]], secret: bytes, now_s: 
         InvalidArgument: it is text.
         Unauthenticated, LeaseExpired: as `read_lease` does.
     """
+    return read_lease(token_in(metadata), secret, now_s=now_s)
+
+
+def token_in(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """Return the token in a call's metadata; empty: there is none. Raises `InvalidArgument` where it is text."""
     token = next((value for name, value in metadata if name == LEASE_METADATA), b"")
     if not isinstance(token, bytes):
         raise InvalidArgument("must be bytes", field=LEASE_METADATA)
-    return read_lease(token, secret, now_s=now_s)
+    return token
 
 
 def _discount(counts: Counter[str], name: str) -> None:
