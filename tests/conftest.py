@@ -13,11 +13,14 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+settings.load_profile("ci")  # the same examples every time, however slow the machine; `--hypothesis-profile` has others
 
 ROOT = Path(__file__).parent.parent
 STOLEN_SHARE = 0.05  # of the cores' time; a virtual machine that lacks more cannot be measured on

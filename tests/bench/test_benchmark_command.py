@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
+from near_verifier import NearVerifier
 
 from outrider.bench.benchmark.record import Benchmark
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.record import from_json
 from outrider.cloud.config import DTYPES, VerifierConfig
-from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
@@ -28,32 +27,11 @@ MEASURED = ["cloud", "sync", "colocated", "edge", "outrider"]
 REPLAYED = ["optimum", "cloud", "colocated", "edge", "outrider"]
 
 
-class NearVerifier:
-    """A `VerifierProcess` without its process, which takes seconds to start; one test has the real one."""
-
-    def __init__(self, config: VerifierConfig, tokenizer: Path) -> None:
-        self.address = ""
-        self.tokenizer = tokenizer
-        self._server = VerifierServer(config)
-        self.precision = self._server.rules.precision
-
-    async def __aenter__(self) -> Self:
-        self.tokenizer.write_text(self._server.tokenizer_json, encoding="utf-8")
-        self.address = await self._server.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._server.stop(0)
-
-    async def step_timings(self) -> list[StepTiming]:
-        return list(self._server.take_step_timings())
-
-
-@pytest.fixture
-def _near_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.benchmark.command.VerifierProcess", NearVerifier)
+@pytest.fixture(autouse=True, scope="module")
+def _near_verifier() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.bench.benchmark.command.VerifierProcess", NearVerifier)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +131,6 @@ def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark)
     assert all(name in page for name in pictures)
 
 
-@pytest.mark.usefixtures("_near_verifier")
 def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
     record = tmp_path / "mixed.json"
     modes = ["cloud", "colocated", "edge", "outrider"]
@@ -202,7 +179,7 @@ def test_stop_strings_are_no_option(capfd) -> None:
     assert "unrecognized arguments: --stop x" in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("_near_verifier", "_tun_links")
+@pytest.mark.usefixtures("_tun_links")
 def test_links_of_packets_lose_some_and_keep_the_text(prompt, tmp_path) -> None:
     written = tmp_path / "record.json"
     chosen = ("--modes", "cloud,outrider,optimum", "--rtt", "2", "--tun", "--loss", "0,3:20", "--prompts", prompt)
@@ -215,7 +192,6 @@ def test_links_of_packets_lose_some_and_keep_the_text(prompt, tmp_path) -> None:
     assert all((run.uplink_bytes_per_token or 0) > 0 for run in runs)
 
 
-@pytest.mark.usefixtures("_near_verifier")
 def test_a_drafter_that_transformers_cannot_run_is_refused(prompt, capfd) -> None:
     arguments = ["--modes", "hf-assisted", "--rtt", "0", "--drafter", "ngram", "--prompts", prompt]
     check_mistake([*arguments, "--max-tokens", "4"], 1, "hf-drafter: is missing", capfd)
@@ -240,8 +216,16 @@ def test_a_verifier_process_gets_the_settings_and_reports_its_refusal(tmp_path) 
         threads=1, exact="off", patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05, draft_here="off"
     )
 
+    class RefusedFirst(VerifierProcess):
+        async def prepare(self) -> None:
+            self._config, wanted = VerifierConfig(steering=(str(tmp_path / "none"),)), self._config
+            with pytest.raises(NotFound, match="steering"):
+                await super().prepare()
+            self._config = wanted
+            await super().prepare()
+
     async def steps() -> list[StepTiming]:
-        async with VerifierProcess(config, file) as verifier:
+        async with RefusedFirst(config, file) as verifier:
             assert verifier.precision == "float32"  # which --dtype auto takes with --exact off
             edge = EdgeConfig(verifier=verifier.address, model="reference", tokenizer=file, drafter="none")
             async with Client(edge) as client:
@@ -249,6 +233,3 @@ def test_a_verifier_process_gets_the_settings_and_reports_its_refusal(tmp_path) 
             return await verifier.step_timings()
 
     assert len(asyncio.run(steps())) == 4
-    refused = VerifierProcess(VerifierConfig(steering=(str(tmp_path / "none"),)), file)
-    with pytest.raises(NotFound, match="steering"):
-        asyncio.run(refused.__aenter__())

@@ -6,6 +6,7 @@ import itertools
 import json
 
 import pytest
+from near_verifier import NearVerifier
 
 from outrider.bench.copying import edited
 from outrider.deploy.cli import main
@@ -29,7 +30,8 @@ def test_nothing_is_edited_where_no_share_is() -> None:
     assert edited(TOKENS, 0.0, 1, seed=1) == TOKENS
 
 
-def test_every_mode_gives_the_same_text_and_copies_take_the_fewest_steps(tmp_path, capsys) -> None:
+def test_every_mode_gives_the_same_text_and_copies_take_the_fewest_steps(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.bench.copying.VerifierProcess", NearVerifier)
     prompts, record = tmp_path / "prompts.jsonl", tmp_path / "copies.json"
     prompts.write_text(json.dumps({"id": "a", "prompt": "def main(argv):\n"}) + "\n", encoding="utf-8")
     options = ["--max-tokens", "32", "--temperature", "1", "--run", "4", "--target-threads", "1", "--json", str(record)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from command_processes import free_port
 from prometheus_client import CollectorRegistry
 
 from outrider.coordinator.cluster import VerifierState
@@ -55,12 +56,12 @@ class Verifier:
         self.remaining_s: list[float | None] = []
         self.running = 0
 
-    async def start(self, address: str = "127.0.0.1:0") -> str:
+    async def start(self, address: str = "") -> str:
         handler = grpc.stream_stream_rpc_method_handler(self._decode)
         self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         handlers = grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler})
         self.server.add_generic_rpc_handlers((handlers,))
-        self.address = f"127.0.0.1:{self.server.add_insecure_port(address)}"
+        self.address = f"127.0.0.1:{self.server.add_insecure_port(address or f'127.0.0.1:{free_port()}')}"
         await self.server.start()
         return self.address
 

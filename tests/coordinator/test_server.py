@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from command_processes import free_port
 from grpc_health.v1 import health_pb2
 
 from outrider.coordinator import server
@@ -519,8 +520,9 @@ def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_restar
 ) -> None:
     async def scenario(call: Any) -> None:
         # Another coordinator stands in for the verifier: all that counts here is its health service.
-        stand_in = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0"), ScriptedCluster())
-        address = await stand_in.start()
+        address = f"127.0.0.1:{free_port()}"
+        stand_in = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=address), ScriptedCluster())
+        await stand_in.start()
         verifier = StaticVerifier("v", address, "tiny", TOKENIZER_JSON)
         config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", poll_s=0.1, verifiers=(verifier,))
         server = CoordinatorServer(config)

@@ -24,6 +24,7 @@ from outrider.deploy.link.traces import LinkTrace, TracePoint, find_trace
 from outrider.proto.errors import ConfigError, Unavailable
 
 SILENCE_S = 60.0
+TRIES = 12
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,9 @@ def share_of_a_core() -> float:
 
 
 async def assert_honest(asked: float, measure: Callable[[], float]) -> None:
-    """Check that a measurement is within 5 % in one of three tries; skip the test on a busy machine."""
+    """Check that a measurement is within 5 % in one of many tries; skip the test on a busy machine."""
     measured, shares = [], []
-    for _ in range(3):
+    for _ in range(TRIES):
         measured.append(await asyncio.to_thread(measure))
         if measured[-1] == pytest.approx(asked, rel=0.05):
             return
@@ -233,15 +234,12 @@ def test_a_trace_is_played_in_time_and_a_shape_ends_it(echo) -> None:
                 read(edge, 1)
                 return time.monotonic() - began
 
-            began = time.monotonic()
-            times = []
-            while time.monotonic() - began < 1.0:
-                times.append(await asyncio.to_thread(round_trip_s))
-            assert min(times) < 0.075
-            assert max(times) > 0.149
-            await link.set_shape(LinkShape())
-            await asyncio.sleep(0.5)
-            assert min(round_trip_s() for _ in range(5)) < 0.075
+            deadline = time.monotonic() + SILENCE_S
+            for is_far in (True, False, True):
+                while (await asyncio.to_thread(round_trip_s) >= 0.149) != is_far:
+                    assert time.monotonic() < deadline, "a point of the trace is never played"
+            await link.set_shape(LinkShape.of(rtt_ms=250))
+            assert min(round_trip_s() for _ in range(4)) >= 0.249, "the trace goes on, which takes 0.8 s"
             await link.play(find_trace("lte-motion"))  # a long line on standard input
             assert round_trip_s() > 0.044
 
@@ -260,14 +258,11 @@ def test_a_new_connection_waits_a_round_trip_for_its_handshake(echo) -> None:
 
 
 def test_a_verifier_that_is_not_there_is_a_reset() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        address = f"127.0.0.1:{gone.getsockname()[1]}"
-
     async def talk(link: LinkProcess) -> None:
         with pytest.raises(ConnectionResetError), connected(link.address, SILENCE_S) as edge:
             edge.recv(1)
 
-    with_link(address, talk)
+    with_link("127.0.0.1:1", talk)
 
 
 @pytest.mark.parametrize(

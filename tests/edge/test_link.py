@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from command_processes import free_port
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link import Channels, Connection, Stream
@@ -162,8 +163,8 @@ def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects(
 
 def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
-        address = verifier.address
         await verifier.server.stop(None)
+        address = f"127.0.0.1:{free_port()}"
         for _ in range(4):
             lost = channels.open_stream(address, EdgeStatistics())
             lost.send(Cancel())
@@ -267,8 +268,8 @@ def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
 
 def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
-        address = verifier.address
         await verifier.server.stop(None)
+        address = f"127.0.0.1:{free_port()}"
         channels.connect(address)
         in_vain = channels._by_address[address]
         await reaches(in_vain, grpc.ChannelConnectivity.TRANSIENT_FAILURE)

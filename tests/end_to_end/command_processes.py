@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 
 import psutil
+
+PORTS = range(20_000, 30_000)  # below those that Linux gives to connections
+_OWNED: list[socket.socket] = []
 
 START_WITHIN_S = 180.0  # it may have to import torch on a machine that is busy
 END_WITHIN_S = 60.0
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is this process's own until it ends, so that a server can come back to it.
+
+    Neither the kernel gives it to a connection nor this function to another process meanwhile.
+    """
+    first = random.SystemRandom().randrange(len(PORTS))
+    for port in (*PORTS[first:], *PORTS[:first]):
+        owned = socket.socket(socket.AF_UNIX)
+        try:
+            owned.bind(f"\0outrider-test-port-{port}")
+            with socket.create_server(("127.0.0.1", port)):
+                _OWNED.append(owned)
+                return port
+        except OSError:
+            owned.close()
+    raise AssertionError("all ports are taken")
 
 
 class Command:

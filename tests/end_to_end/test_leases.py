@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_processes import free_port
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
@@ -125,8 +126,9 @@ def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tokenizer
 def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(tokenizer_file, tmp_path) -> None:
     async def main() -> None:
         async with verifier() as address:
-            first = CoordinatorServer(coordinator_config(address, tokenizer_file))
-            where = await first.start()
+            where = f"127.0.0.1:{free_port()}"
+            first = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
+            await first.start()
             async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="general")) as client:
                 running = client.generate(PROMPT, max_tokens=120)
                 tokens = list((await anext(running)).ids)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_processes import free_port
 from openai import APIError, AsyncOpenAI, OpenAI
 
 from outrider.cloud.config import VerifierConfig
@@ -49,7 +50,7 @@ class Setting:
 
 @asynccontextmanager
 async def setting(tokenizer_file: Path, drafter: Any = None, **config: Any) -> AsyncIterator[Setting]:
-    verifier = VerifierServer(VerifierConfig(threads=1))
+    verifier = VerifierServer(VerifierConfig(threads=1, listen=f"127.0.0.1:{free_port()}"))
     edge = EdgeConfig(
         verifier=await verifier.start(),
         model=MODEL,

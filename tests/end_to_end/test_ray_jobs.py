@@ -6,25 +6,18 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+from command_processes import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
 
 TINY = ["--hidden", "32", "--layers", "1", "--mlp", "64", "--self-text", "0", "--threads", "1"]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RayHead:
