@@ -21,6 +21,7 @@ from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster
 from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256
+from outrider.deploy.cluster import _start_local_ray
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 from outrider.proto.types import LeaseRequest, TrainerStatus
 
@@ -33,12 +34,13 @@ def fake_actor() -> type:
 
     class FakeVerifier:
         def __init__(
-            self, config: Any, lease_secret: bytes = b"", ray_options: Any = None, *, load_s: float = 0.0
+            self, config: Any, lease_secret: bytes = b"", ray_options: Any = None, *, loads_until: str = "/"
         ) -> None:
             import os
             import time
 
-            time.sleep(load_s)
+            while not os.path.exists(loads_until):
+                time.sleep(0.02)
             self._config = config
             self._pid = os.getpid()
             self._state = "ready"
@@ -96,7 +98,7 @@ def fake_actor() -> type:
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, namespace="outrider", log_to_driver=False)
+    _start_local_ray()
     yield
     ray.shutdown()
 
@@ -332,11 +334,10 @@ def test_an_actor_that_drains_hears_that_the_cluster_knows_of_it(start: Callable
     run(scenario)
 
 
-def test_an_actor_that_still_loads_is_down_and_stalls_neither_loop_nor_poll(
-    local_ray: None,
-) -> None:
+def test_an_actor_that_still_loads_is_down_and_stalls_neither_loop_nor_poll(local_ray: None, tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
     options = {"name": "outrider-verifier-slow", "namespace": "outrider", "num_cpus": 0}
-    slow = ray.remote(fake_actor()).options(**options).remote(VerifierConfig(name="slow"), load_s=2.5)
+    slow = ray.remote(fake_actor()).options(**options).remote(VerifierConfig(name="slow"), loads_until=str(loaded))
 
     async def scenario() -> None:
         cluster = RayCluster(info_timeout_s=1.0)
@@ -349,6 +350,7 @@ def test_an_actor_that_still_loads_is_down_and_stalls_neither_loop_nor_poll(
         assert turns > 5, "a loop that waited for Ray would have stood for that second"
         with pytest.raises(Unavailable):
             await cluster.tokenizer_json("slow")
+        loaded.touch()
         assert (await until(cluster, is_ready)).restarts == 0
 
     run(scenario)
