@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-
 import pytest
 
-from outrider.cloud import heartbeat
 from outrider.cloud.heartbeat import EngineCondition, HealthJudge, HealthRules, Heartbeat
 
 RULES = HealthRules()
@@ -20,7 +16,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.heart = Heartbeat()
+        self.heart = Heartbeat(lambda: self.now)
         self.judge = HealthJudge(self.heart, RULES, EVERY_S, 0.0)
         self.seen: list[EngineCondition] = []
 
@@ -55,10 +51,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    made = Engine()
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: made.now))
-    return made
+def engine() -> Engine:
+    return Engine()
 
 
 def test_a_hung_step_is_noticed_within_seconds_and_given_up_after_a_minute(engine: Engine) -> None:

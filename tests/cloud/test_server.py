@@ -938,3 +938,44 @@ def test_an_engine_that_has_hung_for_good_ends_the_process(folder):
             return bench.failures == [bench.server], await bench.health()
 
     assert run(folder, scenario) == (True, health_pb2.HealthCheckResponse.NOT_SERVING), "once"
+
+
+# === an event loop that stands still ============================================================================
+
+
+def sick(server):
+    return server._engine.metrics.registry.get_sample_value(
+        "outrider:verifier_sick", {"model_name": "tiny", "verifier": "verifier"}
+    )
+
+
+def test_a_call_that_blocks_the_event_loop_is_shown_and_ends_the_process(folder, caplog):
+    async def scenario(bench):
+        server = bench.server
+        server._health._loop._hung_s = server._health._loop._lost_s = 1.0
+
+        def block_in_a_handler():
+            end = time.monotonic() + 50
+            while not (bench.failures and sick(server)) and time.monotonic() < end:
+                time.sleep(0.01)
+
+        block_in_a_handler()
+        return bench.failures == [server], sick(server)
+
+    assert run(folder, scenario) == (True, 1.0)
+    [line] = [record.getMessage() for record in caplog.records if "stands still, in" in record.getMessage()]
+    assert "block_in_a_handler" in line
+
+
+def test_an_event_loop_that_goes_on_again_is_well(folder):
+    async def scenario(bench):
+        server, loop = bench.server, bench.server._health._loop
+        loop._hung_s = 1.0
+        end = time.monotonic() + 50
+        while not sick(server) and time.monotonic() < end:
+            time.sleep(0.01)  # noqa: ASYNC251 - the blocking call that is tested
+        assert loop.hung
+        await bench.until(lambda: not sick(server), 50)
+        return loop.hung, bench.failures, await bench.health()
+
+    assert run(folder, scenario) == (False, [], health_pb2.HealthCheckResponse.SERVING)

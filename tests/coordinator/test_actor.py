@@ -186,6 +186,21 @@ def test_a_verifier_that_has_failed_ends_its_process_once_its_streams_are_ended(
     assert ended.result(timeout=30), "the streams went first"
 
 
+def test_a_verifier_whose_event_loop_stands_still_ends_its_process_all_the_same(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, released = threading.Event(), threading.Event()
+    monkeypatch.setattr("outrider.cloud.actor.FAILED_WITHIN_S", 0.1)
+    monkeypatch.setattr("outrider.cloud.actor.end_process", ended.set)
+    actor = build()
+    actor._loop.call_soon_threadsafe(released.wait)
+    try:
+        actor._server.on_failure()  # type: ignore[attr-defined]
+        assert ended.wait(30)
+    finally:
+        released.set()
+
+
 def test_the_process_of_a_failed_verifier_ends_with_a_status_that_says_so() -> None:
     program = "import atexit, time; from outrider.cloud.actor import end_process; atexit.register(time.sleep, 600)"
     ended = subprocess.run([sys.executable, "-c", f"{program}; end_process()"], timeout=60, check=False)

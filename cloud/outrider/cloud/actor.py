@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outrider.cloud.family_index import chat_template_json
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import configure
+from outrider.proto.plumbing.loop_watch import end_process
 
 if TYPE_CHECKING:
     from outrider.cloud.config import VerifierConfig
@@ -156,7 +157,8 @@ class VerifierActor:
     def _end_failed(self) -> None:
         """End the process, once its sessions know: Ray starts another."""
         try:
-            self._submit(self._server.stop()).result(FAILED_WITHIN_S)
+            with suppress(TimeoutError):  # the event loop itself may stand still
+                self._submit(self._server.stop()).result(FAILED_WITHIN_S)
         finally:
             end_process()
 
@@ -167,12 +169,6 @@ class VerifierActor:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def end_process() -> None:
-    """End this process at once, as one that has failed: a device that does not answer would hold up an orderly end."""
-    logging.shutdown()
-    os._exit(1)
 
 
 def _runs_in_ray() -> bool:

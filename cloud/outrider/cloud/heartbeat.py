@@ -14,8 +14,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+
+from outrider.proto.plumbing.loop_watch import HUNG_S, LOST_S, Stillness
 
 KEPT = 256  # steps of a kind that its median rests on
 _FEW = 3  # steps before a median is believed
@@ -45,10 +48,10 @@ class HealthRules:
     """
 
     times: float = 10.0
-    hung_s: float = 5.0
+    hung_s: float = HUNG_S
     first_s: float = 120.0
     slow_s: float = 1.0
-    lost_s: float = 60.0
+    lost_s: float = LOST_S
     newest: int = 8
     bad: int = 3
     forget_s: float = 30.0
@@ -76,10 +79,11 @@ class Heartbeat:
         done: steps that have ended since the judge last looked, and their seconds; None: it failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.beats = 0
         self.work: Work | None = None
         self.done: deque[tuple[Work, float] | None] = deque(maxlen=KEPT)
+        self._clock = clock
         self._began = 0.0
 
     def beat(self) -> None:
@@ -89,14 +93,14 @@ class Heartbeat:
 
     def begin(self, rows: int, *, reads: bool) -> None:
         """Note that a step begins, of which some rows may read a prompt."""
-        self._began = time.monotonic()
+        self._began = self._clock()
         self.work = Work(rows, reads)
         self.beats += 1
 
     def end(self) -> None:
         """Note that it has succeeded."""
         if self.work is not None:
-            self.done.append((self.work, time.monotonic() - self._began))
+            self.done.append((self.work, self._clock() - self._began))
         self.beat()
 
     def fail(self) -> None:
@@ -111,10 +115,7 @@ class HealthJudge:
     def __init__(self, heart: Heartbeat, rules: HealthRules, every_s: float, now: float) -> None:
         self._heart = heart
         self._rules = rules
-        self._every_s = every_s
-        self._looked_at = now
-        self._beats = -1
-        self._still_s = 0.0
+        self._still = Stillness(every_s, now)
         self._stepped_at = now
         self._newest: deque[bool] = deque(maxlen=rules.newest)  # whether each was bad
         self._of: dict[bool, deque[tuple[int, float]]] = {reads: deque(maxlen=KEPT) for reads in (False, True)}
@@ -122,16 +123,12 @@ class HealthJudge:
 
     def look(self, now: float) -> EngineCondition:
         """Return the state of the engine at `now`, in seconds."""
-        passed_s = min(now - self._looked_at, 2 * self._every_s)
-        self._looked_at = now
-        beats = self._heart.beats
-        self._still_s = self._still_s + passed_s if beats == self._beats else 0.0
-        self._beats = beats
+        still_s = self._still.look(self._heart.beats, now)
         self._take_steps(now)
         bound_s = self._bound_s(self._heart.work)
-        if self._still_s > bound_s + self._rules.lost_s:
+        if still_s > bound_s + self._rules.lost_s:
             return EngineCondition.LOST
-        if self._still_s > bound_s:
+        if still_s > bound_s:
             return EngineCondition.HUNG
         return EngineCondition.SICK if sum(self._newest) >= self._rules.bad else EngineCondition.WELL
 

@@ -92,7 +92,9 @@ class VerifierMetrics:
             "Sessions sent elsewhere because the engine hung, or refused because a later stream has them.",
         )
         self._sick = self._own(
-            Gauge, "verifier_sick", "1 while the engine hangs, or many steps fail or take ten times their median."
+            Gauge,
+            "verifier_sick",
+            "1 while the engine or the event loop hangs, or many steps fail or take ten times their median.",
         )
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
         self.corrupted = self._own(

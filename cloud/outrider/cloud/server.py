@@ -23,7 +23,6 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Grammars
 from outrider.cloud.health import VerifierHealth
-from outrider.cloud.heartbeat import EngineCondition
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
@@ -85,7 +84,8 @@ class VerifierServer:
         Args:
             config: settings of the verifier.
             lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
-            on_failure: called once, in the event loop, when steps fail whatever they are for: the process should end.
+            on_failure: called once, in the event loop, when steps fail whatever they are for, or from a thread beside
+                it, where the loop stands still: the process should end.
             sink: whoever learns, if `config.learn` is set.
 
         Raises:
@@ -207,7 +207,7 @@ class VerifierServer:
             name=self.rules.name,
             address=self._address,
             model=self.rules.model,
-            state=self._state,
+            state=self._health.state(self._engine),
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
             kv_pages_free=self._backend.capacity.free_pages,
@@ -227,14 +227,6 @@ class VerifierServer:
     def send_away(self, sessions: frozenset[str]) -> None:
         """End the texts of these sessions here; a coordinator decides whether they go on."""
         self._engine.post_send_away(sessions)
-
-    @property
-    def _state(self) -> str:
-        if self._engine.failed:
-            return "down"
-        if self._health.condition is not EngineCondition.WELL:
-            return "sick"
-        return "draining" if self._engine.draining else "ready"
 
     def _engine_failed(self) -> None:
         """Have the event loop say that nothing is served here; called from the engine's thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from outrider.deploy.descendants import descendants, kill, until_gone
 from outrider.deploy.termination import until_stopped
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError, Unavailable
+from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
 from outrider.proto.plumbing.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
 STOPPED_WITHIN_S = 30.0  # of a step that runs, and of whoever still learns
+END_WITHIN_S = STOPPED_WITHIN_S + 5.0  # of a process that has failed
 PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of the strategies
 
 
@@ -57,12 +60,18 @@ async def _up(given: Given) -> int:
             _print_metrics(name, address)
         if learning is not None:
             print(f"edges with --share-texts teach {learning.drafter}; versions in {learning.folder}", flush=True)
-        lost = await _stopped_or_lost()
+        with LoopWatch("the coordinator", _end_with_cluster):
+            lost = await _stopped_or_lost()
         if lost:
             kill(descendants())  # at once: Ray itself ends this process a minute later, and leaves some of them
     if lost:
         raise Unavailable("Ray's head process (gcs_server) has ended, and the cluster with it; start this again")
     return 0
+
+
+def _end_with_cluster() -> None:
+    kill(descendants())
+    end_process()
 
 
 async def _stopped_or_lost() -> bool:
@@ -87,8 +96,9 @@ async def _coordinator(given: Given) -> int:
     server = CoordinatorServer(coordinator_config(given))
     print(f"coordinator on {await server.start()}", flush=True)
     _print_metrics("coordinator", server.metrics_address)
-    await until_stopped()
-    await server.stop()
+    with LoopWatch("the coordinator", end_process):
+        await until_stopped()
+        await server.stop()
     return 0
 
 
@@ -131,14 +141,20 @@ def verifier(given: Given) -> int:
 
 
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
-    from outrider.cloud.actor import end_process
     from outrider.cloud.server import VerifierServer
 
     stop, failed = asyncio.Event(), asyncio.Event()  # a signal sets the first alone
+    loop = asyncio.get_running_loop()
+    end = threading.Timer(END_WITHIN_S, end_process)
+    end.daemon = True
 
-    def on_failure() -> None:
+    def note_failure() -> None:
         failed.set()
         stop.set()
+
+    def on_failure() -> None:
+        loop.call_soon_threadsafe(note_failure)
+        end.start()  # the loop itself may stand still
 
     server = VerifierServer(config, secret, on_failure)
     print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
