@@ -63,6 +63,33 @@ def test_a_turn_counts_what_it_brings_and_what_had_to_be_read_again():
     assert scene.level == 60 - 16 - 21
 
 
+def test_commits_of_a_turn_that_was_left_count_for_that_turn():
+    scene = Scene()
+    stream = scene.stream()
+    stream.begin_turn(30)
+    stream.begin_turn(5)  # the user has cancelled, and the first commit was on its way
+    stream.spend(commit(30, 1))
+    stream.spend(commit(36, 2, cached=28, turn=1))
+    assert scene.level == 60 - 30 - 1 - (36 - 28) - 2
+
+
+def test_a_refused_session_costs_nothing():
+    scene = Scene()
+    refused = scene.stream()
+    refused.begin_turn(40)
+    refused.give_back()
+    assert scene.level == 60
+
+
+def test_a_text_whose_key_has_no_tokens_left_is_sent_away_until_it_has():
+    scene = Scene()
+    stream = scene.stream()
+    stream.begin_turn(50)
+    assert stream.charge(commit(50, 60), 3) is None
+    goaway = stream.charge(commit(110, 1), 3)
+    assert (goaway.retry_after_s, goaway.epoch) == (57.0, 3), "from -51 to a tenth of a minute's"
+
+
 def test_a_long_prompt_delays_the_keys_next_texts_and_not_its_own():
     scene = Scene()
     long, other = scene.stream(), scene.stream()

@@ -561,6 +561,21 @@ def test_a_prompt_counts_as_tokens_of_its_key(folder):
     run(folder, scenario, secret=SECRET)
 
 
+def test_a_prompt_that_is_refused_costs_its_key_nothing(folder):
+    async def scenario(bench):
+        holding = bench.stream(bench.lease(session="holding"))
+        await holding.send(waiting(bench, session="holding", lease=bench.lease(session="holding")))
+        await holding.opened()
+        lease = bench.lease(key="alice", tokens_per_minute=6000)
+        refused = bench.stream(lease)
+        await refused.send(bench.open(lease=lease, prompt=PROMPT * 200))
+        assert isinstance(await refused.error(), ResourceExhausted), "the verifier is full"
+        bucket = bench.server._meters.of("alice", 6000, time.monotonic())
+        await bench.until(lambda: bucket.level(bucket._at_s) == 6000)
+
+    run(folder, scenario, secret=SECRET, max_sessions=1)
+
+
 def test_a_stream_without_a_lease_takes_no_place(folder, expected):
     async def scenario(bench):
         idle = [bench.stream() for _ in range(40)]

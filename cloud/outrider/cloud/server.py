@@ -27,10 +27,9 @@ from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.lease_end import LeaseEnds
-from outrider.cloud.metering import meter_of
+from outrider.cloud.metering import limit_of, meter_of
 from outrider.cloud.own_drafter import local_source
 from outrider.cloud.report import report_service
-from outrider.cloud.slots import KeyLimit
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
 from outrider.cloud.stream_outbox import Stalls, StreamOutbox
@@ -255,21 +254,17 @@ class VerifierServer:
                     if self._tracing is not None and trace is not None:
                         self._tracing.commit(trace, outbox.stream.session, item)
                     if outbox.meter is not None:
-                        outbox.meter.spend(item)
-                        if (wait_s := outbox.meter.wait_s) > 0:
-                            outbox.put(
-                                Goaway(
-                                    "the key's tokens a minute are spent",
-                                    retry_after_s=wait_s,
-                                    epoch=outbox.stream.epoch,
-                                )
-                            )
+                        goaway = outbox.meter.charge(item, outbox.stream.epoch)
+                        if goaway is not None:
+                            outbox.put(goaway)
                 elif isinstance(item, Goaway):
                     self._engine.metrics.goaways.inc()
                     log.info("sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self.rules.name))
                 if outbox.stream.ends_after(item):
                     return
         except OutriderError as error:
+            if outbox.meter is not None and not outbox.stream.opened:
+                outbox.meter.give_back()
             (self._engine.metrics.fail if outbox.stream.opened else self._engine.metrics.refuse)(error)
             what = "ended" if outbox.stream.opened else "refused"
             log.warning(
@@ -326,7 +321,7 @@ class VerifierServer:
         if outbox.closed:
             return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
         isolation = _isolation(self._config, key, claim)
-        self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), _limit(claim))
+        self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), limit_of(claim))
         if claim is not None:
             self.lease_ends.begin(outbox, claim)
 
@@ -397,11 +392,6 @@ def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None) -> st
     if config.no_prefix_cache:
         return str(key)
     return claim.key if claim is not None else ""
-
-
-def _limit(claim: LeaseClaim | None) -> KeyLimit | None:
-    """Return the API key of the lease and its limit of sessions, if it has a key."""
-    return KeyLimit(claim.key, claim.max_sessions) if claim is not None and claim.key else None
 
 
 def _teacher(claim: LeaseClaim | None) -> str | None:
