@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from outrider.cloud.admission import Admission, verifier_failed
+from outrider.cloud.admission import Admission
 from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
@@ -169,8 +169,7 @@ class Engine(EngineState):
             return
         line = "the verifier has failed, its sessions go elsewhere: %s"
         log.critical(line, failure, extra=about(verifier=self.rules.name))
-        self._admission.failed = True
-        self._slots.fail_all(verifier_failed)
+        self._events.give_up()
         self._on_failure()
 
     def _take_events(self, wake_at: float) -> None:

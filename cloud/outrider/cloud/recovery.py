@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -20,7 +21,7 @@ from outrider.cloud.admission import verifier_failed
 from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching, Share
 from outrider.cloud.masks import Masks
-from outrider.cloud.runner import ModelRunner
+from outrider.cloud.runner import StepResult
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
@@ -39,10 +40,18 @@ class VerifierFailed(Exception):
     """Steps fail whatever they are for: the process should end, and its sessions go on elsewhere."""
 
 
+class Runner(Protocol):
+    """Whatever runs a batch on the target."""
+
+    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+        """Compute every share's rows and verify its drafts; raise whatever the target raises."""
+        ...
+
+
 class Probe:
     """A text of the verifier's own, planned, computed and committed like any other."""
 
-    def __init__(self, rules: VerifierRules, backend: Backend, batching: Batching, runner: ModelRunner) -> None:
+    def __init__(self, rules: VerifierRules, backend: Backend, batching: Batching, runner: Runner) -> None:
         self._rules = rules
         self._backend = backend
         self._batching = batching

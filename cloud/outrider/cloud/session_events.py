@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.cloud.admission import Admission
+from outrider.cloud.admission import Admission, verifier_failed
 from outrider.cloud.backend import Backend
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
-from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
+from outrider.cloud.stream_state import expects, pass_frame
+from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.session import Verified
-from outrider.proto.types import Branches, Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
+from outrider.proto.types import Commit, Continue, EdgeFrame, Open, Report, token_ids
 
 
 class SessionEvents:
@@ -48,25 +49,15 @@ class SessionEvents:
     def expects(self, key: int, frame: EdgeFrame) -> Slot | None:
         """Return the slot that takes a later frame of stream `key`; None: its session is gone or has ended."""
         slot = self._slots.get(key)
-        ended = slot is not None and slot.session.finish is not None and not isinstance(frame, Continue | Report)
-        return None if ended else slot
+        return slot if slot is not None and expects(slot.session, frame) else None
 
     def take(self, slot: Slot, frame: EdgeFrame, matcher: GrammarMatcher | None, arrived: float, now: float) -> None:
         """Pass a frame that arrived at `arrived` to its session, or end the session for it."""
         try:
-            match frame:
-                case Continue():
-                    self._admission.resume(slot, frame, matcher, arrived)
-                case Draft():
-                    slot.session.on_draft(frame, arrived)
-                case Branches():
-                    slot.session.on_branches(frame)
-                case Report():
-                    slot.session.on_report(frame)
-                case Cancel():
-                    self._send(slot, slot.session.on_cancel(), now)
-                case Open():
-                    raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
+            if isinstance(frame, Continue):
+                self._admission.resume(slot, frame, matcher, arrived)
+            elif (commit := pass_frame(slot.session, frame, arrived)) is not None:
+                self._send(slot, commit, now)
         except OutriderError as error:
             self._slots.fail(slot, error)
 
@@ -92,6 +83,11 @@ class SessionEvents:
             slot.session.on_report(Report(drafting=False))
             if self._slots.is_parked(slot):
                 self._slots.evict(slot, "its edge has closed the stream")
+
+    def give_up(self) -> None:
+        """Send every session elsewhere, and admit no more: no step succeeds here."""
+        self._admission.failed = True
+        self._slots.fail_all(verifier_failed)
 
     def stop(self) -> None:
         """Send every session elsewhere, since the verifier ends."""

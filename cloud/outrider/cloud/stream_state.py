@@ -1,9 +1,25 @@
-"""The state of one stream at its verifier, and which frame is its last: rules without socket or clock."""
+"""The state of one stream at its verifier, which frame is its last, and what its session does with each.
+
+Rules without socket or clock, which the engine and the simulators share.
+"""
 
 from __future__ import annotations
 
-from outrider.proto.session import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import (
+    Branches,
+    Cancel,
+    CloudFrame,
+    Commit,
+    Continue,
+    Draft,
+    EdgeFrame,
+    Goaway,
+    Open,
+    Opened,
+    Report,
+)
 
 
 class StreamState:
@@ -36,3 +52,28 @@ class StreamState:
         self.opened |= isinstance(frame, Opened)
         last = isinstance(frame, Commit) and frame.finish is not None and not self.goes_on
         return last or isinstance(frame, Goaway)
+
+
+def expects(session: VerifierSession, frame: EdgeFrame) -> bool:
+    """Return whether a session takes a frame: where its text has ended, few."""
+    return session.finish is None or isinstance(frame, Continue | Report)
+
+
+def pass_frame(session: VerifierSession, frame: EdgeFrame, arrived: float) -> Commit | None:
+    """Pass a frame that arrived at `arrived`, and is no Continue, to its session; return what it answers at once.
+
+    Raises:
+        InvalidArgument, ResourceExhausted: no honest edge sends it; the field is named.
+    """
+    match frame:
+        case Draft():
+            session.on_draft(frame, arrived)
+        case Branches():
+            session.on_branches(frame)
+        case Report():
+            session.on_report(frame)
+        case Cancel():
+            return session.on_cancel()
+        case Open():
+            raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
+    return None

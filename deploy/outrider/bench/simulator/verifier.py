@@ -12,21 +12,18 @@ from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.local import LocalThreads
 from outrider.cloud.batching import Batch, Batching, Share, credit_of
 from outrider.cloud.inbox import WaitingEvents
+from outrider.cloud.stream_state import expects, pass_frame
 from outrider.proto.session import Drafted, DrafterFailed, Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
-    Branches,
-    Cancel,
     CloudFrame,
     Commit,
     CommittedToken,
     Continue,
-    Draft,
     DraftToken,
     EdgeFrame,
     Open,
     Ping,
     Pong,
-    Report,
     token_ids,
 )
 
@@ -176,21 +173,14 @@ class SimulatedVerifier:
             self._open(stream, frame)
             return
         slot = self._slots.get(stream)
-        if slot is None or (slot.session.finish is not None and not isinstance(frame, Continue | Report)):
+        if slot is None or not expects(slot.session, frame):
             return
-        match frame:
-            case Draft():
-                slot.session.on_draft(frame, arrived)
-            case Branches():
-                slot.session.on_branches(frame)
-            case Report():
-                slot.session.on_report(frame)
-            case Cancel():
-                stream.send_down(slot.session.on_cancel())
-            case Continue():
-                slot.session = slot.session.continued(frame, arrived)
-                slot.num_computed_tokens = min(slot.num_computed_tokens, frame.start, slot.session.prompt_length - 1)
-                slot.ready_since = arrived
+        if isinstance(frame, Continue):
+            slot.session = slot.session.continued(frame, arrived)
+            slot.num_computed_tokens = min(slot.num_computed_tokens, frame.start, slot.session.prompt_length - 1)
+            slot.ready_since = arrived
+        elif (commit := pass_frame(slot.session, frame, arrived)) is not None:
+            stream.send_down(commit)
 
     def verify(self, slot: SimulatedSlot, block: tuple[DraftToken, ...], began: float) -> Commit:
         """Let the target verify `block` in the step that `began`, and commit what follows."""
