@@ -11,10 +11,17 @@ from outrider.bench.chaos.__main__ import main
 from outrider.bench.chaos.faults import PAIRS
 from outrider.bench.chaos.report import ChaosSummary, run_in_processes, run_schedules
 from outrider.bench.chaos.schedule import Schedule
+from outrider.cloud.health import VerifierHealth
+from outrider.cloud.heartbeat import EngineCondition
+from outrider.cloud.local_source import LocalSource
+from outrider.cloud.metering import TextMeter
+from outrider.cloud.recovery import Recovery
 from outrider.cloud.session_events import SessionEvents
 from outrider.cloud.slots import Slots
 from outrider.coordinator.admission import CallerAdmission
 from outrider.coordinator.places import KeyPlaces
+from outrider.proto.plumbing.loop_watch import Stillness
+from outrider.proto.session.local import LocalDrafts
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
@@ -107,6 +114,89 @@ def take_commits_of_the_turn_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EdgeStream, "serves", lambda self, commit: commit.turn == self.turn)
 
 
+def call_a_hung_engine_well(patch: pytest.MonkeyPatch) -> None:
+    """The judge of an engine does not see that its loop stands still."""
+    patch.setattr(Stillness, "look", lambda self, beats, now: 0.0)
+
+
+def call_failing_steps_well(patch: pytest.MonkeyPatch) -> None:
+    """A sick verifier is told to be ready."""
+    patch.setattr(VerifierHealth, "state", lambda self, engine: "down" if engine.failed else "ready")
+
+
+def leave_the_sessions_of_a_hung_engine(patch: pytest.MonkeyPatch) -> None:
+    """The sessions of a hung engine are not sent elsewhere."""
+    become = VerifierHealth._become
+
+    async def forget(self: VerifierHealth, condition: EngineCondition) -> None:
+        self.outboxes, streams = set(), self.outboxes
+        await become(self, condition)
+        self.outboxes = streams
+
+    patch.setattr(VerifierHealth, "_become", forget)
+
+
+def fail_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    """A verifier at which no step succeeds tells its sessions nothing."""
+
+    def give_up(self: SessionEvents) -> None:
+        self._admission.failed = True
+
+    patch.setattr(SessionEvents, "give_up", give_up)
+
+
+def end_sessions_for_one_step(patch: pytest.MonkeyPatch) -> None:
+    """Every session of a step that fails is ended, though the step would succeed if it were made again."""
+
+    def after_step(self: Recovery, batch) -> None:
+        for share in batch.shares:
+            self.end(share.slot, RuntimeError())
+
+    patch.setattr(Recovery, "after_step", after_step)
+
+
+def charge_tokens_twice(patch: pytest.MonkeyPatch) -> None:
+    """A key pays twice for what is generated."""
+    spend = TextMeter.spend
+
+    def twice(self: TextMeter, commit: Commit) -> None:
+        spend(self, commit)
+        self._bucket.spend(len(commit.tokens), self._clock())
+
+    patch.setattr(TextMeter, "spend", twice)
+
+
+def charge_what_was_cached(patch: pytest.MonkeyPatch) -> None:
+    """A key pays for tokens that the KV cache had."""
+    spend = TextMeter._spend_on_reading
+    patch.setattr(TextMeter, "_spend_on_reading", lambda self, tokens: spend(self, max(0, tokens)))
+
+
+def charge_what_was_refused(patch: pytest.MonkeyPatch) -> None:
+    """A key pays for the prompts of sessions that are refused."""
+    patch.setattr(TextMeter, "give_back", lambda self: None)
+
+
+def let_texts_overdraw(patch: pytest.MonkeyPatch) -> None:
+    """A text goes on whatever its key has spent."""
+    patch.setattr(TextMeter, "wait_s", property(lambda self: 0.0))
+
+
+def keep_texts_in_the_own_drafter(patch: pytest.MonkeyPatch) -> None:
+    """The verifier's own drafter keeps the texts of sessions that have left."""
+    patch.setattr(LocalSource, "_leave", lambda self, followed: None)
+
+
+def draft_after_a_miss_as_if_it_had_hit(patch: pytest.MonkeyPatch) -> None:
+    """The verifier's own drafter keeps the drafts that the target has contradicted."""
+
+    def miss(self: LocalDrafts, position: int) -> None:
+        self.missed = True
+        self._abandon(0)
+
+    patch.setattr(LocalDrafts, "_miss", miss)
+
+
 # Each with the faults that bring it to light.
 DEFECTS: dict[Plant, tuple[str, ...]] = {
     keep_dead_drafts: ("drafter",),
@@ -120,6 +210,17 @@ DEFECTS: dict[Plant, tuple[str, ...]] = {
     finish_without_usage: ("break",),
     reopen_for_nothing: ("kill",),
     take_commits_of_the_turn_before: ("cancel",),
+    call_a_hung_engine_well: ("hang",),
+    call_failing_steps_well: ("hang", "slow"),
+    leave_the_sessions_of_a_hung_engine: ("hang",),
+    fail_without_a_word: ("fail",),
+    end_sessions_for_one_step: ("fail",),
+    charge_tokens_twice: ("drift",),
+    charge_what_was_cached: ("break",),
+    charge_what_was_refused: ("crowd",),
+    let_texts_overdraw: ("break",),
+    keep_texts_in_the_own_drafter: ("break",),
+    draft_after_a_miss_as_if_it_had_hit: ("drift",),
 }
 
 
@@ -182,7 +283,7 @@ def test_what_does_not_hold_is_printed_with_its_replay(
 ) -> None:
     [keep_the_place] = [plant for plant in DEFECTS if plant.__name__ == "keep_the_place"]
     keep_the_place(monkeypatch)
-    assert main(["--schedules", "5"]) == 1
+    assert main(["--schedules", "20"]) == 1
     told = capsys.readouterr().out
     seed = told.rpartition("--seed ")[2].strip()
     assert main(["--seed", seed]) == 1

@@ -358,7 +358,8 @@ class FuzzedVerifier:
         self.drafting_threads, source = DelayedThreads(fleet, kind), None
         if kind != "none":
             own = OwnDrafter(self.drafter, fleet.language.vocab_size, reach=dice.choice((None, None, 4)))
-            source = self.drafting_threads.source = LocalSource(own, self.drafting_threads, dice.choice((None, 0.0)))
+            price = dice.choice((None, 0.0))
+            source = self.drafting_threads.source = LocalSource(own, self.drafting_threads, price, fleet.time.monotonic)
         self.engine = Engine(
             TransformersBackend(target), self.rules, config, projections, on_failure=self._on_failure, source=source
         )

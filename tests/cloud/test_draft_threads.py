@@ -96,7 +96,7 @@ class Bench:
                 self.threads.stop()
 
         self._left += 1
-        return DraftTask(text, job, RULE, lambda job: name not in self.ended, answer)
+        return DraftTask(text, job, RULE, lambda job: name not in self.ended, answer, clock=self.clock.monotonic)
 
     def submit(self, *arguments, **fields) -> DraftTask:
         task = self.task(*arguments, **fields)

@@ -52,6 +52,7 @@ class DraftTask:
         due_since: time that decides whose turn it is: when it was queued, or the job whose place it takes; seconds.
         queued_at: time from which it has waited for a thread, in seconds.
         began_at: time at which the thread that works for it took it, in seconds; 0: it waits.
+        clock: monotonic time in seconds.
     """
 
     text: DraftedText
@@ -62,6 +63,7 @@ class DraftTask:
     due_since: float = 0.0
     queued_at: float = 0.0
     began_at: float = 0.0
+    clock: Callable[[], float] = time.monotonic
     _pieces: Iterator[DraftResult | None] | None = None
 
     @property
@@ -80,7 +82,7 @@ class DraftTask:
 
     def work(self) -> DraftResult | None:
         """Do the next piece; return the result with the last."""
-        self.began_at = time.monotonic()
+        self.began_at = self.clock()
         if self._pieces is None:
             self._pieces = self._work()
         return next(self._pieces)
@@ -92,7 +94,7 @@ class DraftTask:
         self.text.begin(self.job.job, self.rule)
         while self.text.num_unread > CHUNK and self.goes_on(self.job):
             self.text.read(CHUNK)
-            ended = time.monotonic()
+            ended = self.clock()
             seconds += ended - began
             read_s += ended - began
             yield None
@@ -102,9 +104,9 @@ class DraftTask:
         if self.goes_on(self.job):
             if self.text.num_unread > CATCH_UP:
                 self.text.read(self.text.num_unread)
-                read_s += time.monotonic() - began
+                read_s += self.clock() - began
             drafts = self.text.propose(self.job, self.goes_on)
-        seconds += time.monotonic() - began
+        seconds += self.clock() - began
         yield DraftResult(Drafted(self.job.job, drafts, seconds), waited_s, read_s)
 
 

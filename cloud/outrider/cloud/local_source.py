@@ -8,6 +8,7 @@ session is never held up: one whose drafter fails goes on without, and so do all
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -111,11 +112,18 @@ class LocalSource(NoSource):
     _post: Post
     _metrics: VerifierMetrics
 
-    def __init__(self, own: OwnDrafter, threads: Threads, price: float | None = None) -> None:
+    def __init__(
+        self,
+        own: OwnDrafter,
+        threads: Threads,
+        price: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Draft with `own` in `threads`; a second of it is worth `price` seconds of waiting (None: derived)."""
         self.here = DraftingHere(own.name, price)
         self._own = own
         self._threads = threads
+        self._clock = clock
         self._texts: dict[Slot, _Followed] = {}
         self._failures = 0
 
@@ -169,7 +177,13 @@ class LocalSource(NoSource):
                 return
             followed = self._followed(slot)
             followed.task = DraftTask(
-                followed.text, job, followed.rule, ends.local.goes_on, self._answered, due_since=due_since
+                followed.text,
+                job,
+                followed.rule,
+                ends.local.goes_on,
+                self._answered,
+                due_since=due_since,
+                clock=self._clock,
             )
             self._threads.submit(followed.task)
         except Exception as error:  # a defect of drafting must end no text

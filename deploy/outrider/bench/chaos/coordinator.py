@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from outrider.bench.chaos.verifier import MODEL, SECRET, TOKENIZER, Verifier
+from outrider.bench.chaos.target import MODEL, SECRET, TOKENIZER
+from outrider.bench.chaos.verifier import Verifier
 from outrider.bench.chaos.world import LocalClock, OneWay, Path, World
 from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.fleet_view import FleetView
@@ -36,9 +37,8 @@ class Coordinator:
         self.verifiers = {verifier.name: verifier for verifier in verifiers}
         self.paths = {name: Path(world, 0.001, 0.002) for name in self.verifiers}
         self.is_up = True
-        self.over = False
         self._world = world
-        self._caller = Caller(key)
+        self._key, self._caller = key, Caller(key)
         self._lease_s = lease_s
         self._start()
         world.after(POLL_S, self._poll)
@@ -67,7 +67,7 @@ class Coordinator:
         self._refresh()
 
     def _poll(self) -> None:
-        if not self.over:
+        if not self._world.is_over:
             if self.is_up:
                 self._refresh()
             self.clock.after(POLL_S, self._poll)
@@ -97,6 +97,8 @@ class Coordinator:
         if verifier is None:
             self._refresh()
             verifier = self._view.choose(request, tenant, now_s)
+        if not self.paths[verifier.name].is_cut:
+            self.verifiers[verifier.name].process.check_lease()
         self._admission.grant(self._caller, request.session, self._lease_s, verifier.name)
         self._view.grant(request, tenant, verifier, now_s)
         claim = LeaseClaim(
@@ -105,6 +107,8 @@ class Coordinator:
             request.session,
             self.clock.wall() + self._lease_s,
             tenant,
+            tokens_per_minute=self._key.tokens_per_minute or 0,
+            max_sessions=self._key.max_sessions or 0,
             epoch=request.epoch,
             incarnation=verifier.incarnation,
         )

@@ -11,8 +11,9 @@ from outrider.bench.chaos.call import SimulatedCall
 from outrider.bench.chaos.coordinator import CoordinatorCalls
 from outrider.bench.chaos.drafter import ToyDrafter
 from outrider.bench.chaos.guard import StreamGuard
+from outrider.bench.chaos.target import MODEL, TOKENIZER
 from outrider.bench.chaos.turns import Turn, TurnCheck
-from outrider.bench.chaos.verifier import MODEL, TOKENIZER, Verifier
+from outrider.bench.chaos.verifier import Verifier
 from outrider.bench.chaos.world import LocalClock, Path, Violation, World
 from outrider.edge.attempts import Attempts
 from outrider.proto.errors import OutriderError, Unavailable
@@ -27,6 +28,7 @@ from outrider.proto.session import (
     EdgeSession,
     Emit,
     Reopen,
+    RetryRules,
     Send,
     Started,
     StopRequested,
@@ -36,6 +38,7 @@ from outrider.proto.session import (
 from outrider.proto.types import (
     CloudFrame,
     Draft,
+    Goaway,
     Lease,
     LeaseRequest,
     Open,
@@ -48,6 +51,7 @@ from outrider.proto.types import (
 
 OPEN_S = 30.0  # the edge's default
 MAX_UNDER_WAY = 400
+SPENT = "tokens a minute"  # in every error of a key that has none left
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class Edge:
         errors: errors that turns have ended with.
         over: whether the user wants no more.
         dead: whether the edge itself is gone.
+        starved: whether it has had to wait for tokens of its key.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class Edge:
         self.clock = clock
         self.call: SimulatedCall | None = None
         self.errors: list[OutriderError] = []
-        self.over = self.dead = False
+        self.over = self.dead = self.starved = False
         self.verifiers = verifiers
         self.coordinator = calls
         self.drafter = ToyDrafter(self._choose, habits.right or 0.0, random.Random(world.rng.randrange(1 << 30)))
@@ -197,7 +202,8 @@ class Edge:
             self._close_call()
 
     def _report(self) -> None:
-        self.coordinator.report(SessionReport(self.habits.session, MODEL, self.machine.verifier))
+        verifier, tokens = self.machine.verifier, len(self.check.emitted)
+        self.coordinator.report(SessionReport(self.habits.session, MODEL, verifier, committed_tokens=tokens))
 
     def _give_back(self) -> None:
         """Report that no verifier took the session."""
@@ -264,6 +270,8 @@ class Edge:
                 self.handle(frame)
             return
         self.guard.hear(frame)
+        if isinstance(frame, Goaway) and SPENT in frame.reason:
+            self._starve(frame.retry_after_s)
         if isinstance(frame, Opened):
             self._known[self.address] = frame
         self.handle(frame)
@@ -284,9 +292,15 @@ class Edge:
         self._lose(error)
 
     def _lose(self, error: OutriderError) -> None:
+        if SPENT in str(error):
+            self._starve(error.retry_after_s)
         self.note("loses its stream:", error)
         self.handle(Disconnected(error))
         self._leave(broken=False)
+
+    def _starve(self, seconds: float) -> None:
+        self.starved = True
+        self._world.wait(min(seconds, RetryRules().abandon_after_s))
 
     def _leave(self, *, broken: bool) -> None:
         if broken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -101,17 +102,63 @@ class Injector:
         return True
 
     def _hang(self, edge: Edge) -> bool:
-        verifier, seconds = self._verifier(edge), self._lasts_s(8.0)
+        verifier, seconds = self._verifier(edge), self._lasts_s(50.0)
         if not verifier.is_up:
             return False
         verifier.process.note("hangs for", f"{seconds:.2f} s")
         verifier.process.hang(seconds)
         return True
 
+    def _fail_steps(self, edge: Edge) -> bool:
+        """Let a step fail, which succeeds when it is made again, or all steps of a process."""
+        verifier, failures = self._verifier(edge), self._rng.choice((1, math.inf))
+        verifier.process.note("has", failures, "steps that fail")
+        verifier.process.engine.trouble.failures = failures
+        self._world.disturb(5.0 if failures > 1 else 0.0)
+        return verifier.is_up
+
+    def _lack_memory(self, edge: Edge) -> bool:
+        """Let a process have memory for few rows alone."""
+        trouble, rows = self._verifier(edge).process.engine.trouble, self._rng.choice((1, 2, 5))
+        edge.note("its verifier has memory for", rows, "rows")
+        trouble.max_rows = rows
+
+        def mend() -> None:
+            trouble.max_rows = math.inf
+
+        self._world.after(self._lasts_s(8.0), mend)
+        return True
+
+    def _slow_steps(self, edge: Edge) -> bool:
+        trouble, seconds = self._verifier(edge).process.engine.trouble, self._lasts_s(20.0)
+        edge.note("its verifier is slow for", f"{seconds:.2f} s")
+        trouble.slow = True
+
+        def mend() -> None:
+            trouble.slow = False
+
+        self._world.after(seconds, mend)
+        return True
+
+    def _own_drafter(self, edge: Edge) -> bool:
+        """Let a verifier's own drafter fail, or be stuck for some time."""
+        own = self._verifier(edge).process.own
+        if own is None:
+            return False
+        if self._rng.random() < 0.5:
+            own.drafter.fails = True
+        else:
+            own.threads.stuck_until = self._world.now + self._lasts_s(20.0)
+        return True
+
+    def _poison(self, edge: Edge) -> bool:
+        self._world.poisoned.add(edge.habits.session)
+        return True
+
     def _drain(self, edge: Edge) -> bool:
         verifier = self._verifier(edge)
         process, grace_s = verifier.process, self._rng.uniform(0.01, 2.0)
-        if not verifier.is_up or process.admission.draining:
+        if not verifier.is_up or process.engine.admission.draining:
             return False
         self._world.disturb(grace_s + 1.0)
         self._coordinator.drain(verifier.name)
@@ -259,6 +306,11 @@ KINDS: dict[str, Callable[[Injector, Edge], bool]] = {
     "power": Injector._power,
     "freeze": Injector._freeze,
     "hang": Injector._hang,
+    "fail": Injector._fail_steps,
+    "memory": Injector._lack_memory,
+    "slow": Injector._slow_steps,
+    "own-drafter": Injector._own_drafter,
+    "poison": Injector._poison,
     "drain": Injector._drain,
     "crowd": Injector._crowd,
     "coordinator": Injector._restart,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from outrider.bench.chaos.target import TOKENIZER
 from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
 from outrider.proto.errors import ResourceExhausted
 
 PAGE_SIZE = 4
+FORGOTTEN = 0.7  # chance that nothing is
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +32,12 @@ class CountedPages:
         held: pages that sequences hold now.
     """
 
-    def __init__(self, pages: int, facts: TargetFacts) -> None:
+    def __init__(self, pages: int, facts: TargetFacts, rng: random.Random) -> None:
+        """Hold `pages` pages; chance decides whether a sequence finds the beginning of its text computed."""
         self.facts = facts
         self.held = 0
         self._pages = pages
+        self._rng = rng
 
     @property
     def capacity(self) -> Capacity:
@@ -40,8 +45,12 @@ class CountedPages:
         return Capacity(PAGE_SIZE, self._pages, self._pages - self.held)
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> CountedSequence:  # noqa: ARG002 - the port's
-        """Open a sequence; nothing of it is computed already."""
-        return CountedSequence()
+        """Open a sequence; whole pages of it may be computed already."""
+        found = min((len(tokens) - 1) // PAGE_SIZE, self.capacity.free_pages) if tokens else 0
+        if found <= 0 or self._rng.random() < FORGOTTEN:
+            return CountedSequence()
+        self.held += found
+        return CountedSequence(found * PAGE_SIZE, found)
 
     def reserve(self, handle: Handle, tokens: int) -> None:
         """Let a sequence hold pages for `tokens` positions; raises `ResourceExhausted`."""
@@ -91,4 +100,4 @@ def _counted(handle: Handle) -> CountedSequence:
 
 def toy_facts(vocab_size: int, eos: int, context_length: int) -> TargetFacts:
     """Return the facts of a target without a model."""
-    return TargetFacts("", "ab" * 32, vocab_size, context_length, frozenset({eos}), 1, 1, torch.device("cpu"))
+    return TargetFacts("", TOKENIZER, vocab_size, context_length, frozenset({eos}), 1, 1, torch.device("cpu"))

@@ -10,12 +10,13 @@ from functools import partial
 
 from outrider.bench.chaos.coordinator import Coordinator, CoordinatorCalls
 from outrider.bench.chaos.edge import Edge, Habits
+from outrider.bench.chaos.engine import Shape
 from outrider.bench.chaos.faults import PAIRS, AimedFault, Injector, State, state_of
 from outrider.bench.chaos.target import VOCAB
 from outrider.bench.chaos.turns import Turn
 from outrider.bench.chaos.verifier import Process, Verifier
 from outrider.bench.chaos.world import LocalClock, Path, Violation, World
-from outrider.proto.errors import LeaseExpired, OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.errors import Internal, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.access import Key
 from outrider.proto.session import RetryRules
 from outrider.proto.types import Patience, Sampling
@@ -24,6 +25,7 @@ BOUND_S = 120.0  # after the last fault, within which every session ends
 MAX_EVENTS = 20_000
 TRIES, RETRY_S = 20, 0.02  # of a fault for whose victim it is too early
 LONG_LEASE_S = 600.0
+RATES = (None, None, None, None, 12, 60)  # of the key's tokens a minute
 
 
 class Schedule:
@@ -44,10 +46,12 @@ class Schedule:
         num_edges = rng.choice((1, 1, 2, 2, 3))
         pages, max_sessions = rng.choice((24, 200)), rng.choice((1, 2, 3))
         self.verifiers = [
-            Verifier(world, f"v{number}", LocalClock(world), pages, max_sessions, self._watch_session)
+            Verifier(world, f"v{number}", LocalClock(world), self._shape(pages, max_sessions), self._watch_session)
             for number in range(rng.choice((1, 2, 2, 2, 3)))
         ]
-        key = Key("key", "00" * 32, max_sessions=rng.choice((None, 1, 2, num_edges)))
+        key = Key(
+            "key", "00" * 32, max_sessions=rng.choice((None, 1, 2, num_edges)), tokens_per_minute=rng.choice(RATES)
+        )
         self._lease_s = lease_s = rng.choice((0.4, 2.0, 10.0, LONG_LEASE_S))
         self.coordinator = Coordinator(world, LocalClock(world), self.verifiers, key, lease_s)
         self.edges = [self._edge(number, rng) for number in range(num_edges)]
@@ -57,6 +61,10 @@ class Schedule:
         self._injector = Injector(world, self.coordinator)
         for edge in self.edges:
             world.after(rng.choice((0.0, 0.05, 0.5)) * rng.random(), edge.begin)
+
+    def _shape(self, pages: int, max_sessions: int) -> Shape:
+        rng = self.world.rng
+        return Shape(pages, max_sessions, rng.choice((None, None, None, 0.7)), rng.choice((1, 2)))
 
     def _edge(self, number: int, rng: random.Random) -> Edge:
         delay_s = rng.choice((0.0005, 0.004, 0.02))
@@ -121,7 +129,7 @@ class Schedule:
                 raise Violation(f"{self._unfinished()}: no end {BOUND_S:g} s after the last fault")
         if not any(edge.errors for edge in self.edges):
             self.slowest_s = max(0.0, world.now - world.faults_until)
-        self.coordinator.over = True
+        world.is_over = True
         until = max(world.now, world.faults_until) + BOUND_S
         while not clock.is_over and world.now < until:
             clock.advance()
@@ -135,7 +143,7 @@ class Schedule:
         """Fail where a place, a page, a lease, a stream or a frame is left."""
         for edge in self.edges:
             for error in edge.errors:
-                if not self._is_due(error):
+                if not self._is_due(edge, error):
                     raise Violation(f"{edge.habits.session} ended with an error: {error}")
             if edge.call is not None:
                 raise Violation(f"{edge.habits.session} still has a stream")
@@ -144,13 +152,17 @@ class Schedule:
         if self.coordinator.running:
             raise Violation(f"{self.coordinator.running} sessions still count for the key")
 
-    def _is_due(self, error: OutriderError) -> bool:
+    def _is_due(self, owner: Edge, error: OutriderError) -> bool:
         """Return whether the schedule explains an error.
 
         Faults may last for longer than an edge tries, and a place of the key that nobody can give back lasts as long as
         its lease.
         """
-        if self.world.disturbed_s > RetryRules().abandon_after_s:
+        if owner.habits.session in self.world.poisoned and isinstance(error, Internal):
+            return True
+        if error.field == "api_key" and any(edge.starved for edge in self.edges):
+            return True  # one that waits for tokens keeps its place
+        if owner.starved or self.world.disturbed_s > RetryRules().abandon_after_s:
             return isinstance(error, Unavailable | ResourceExhausted | LeaseExpired)
         unreported = any(edge.dead for edge in self.edges) or any(
             kind in ("cut-control", "coordinator") for kind, _ in self.coverage
@@ -160,12 +172,18 @@ class Schedule:
 
 def _check_process(process: Process) -> None:
     name = f"{process.rules.name}.{process.number}"
-    if len(process.slots):
-        raise Violation(f"{name} still has the sessions {[slot.session.id for slot in process.slots]}")
-    if process.pages.held:
-        raise Violation(f"{name} still holds {process.pages.held} KV pages")
-    if process.streams or len(process.waiting):
-        raise Violation(f"{name} still has {len(process.streams)} streams and {len(process.waiting)} events")
+    engine = process.engine
+    if len(engine.slots):
+        raise Violation(f"{name} still has the sessions {[slot.session.id for slot in engine.slots]}")
+    if engine.pages.held:
+        raise Violation(f"{name} still holds {engine.pages.held} KV pages")
+    if process.streams or len(engine.waiting):
+        raise Violation(f"{name} still has {len(process.streams)} streams and {len(engine.waiting)} events")
+    process.meters.check(name)
+    if process.own is not None:
+        process.own.check_rest(name)
+    if process.health.outboxes or not process.is_well:
+        raise Violation(f"{name} is {process.health.condition.value}, with {len(process.health.outboxes)} streams")
 
 
 def _turn(rng: random.Random, temperature: float, seed: int) -> Turn:

@@ -13,7 +13,9 @@ import numpy as np
 from outrider.proto.noise import gumbel
 from outrider.proto.types import CommittedToken, DraftToken, FinishReason, Sampling
 
-VOCAB, EOS = 8, 0
+MODEL, TOKENIZER = "toy", "ab" * 32
+SECRET = b"a secret of sixteen bytes or more"  # of all leases
+VOCAB, EOS, CONTEXT = 8, 0, 96
 _ROWS = 1 << 10
 _EOS_EVERY = 24  # rows of which one favours EOS
 

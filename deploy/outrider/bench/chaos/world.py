@@ -47,7 +47,9 @@ class World:
 
     Attributes:
         targets: targets of all texts.
-        faults_until: time at which the last fault so far is over, in seconds.
+        faults_until: time at which the last fault or wait so far is over, in seconds.
+        is_over: whether all edges are done, so that nobody has to look again and again.
+        poisoned: sessions whose texts are too much for any target.
         disturbed_s: sum of the lengths of all faults, in seconds.
         counts: what has happened, for the report.
         trace: lines of the schedule; None: nobody wants them.
@@ -58,6 +60,8 @@ class World:
         self.clock = ShuffledClock(self.rng)
         self.targets = ToyTargets()
         self.faults_until = 0.0
+        self.is_over = False
+        self.poisoned: set[str] = set()
         self.disturbed_s = 0.0
         self.counts: Counter[str] = Counter()
         self.trace: list[str] | None = [] if traced else None
@@ -78,8 +82,12 @@ class World:
 
     def disturb(self, seconds: float) -> None:
         """Note that a fault lasts for true `seconds` from now on."""
-        self.faults_until = max(self.faults_until, self.now + seconds)
+        self.wait(seconds)
         self.disturbed_s += seconds
+
+    def wait(self, seconds: float) -> None:
+        """Note that a text waits for true `seconds`, as it is told to."""
+        self.faults_until = max(self.faults_until, self.now + seconds)
 
 
 class LocalClock:
