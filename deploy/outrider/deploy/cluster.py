@@ -158,7 +158,7 @@ def _join_or_start_ray() -> None:
 
 
 def _start_local_ray() -> None:
-    """Start a Ray cluster for this process alone, on loopback, without dashboard."""
+    """Start a Ray cluster for this process alone, without dashboard; its ports leave loopback and ask for a token."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _ask_for_token()
