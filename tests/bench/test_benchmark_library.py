@@ -66,31 +66,37 @@ def greedy(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-def by_process(target: Path, assistant: Path | None, prompts: tuple[tuple[int, ...], ...]) -> list[LibraryText]:
+class BrokenFirst(LibraryProcess):
+    """The process of a model whose weights cannot be read, which is then given another: it takes seconds to start."""
+
+    def __init__(self, broken: Path, target: Path) -> None:
+        super().__init__(broken, Sampling(), threads=1, dtype="float32")
+        self.then = LibraryProcess(
+            target, Sampling(max_tokens=TOKENS), assistant_folder=target, threads=1, dtype="float32"
+        )
+
+    async def prepare(self) -> None:
+        with pytest.raises(Internal, match=r"library: transformers failed: .*header"):
+            await super().prepare()
+        self.then.process = self.process
+        await self.then.prepare()
+
+
+def test_a_process_reports_a_failure_and_its_assistant_changes_no_token(target, tmp_path) -> None:
+    (tmp_path / "config.json").write_text((target / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+
     async def ask() -> list[LibraryText]:
-        async with LibraryProcess(
-            target, Sampling(max_tokens=TOKENS), assistant_folder=assistant, threads=1, dtype="float32"
-        ) as process:
-            return [await process.text(prompt) for prompt in prompts]
+        async with BrokenFirst(tmp_path, target) as process:
+            return [await process.then.text(prompt) for prompt in PROMPTS]
 
-    return asyncio.run(ask())
-
-
-def test_an_assistant_in_its_own_process_saves_steps_and_changes_no_token(target) -> None:
-    texts = by_process(target, target, PROMPTS)
+    texts = asyncio.run(ask())
     assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
     for text in texts:
         assert text.steps < TOKENS
         assert text.accepted == text.questioned == TOKENS - text.steps  # the drafter is the target itself
         assert len(text.arrivals) == TOKENS
         assert 0 < text.arrivals[0] <= text.arrivals[-1] <= text.seconds
-
-
-def test_a_failure_of_the_library_is_reported(target, tmp_path) -> None:
-    (tmp_path / "config.json").write_text((target / "config.json").read_text())
-    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(Internal, match=r"library: transformers failed: .*header"):
-        by_process(tmp_path, None, PROMPTS)
 
 
 def test_a_prompt_without_tokens_is_refused(target) -> None:
