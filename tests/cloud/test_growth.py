@@ -1,0 +1,243 @@
+"""Streams that break in every way leave no object behind in a verifier, however many there are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.stream_outbox import StreamOutbox
+from outrider.cloud.testing import save_tiny_target
+from outrider.proto import codec
+from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
+from outrider.proto.types import (
+    Cancel,
+    CloudFrame,
+    Commit,
+    Continue,
+    Draft,
+    DraftToken,
+    EdgeFrame,
+    Goaway,
+    Open,
+    Opened,
+    Patience,
+    Ping,
+    Sampling,
+)
+
+torch.set_num_threads(1)
+
+SECRET = b"a secret of the test"
+TEXT_TOKENS = 6
+FOREVER = Patience(math.inf, 1000)
+WARM, MORE = 3, 12  # rounds of all kinds of sessions
+
+
+class Client:
+    """An edge that behaves badly, in raw frames."""
+
+    def __init__(self, server: VerifierServer, address: str) -> None:
+        self._server = server
+        self._address = address
+        self._numbers = itertools.count()
+
+    def open(self, session: str, *, seconds: float = 60.0, patience: Patience | None = None, **fields: object) -> Open:
+        epoch = int(fields.get("epoch", 0))  # type: ignore[call-overload]
+        claim = LeaseClaim(
+            "verifier", "tiny", session, time.time() + seconds, key="k", tokens_per_minute=10**9, epoch=epoch
+        )
+        sampling = Sampling(temperature=1.0, seed=9, max_tokens=TEXT_TOKENS, ignore_eos=True)
+        prompt = (5, 6, 7)
+        frame = Open("tiny", self._server.tokenizer_sha256, prompt, sampling, session, patience=patience)
+        return replace(frame, lease=sign_lease(claim, SECRET), **fields)  # type: ignore[arg-type]
+
+    async def session(self, act: Callable[[Client, Stream, str], Awaitable[None]]) -> None:
+        """Let `act` use a stream on a connection of its own, and break both."""
+        async with grpc.aio.insecure_channel(self._address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            name = f"s{next(self._numbers)}"
+            lease = self.open(name).lease
+            call = channel.stream_stream(codec.DECODE_METHOD)(metadata=((LEASE_METADATA, lease),))
+            stream = Stream(call)
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                await act(self, stream, name)
+            call.cancel()
+
+
+class Stream:
+    def __init__(self, call) -> None:
+        self.call = call
+
+    async def send(self, *frames: EdgeFrame | bytes) -> None:
+        for frame in frames:
+            await self.call.write(frame if isinstance(frame, bytes) else codec.encode_edge_frame(frame))
+
+    async def until(self, kind: type[CloudFrame], *, finished: bool = False) -> None:
+        while True:
+            data = await asyncio.wait_for(self.call.read(), 120)
+            if data is grpc.aio.EOF:
+                return
+            frame = codec.decode_cloud_frame(data)
+            if isinstance(frame, kind) and not (finished and isinstance(frame, Commit) and frame.finish is None):
+                return
+
+
+# === ways to end ================================================================================================
+
+
+async def whole(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name))
+    await stream.until(Commit, finished=True)
+
+
+async def broken_within_its_text(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name))
+    await stream.until(Commit)
+
+
+async def broken_before_its_answer(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, patience=FOREVER))
+
+
+async def half_open(client: Client, stream: Stream, name: str) -> None:
+    await asyncio.sleep(0.01)
+
+
+async def half_closed(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name))
+    await stream.call.done_writing()
+    await stream.until(Commit, finished=True)
+
+
+async def cancelled(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, patience=FOREVER))
+    await stream.until(Opened)
+    await stream.send(Ping(1), Cancel())
+    await stream.until(Commit, finished=True)
+
+
+async def of_two_turns(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, keep_s=9.0))
+    await stream.until(Commit, finished=True)
+    await stream.send(Continue(9, (8, 9), None, 1))
+    await stream.until(Commit, finished=True)
+
+
+async def broken_in_its_second_turn(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, keep_s=9.0))
+    await stream.until(Commit, finished=True)
+    await stream.send(Continue(9, (8, 9), None, 1))
+
+
+async def resumed(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, patience=FOREVER))
+    await stream.until(Opened)
+
+    async def again(client: Client, other: Stream, _: str) -> None:
+        await other.send(client.open(name, committed=(8, 9), epoch=1))
+        await other.until(Commit, finished=True)
+
+    await client.session(again)
+
+
+async def malformed(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, patience=FOREVER), b"\xff\xff")
+    await stream.until(Goaway)
+
+
+async def refused(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, model="other"))
+    await stream.until(Opened)
+
+
+async def contradictory(client: Client, stream: Stream, name: str) -> None:
+    drafts = [Draft(0, 3, tuple(map(DraftToken, (5, 6)))), Draft(0, 4, tuple(map(DraftToken, (7,))))]
+    await stream.send(client.open(name, patience=FOREVER), *drafts)
+    await asyncio.sleep(0.05)
+
+
+async def outlived_by_its_lease(client: Client, stream: Stream, name: str) -> None:
+    await stream.send(client.open(name, patience=FOREVER, seconds=0.2))
+    await stream.until(Goaway)
+
+
+WAYS = (
+    whole,
+    broken_within_its_text,
+    broken_before_its_answer,
+    half_open,
+    half_closed,
+    cancelled,
+    of_two_turns,
+    broken_in_its_second_turn,
+    resumed,
+    malformed,
+    refused,
+    contradictory,
+    outlived_by_its_lease,
+)
+
+
+# === what is left ===============================================================================================
+
+
+async def run_rounds(client: Client, server: VerifierServer, rounds: int) -> None:
+    for _ in range(rounds):
+        await asyncio.gather(*(client.session(way) for way in WAYS))
+    while server.status().sessions or server._health.outboxes:  # noqa: ASYNC110 - counted in another thread
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # what gRPC closes by itself
+    server.take_step_timings()  # of which some thousand are kept
+
+
+def objects() -> Counter[str]:
+    gc.collect()
+    return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+
+
+async def grown(folder: Path) -> dict[str, int]:
+    """Return how many more objects there are after further rounds, by type, where that is one for each round."""
+    config = VerifierConfig(target=str(folder), model="tiny", dtype="float32", kv_tokens=8192, threads=1)
+    server = VerifierServer(config, SECRET)
+    client = Client(server, await server.start())
+    try:
+        await run_rounds(client, server, WARM)
+        before = objects()
+        await run_rounds(client, server, MORE)
+        return {name: count for name, count in (objects() - before).items() if count >= MORE}
+    finally:
+        await server.stop(0.2)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "outrider")  # pytest keeps all records
+
+
+def test_broken_streams_leave_nothing_behind(tmp_path: Path) -> None:
+    assert asyncio.run(grown(save_tiny_target(tmp_path))) == {}
+
+
+def test_an_outbox_that_is_kept_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, init = [], StreamOutbox.__init__
+
+    def keep(self: StreamOutbox, loop: asyncio.AbstractEventLoop) -> None:
+        init(self, loop)
+        kept.append(self)
+
+    monkeypatch.setattr(StreamOutbox, "__init__", keep)
+    assert "outrider.cloud.stream_outbox.StreamOutbox" in asyncio.run(grown(save_tiny_target(tmp_path)))
