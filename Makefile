@@ -12,14 +12,13 @@ FUZZ_S := 120
 SEED := 1
 RECORDS := dist/records
 
-.PHONY: demo test ray soak chaos frames fuzz vllm check lint proto docs locks sbom clean
+.PHONY: demo test soak chaos frames fuzz vllm check lint proto docs locks sbom clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
 
-test:
-	$(MAKE) --jobs=2 check ray
-	$(BIN)/python -m pytest -m "alone and not soak" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+test: check
+	$(BIN)/python -m pytest -m "(ray or alone) and not soak" $$(grep -rlE --include='test_*.py' 'mark\.(ray|alone)' tests)
 
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
@@ -54,10 +53,6 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 # many quick files come last, so that the workers end together.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak)"
-
-# Beside the workers, whose processes Ray must not fork once they have had gRPC; it waits for its own most of the time.
-ray: lint
-	$(BIN)/python -m pytest -m "ray and not soak" $$(grep -rl --include='test_*.py' 'mark\.ray' tests)
 
 lint: $(READY)
 	$(BIN)/ruff check .
