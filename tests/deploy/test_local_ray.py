@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,49 @@ from typing import Any
 import pytest
 
 from outrider.deploy.cluster import STARTS, _start_local_ray
+from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unavailable
+
+LISTENING = r"""
+import json, subprocess, sys
+import psutil
+from outrider.deploy.cluster import _start_local_ray
+_start_local_ray()
+import ray
+
+@ray.remote
+class Counter:
+    def add(self, n):
+        return n + 1
+
+counter = Counter.options(name="counter").remote()
+assert ray.get(counter.add.remote(1)) == 2
+join = (
+    "from outrider.coordinator.ray_cluster import connect_ray; import ray; connect_ray('auto');"
+    "assert ray.get(ray.get_actor('counter', namespace='outrider').add.remote(2)) == 3"
+)
+subprocess.run([sys.executable, "-c", join], check=True)
+here = psutil.Process()
+print(json.dumps([
+    (process.name(), connection.laddr.ip)
+    for process in [here, *here.children(recursive=True)]
+    for connection in process.net_connections(kind="inet")
+    if connection.status == psutil.CONN_LISTEN
+]))
+ray.shutdown()
+"""
+
+
+@pytest.mark.ray
+def test_its_processes_listen_on_loopback_alone_and_others_here_can_join() -> None:
+    pytest.importorskip("ray")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING], env=environment, check=True, timeout=220, stdout=subprocess.PIPE, text=True
+    )
+    listening = json.loads(done.stdout.splitlines()[-1])
+    assert {"gcs_server", "raylet", "ray::Counter"} <= {name for name, _ in listening}, "actors' processes listen, too"
+    assert [(name, ip) for name, ip in listening if not is_loopback(ip.removeprefix("::ffff:"))] == []
 
 
 def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,22 +86,42 @@ assert get_authentication_mode() == AuthenticationMode.TOKEN
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
+LATE = (Exception("The current node timed out during startup."), RuntimeError("Timed out waiting for file x"))
+
+
+@pytest.mark.parametrize("late", LATE, ids=["node", "head"])
 @pytest.mark.parametrize("failures", [1, 5])
-def test_one_that_starts_too_slowly_is_started_again_and_then_given_up(failures: int, monkeypatch, caplog) -> None:
+def test_one_that_starts_too_slowly_is_started_again_and_then_given_up(
+    failures: int, late: Exception, monkeypatch, caplog
+) -> None:
     ray = pytest.importorskip("ray")
     starts: list[int] = []
 
     def init(**_: Any) -> None:
         starts.append(1)
         if len(starts) <= failures:
-            raise Exception("The current node timed out during startup.")
+            raise late
 
     monkeypatch.setattr(ray, "init", init)
     if failures == 1:
         _start_local_ray()
         assert "trying again" in caplog.text
     else:
-        with pytest.raises(Unavailable, match="timed out") as error:
+        with pytest.raises(Unavailable, match=r"(?i)timed out") as error:
             _start_local_ray()
         assert error.value.field == "ray"
     assert len(starts) == min(failures + 1, STARTS)
+
+
+def test_one_that_cannot_start_is_given_up_at_once(monkeypatch) -> None:
+    ray = pytest.importorskip("ray")
+    starts: list[int] = []
+
+    def init(**_: Any) -> None:
+        starts.append(1)
+        raise ValueError("no such resource")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(Unavailable, match="no such resource"):
+        _start_local_ray()
+    assert len(starts) == 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import ray
 import ray.exceptions
+from ray._private import ray_constants, services
 
 from outrider.coordinator.cluster import SendAway, VerifierInfo, known_fields
 from outrider.coordinator.roster import Roster
@@ -40,9 +43,31 @@ def connect_ray(address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        found: str = services.get_ray_address_from_environment(address, None)
+        here = found.startswith("127.0.0.1:") and found in services.find_gcs_addresses()  # type: ignore[no-untyped-call]
+        with ray_on_loopback() if here else nullcontext():  # as the cluster's own processes were started
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (*_RAY_FAILURES, ValueError) as error:
         raise Unavailable(f"no Ray cluster answers at {address!r}: {error}", field="ray_address") from error
+
+
+@contextmanager
+def ray_on_loopback() -> Iterator[None]:
+    """Have Ray take 127.0.0.1 for the address of this machine in what is started or joined meanwhile.
+
+    It would put the machine's address in place of that, and listen on all interfaces. The switch is the one by which it
+    keeps to loopback on macOS and Windows: a variable for its processes, and what this process has read of it.
+    """
+    variable = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before = os.environ.get(variable), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[variable], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[1]
+        del os.environ[variable]
+        if before[0] is not None:
+            os.environ[variable] = before[0]
 
 
 def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:

@@ -158,31 +158,32 @@ def _join_or_start_ray() -> None:
 
 
 def _start_local_ray() -> None:
-    """Start a Ray cluster for this process alone, without dashboard; its ports leave loopback and ask for a token."""
+    """Start a Ray cluster for this process alone, without dashboard, on loopback, which asks for a token."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _ask_for_token()
     import ray
 
-    from outrider.coordinator.ray_cluster import NAMESPACE
+    from outrider.coordinator.ray_cluster import NAMESPACE, ray_on_loopback
 
     for left in reversed(range(STARTS)):
         try:
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _node_ip_address="127.0.0.1",
-            )
+            with ray_on_loopback():
+                ray.init(
+                    address="local",
+                    namespace=NAMESPACE,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _node_ip_address="127.0.0.1",
+                )
             return
-        except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
-            raise Unavailable(f"a local Ray cluster does not start: {error}", field="ray") from error
-        except Exception as error:  # Ray has no type of its own for a node that takes over 30 s on a busy machine
+        except Exception as error:  # Ray has no type of its own for a part that takes over 30 s on a busy machine
+            in_time = "timed out" not in str(error).lower()
+            if in_time or not left:
+                late = "" if in_time else " in time"
+                raise Unavailable(f"a local Ray cluster does not start{late}: {error}", field="ray") from error
             ray.shutdown()
-            if not left:
-                raise Unavailable(f"a local Ray cluster does not start in time: {error}", field="ray") from error
             log.warning("a local Ray cluster did not start in time; trying again")
 
 
