@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,6 +89,11 @@ def test_a_verifier_whose_steps_all_fail_ends_by_itself_with_1_and_says_why(comm
     shown = capsys.readouterr()
     assert shown.out.startswith("verifier verifier of ")
     assert "outrider verifier: the verifier has failed: no step succeeds" in shown.err
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if isinstance(thread, threading.Timer) and not thread.finished.is_set()
+    ], "nothing is left that would end this process later"
 
 
 @pytest.mark.parametrize(

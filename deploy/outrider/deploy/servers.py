@@ -167,6 +167,8 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     except TimeoutError:
         logger.critical("the engine stands still; the process ends without it")
         end_process()
+    finally:
+        end.cancel()
     if failed.is_set():
         raise Unavailable("the verifier has failed: no step succeeds any more; its log says why. Start it again")
     return 0
