@@ -30,12 +30,15 @@ def test_nothing_is_edited_where_no_share_is() -> None:
     assert edited(TOKENS, 0.0, 1, seed=1) == TOKENS
 
 
-def test_every_mode_gives_the_same_text_and_copies_take_the_fewest_steps(tmp_path, capsys, monkeypatch) -> None:
+def test_every_mode_gives_the_same_text_and_copies_take_the_fewest_steps(
+    tmp_path, capsys, monkeypatch, all_drafts_pay: None
+) -> None:
     monkeypatch.setattr("outrider.bench.copying.VerifierProcess", NearVerifier)
     prompts, record = tmp_path / "prompts.jsonl", tmp_path / "copies.json"
     prompts.write_text(json.dumps({"id": "a", "prompt": "def main(argv):\n"}) + "\n", encoding="utf-8")
     options = ["--max-tokens", "32", "--temperature", "1", "--run", "4", "--target-threads", "1", "--json", str(record)]
-    assert main(["copy-bench", "--rtt", "0", "--prompts", str(prompts), "--min-step", "15", *options]) == 0
+    options += ["--rtt", "0", "--min-step", "15", "--patience", "1000,1"]
+    assert main(["copy-bench", "--prompts", str(prompts), *options]) == 0
     runs = json.loads(record.read_text(encoding="utf-8"))["runs"]
     assert [(run["mode"], run["run"], run["tokens"]) for run in runs] == [
         ("cloud", 0, 32),
