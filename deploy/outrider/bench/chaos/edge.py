@@ -87,6 +87,7 @@ class Edge:
         over: whether the user wants no more.
         dead: whether the edge itself is gone.
         starved: whether it has had to wait for tokens of its key.
+        crowded: whether it has had to wait for a place of its key.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Edge:
         self.clock = clock
         self.call: SimulatedCall | None = None
         self.errors: list[OutriderError] = []
-        self.over = self.dead = self.starved = False
+        self.over = self.dead = self.starved = self.crowded = False
         self.verifiers = verifiers
         self.coordinator = calls
         self.drafter = ToyDrafter(self._choose, habits.right or 0.0, random.Random(world.rng.randrange(1 << 30)))
@@ -294,6 +295,7 @@ class Edge:
     def _lose(self, error: OutriderError) -> None:
         if SPENT in str(error):
             self._starve(error.retry_after_s)
+        self.crowded |= error.field == "api_key"
         self.note("loses its stream:", error)
         self.handle(Disconnected(error))
         self._leave(broken=False)

@@ -155,8 +155,9 @@ class Schedule:
     def _is_due(self, owner: Edge, error: OutriderError) -> bool:
         """Return whether the schedule explains an error.
 
-        Faults may last for longer than an edge tries, and a place of the key that nobody can give back lasts as long as
-        its lease.
+        Faults may last for longer than an edge tries, to which it counts the time for which it waits for its key. A
+        place of the key that nobody gives back lasts as long as its lease here, where a coordinator polls nobody: that
+        of an edge that died, could not report, or left before the answer with its lease came.
         """
         if owner.habits.session in self.world.poisoned and isinstance(error, Internal):
             return True
@@ -164,8 +165,11 @@ class Schedule:
             return True  # one that waits for tokens keeps its place
         if owner.starved or self.world.disturbed_s > RetryRules().abandon_after_s:
             return isinstance(error, Unavailable | ResourceExhausted | LeaseExpired)
+        if owner.crowded and isinstance(error, Unavailable):
+            return True
         unreported = any(edge.dead for edge in self.edges) or any(
-            kind in ("cut-control", "coordinator") for kind, _ in self.coverage
+            kind in ("cut-control", "coordinator") or (kind, state) == ("cancel", State.OPENING)
+            for kind, state in self.coverage
         )
         return error.field == "api_key" and self._lease_s == LONG_LEASE_S and unreported
 
