@@ -34,6 +34,13 @@ def test_text_ends_before_the_first_stop_string_wherever_tokens_are_cut(written,
     got, text = stream(tokens, (stop,))
     assert got == whole.split(stop)[0]
     assert text.stopped == (stop in whole)
+    assert text.stopped_by == (stop if stop in whole else None)
+
+
+def test_the_stop_string_that_comes_first_is_named() -> None:
+    tokens = TOKENIZER.encode("ab c b", add_special_tokens=False).ids
+    for stops, first in ((("c", "b"), "b"), (("b", "ab"), "ab"), (("x", " b"), " b"), (("x",), None)):
+        assert stream(tokens, stops)[1].stopped_by == first
 
 
 def test_the_earlier_of_two_stop_strings_wins() -> None:

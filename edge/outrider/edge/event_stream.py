@@ -47,13 +47,23 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """End of the text: `text` is only what was still held back; `seconds` runs from `generate` to now."""
+    """End of the text.
+
+    Attributes:
+        reason: why the text ended.
+        text: only what was still held back.
+        statistics: counts of the text.
+        seconds: time from `generate` to now.
+        first_token_s: time from `generate` to the first token, in seconds.
+        stop_string: the stop string that ended it; None: another reason did.
+    """
 
     reason: FinishReason
     text: str
     statistics: EdgeStatistics
     seconds: float
     first_token_s: float
+    stop_string: str | None = None
 
 
 Event = Tokens | Finished
@@ -110,7 +120,8 @@ async def stream_events(
             else:
                 rest = text.finish()
                 reason = FinishReason.STOP_STRING if text.stopped else item.finish or FinishReason.CANCELLED
-                yield Finished(reason, rest, decoding.machine.statistics, time.monotonic() - began, first_token_s)
+                seconds = time.monotonic() - began
+                yield Finished(reason, rest, decoding.machine.statistics, seconds, first_token_s, text.stopped_by)
                 return
 
 

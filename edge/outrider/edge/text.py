@@ -14,16 +14,24 @@ class TextStream:
 
     A stop string is never emitted, also where it spans tokens: text that could be its beginning is held back until
     it turns out not to be.
+
+    Attributes:
+        stopped_by: the stop string that ended the text; None: none has.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
-        self.stopped = False
+        self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._tokens: list[int] = []
         self._decoded = ""
         self._taken = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stopped_by is not None
 
     def push(self, tokens: tuple[int, ...]) -> tuple[str, ...]:
         """Return the text that each of `tokens` adds for certain, as far as the token that completes a stop string.
@@ -62,11 +70,13 @@ class TextStream:
         if self.stopped or not self._stop:
             return len(self._decoded)
         found = [
-            at for stop in self._stop if (at := self._decoded.find(stop, max(0, self._taken - len(stop) + 1))) >= 0
+            (at, stop)
+            for stop in self._stop
+            if (at := self._decoded.find(stop, max(0, self._taken - len(stop) + 1))) >= 0
         ]
         if found:
-            self.stopped = True
-            self._decoded = self._decoded[: min(found)]
+            at, self.stopped_by = min(found, key=lambda each: each[0])
+            self._decoded = self._decoded[:at]
             return len(self._decoded)
         held = max(_overlap(self._decoded, stop) for stop in self._stop)
         return max(self._taken, len(self._decoded) - held)

@@ -46,6 +46,11 @@ class Asked:
         answer = self._live.post(path, body).json
         return json.dumps([answer["choices"], answer["usage"]])
 
+    def stop_reasons(self, body: dict[str, Any]) -> list[str]:
+        """Return the stop strings that a stream names."""
+        *chunks, _ = self._live.post("/v1/completions", {**body, "stream": True}).events
+        return [choice["stop_reason"] for chunk in chunks for choice in chunk["choices"] if "stop_reason" in choice]
+
     def running_usage(self, sizes: Sequence[int], body: dict[str, Any], **more: bool) -> list[dict[str, Any] | None]:
         """Return the usage of each chunk of a stream."""
         self._channels.sizes, self._channels.paced = sizes, True
@@ -128,6 +133,12 @@ def test_an_answer_names_its_end_as_openai_does(asked, options, reason, text, to
     assert choice["finish_reason"] == reason
     assert text is None or choice["text"] == text
     assert tokens is None or usage["completion_tokens"] == tokens
+
+
+def test_the_stop_string_that_ended_a_text_is_named_and_no_other_end(asked) -> None:
+    body = {"model": "tiny", "prompt": "a prompt", "seed": 2, "max_tokens": 2}
+    assert asked.stop_reasons({**body, "stop": ["x", "b"]}) == ["b"]
+    assert asked.stop_reasons({**body, "stop": ["x"]}) == []
 
 
 def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(asked) -> None:

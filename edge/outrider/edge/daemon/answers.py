@@ -115,7 +115,10 @@ class Answer(ABC):
         if isinstance(last, Finished):
             reason = "length" if last.reason is FinishReason.LENGTH else "stop"
         logprobs = self._logprobs(tokens, offset) if self.logprobs and tokens is not None else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        if isinstance(last, Finished) and last.stop_string is not None:
+            choice["stop_reason"] = last.stop_string  # vLLM's name
+        return choice
 
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]: ...
