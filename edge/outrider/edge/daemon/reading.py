@@ -12,14 +12,14 @@ from starlette.requests import Request as HttpRequest
 
 from outrider.edge.daemon.access import HeldRequest
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import Request, checked
+from outrider.edge.daemon.schema import Strict, checked
 
 MAX_BYTES = 8 << 20  # as much as a message to a verifier holds
 MAX_DISCARDED_BYTES = 64 << 20
 BODY_WITHIN_S = 60.0
 _IN_THREAD = 1 << 16  # bytes; shorter bodies are parsed sooner than a thread takes over
 _CLOSE = {"Connection": "close"}
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=Strict)
 
 
 async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest) -> R:

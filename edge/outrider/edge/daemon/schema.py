@@ -306,7 +306,7 @@ class CompletionRequest(Request):
         return self
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=Strict)
 
 
 def checked(kind: type[R], body: dict[str, Any]) -> R:

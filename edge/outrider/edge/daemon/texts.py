@@ -75,11 +75,17 @@ class TextEndpoint(Generic[R]):
         """Answer one request, which ends when its client leaves."""
         with self.service.limiter.enter() as place:
             options = await read_request(self.kind, HttpRequest(scope, receive), place)
-            served = self.service.cloud.serving()
-            served.check_model(options.model)
-            await _while_connected(receive, self._serve(options, served, scope, receive, send))
+            await self.respond(options, Reply, scope, receive, send)
 
-    async def _serve(self, options: R, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(self, options: R, reply: ReplyFactory, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that was read and has its place at the limiter, by what `reply` makes."""
+        served = self.service.cloud.serving()
+        served.check_model(options.model)
+        await _while_connected(receive, self._serve(options, reply, served, scope, receive, send))
+
+    async def _serve(
+        self, options: R, reply: ReplyFactory, served: Served, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         state, key = scope["state"], scope["state"]["key"]
         try:
             request = await self.parse(options, served)
@@ -91,11 +97,11 @@ class TextEndpoint(Generic[R]):
                     asyncio.timeout(self.service.request_timeout_s + LATE_S),
                     aclosing(generation.items(tickets)) as items,
                 ):
-                    reply = Reply(options, answer, generation)
+                    made = reply(options, answer, generation)
                     if options.stream:
-                        await reply.stream(items, send)
+                        await made.stream(items, send)
                     else:
-                        await (await reply.whole(items))(scope, receive, send)
+                        await (await made.whole(items))(scope, receive, send)
         except OutriderError as error:
             raise from_outrider(error) from error
         except TimeoutError as error:
@@ -235,41 +241,52 @@ class Reply:
 
     async def whole(self, items: AsyncGenerator[Item]) -> Response:
         """Return the answer when all texts have ended."""
+        return json_response(await self._whole(items))
+
+    async def _whole(self, items: AsyncGenerator[Item]) -> dict[str, Any]:
         events: list[list[Event]] = [[] for _ in self.generation.observers]
         async for choice, event in items:
             self.answer.take(choice, event)
             events[choice].append(event)
         body = self.answer.whole(events) | {"metrics": self.generation.metrics()}
         self.generation.account(self.answer.usage)
-        return json_response(body)
+        return body
 
     async def stream(self, items: AsyncGenerator[Item], send: Send) -> None:
         """Send each piece as it comes; an error is the last of them, since the status has gone before it."""
         first = await anext(items)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        async with aclosing(self._pieces(first, items)) as pieces:
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": b"data: " + piece + b"\n\n", "more_body": True})
+        async with aclosing(self._frames(first, items)) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pieces(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+    async def _frames(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
         try:
-            for choice in range(len(self.generation.observers)):
-                if (chunk := self.answer.first_chunk(choice)) is not None:
-                    yield self._piece(chunk, choice)
-            async for piece in self._chunks(first, items):
-                yield piece
-            self.generation.account(self.answer.usage)
-            yield b"[DONE]"
+            async with aclosing(self._pieces(first, items)) as pieces:
+                async for piece in pieces:
+                    yield piece
         except OutriderError as error:
-            yield json_bytes(from_outrider(error).body())
+            yield self._failure(from_outrider(error))
         except ApiError as error:
-            yield json_bytes(error.body())
+            yield self._failure(error)
         except Exception:  # a stream's top: its client must not take half a text for the whole
             log.exception("a stream failed", extra=about(session=self.generation.request_id))
-            yield json_bytes(DEFECT.body())
+            yield self._failure(DEFECT)
 
-    async def _chunks(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+    def _failure(self, error: ApiError) -> bytes:
+        return _data(json_bytes(error.body()))
+
+    async def _pieces(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+        for choice in range(len(self.generation.observers)):
+            if (chunk := self.answer.first_chunk(choice)) is not None:
+                yield _data(json_bytes(self._completed(chunk, choice)))
+        async for chunk in self._chunks(first, items):
+            yield _data(json_bytes(chunk))
+        self.generation.account(self.answer.usage)
+        yield _data(b"[DONE]")
+
+    async def _chunks(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[dict[str, Any]]:
         left = len(self.generation.observers)
         keeps_empty = self.options.wants_speculation or self.answer.logprobs  # which tokens have before their text
         async for choice, event in _with_first(first, items):
@@ -280,16 +297,25 @@ class Reply:
             chunk = self.answer.chunk(choice, event)
             if not left and not self.options.wants_usage:
                 chunk["metrics"] = self.generation.metrics()
-            yield self._piece(chunk, choice, event)
+            yield self._completed(chunk, choice, event)
         if self.options.wants_usage:
-            yield self._piece(self.answer.usage_chunk() | {"metrics": self.generation.metrics()}, choice)
+            yield self._completed(self.answer.usage_chunk() | {"metrics": self.generation.metrics()}, choice)
 
-    def _piece(self, chunk: dict[str, Any], choice: int, event: Event | None = None) -> bytes:
+    def _completed(self, chunk: dict[str, Any], choice: int, event: Event | None = None) -> dict[str, Any]:
+        """Add to a chunk what the options of the stream ask for."""
         if self.options.wants_usage:
             chunk.setdefault("usage", self.answer.usage if self.options.wants_running_usage else None)
         if self.options.wants_speculation:
             chunk["speculation"] = self.generation.observers[choice].live(event)
-        return json_bytes(chunk)
+        return chunk
+
+
+ReplyFactory = Callable[[Any, Answer, Generation], Reply]
+
+
+def _data(piece: bytes) -> bytes:
+    """Return one server-sent event without a name."""
+    return b"data: " + piece + b"\n\n"
 
 
 async def _with_first(first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[Item]:
