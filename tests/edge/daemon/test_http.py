@@ -231,6 +231,9 @@ def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp
         assert (spent.status, spent.error["code"]) == (429, "rate_limit_exceeded")
         assert int(spent.headers["Retry-After"]) > 1
         assert live.get("/v1/models", Host="daemon.example", Authorization=f"Bearer {secret}").status == 200
+        assert live.get("/v1/models", X_Api_Key=secret).status == 200, "as Anthropic's clients send it"
+        assert live.get("/v1/models", X_Api_Key="otr_wrong").error["code"] == "invalid_api_key"
+        assert live.get("/v1/models", X_Api_Key=secret, Authorization="Bearer otr_wrong").status == 401
 
 
 @pytest.mark.parametrize("stream", [False, True])

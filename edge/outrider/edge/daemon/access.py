@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError
+from outrider.edge.daemon.messages.errors import error_response, is_anthropic
 from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unauthenticated
@@ -25,6 +26,7 @@ from outrider.proto.plumbing.access import Key, Keys
 from outrider.proto.plumbing.logs import about
 
 REQUEST_ID = "X-Request-Id"
+ANTHROPIC_REQUEST_ID, ANTHROPIC_KEY = "request-id", "x-api-key"
 API = "/v1/"
 SHUTTING_DOWN = "the daemon is shutting down"
 RETRY_AFTER_END_S = 5.0
@@ -73,13 +75,13 @@ class Auth:
             raise ApiError(403, "pages from elsewhere may not use this API", code="origin_not_allowed")
         if self.keys is None or not path.startswith(API):
             return None
-        authorization = headers.get("authorization", "")
+        authorization, bare = headers.get("authorization", ""), headers.get(ANTHROPIC_KEY, "")
         try:
-            return self.keys.check_header(authorization)
+            return self.keys.check_header(authorization) if authorization else self.keys.check(bare)
         except Unauthenticated as error:
             code, message = "invalid_api_key", "the API key is not known here"
-            if not authorization:
-                code, message = "missing_api_key", "no API key; send it as Authorization: Bearer KEY"
+            if not authorization and not bare:
+                code, message = "missing_api_key", "no API key; send it as Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"}) from error
 
     def has_revoked(self, key: Key | None) -> bool:
@@ -138,7 +140,10 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = int(message["status"])
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                named = MutableHeaders(scope=message)
+                named[REQUEST_ID] = request_id
+                if is_anthropic(scope["path"]):
+                    named[ANTHROPIC_REQUEST_ID] = request_id
             await send(message)
 
         try:
@@ -147,11 +152,11 @@ class Guard:
             await self.app(scope, receive, answer)
         except ApiError as error:
             if not status:
-                await error.response()(scope, receive, answer)
+                await error_response(scope, error)(scope, receive, answer)
         except Exception:  # a request's top: the client gets an answer, the log the reason
             log.exception("a request failed", extra=about(session=request_id))
             if not status:
-                await DEFECT.response()(scope, receive, answer)
+                await error_response(scope, DEFECT)(scope, receive, answer)
         finally:
             self._account(scope, status)
 

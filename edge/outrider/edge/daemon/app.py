@@ -17,6 +17,7 @@ from outrider.edge.daemon.access import SHUTTING_DOWN, Auth, Guard
 from outrider.edge.daemon.answers import ChatAnswer, CompletionAnswer
 from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, json_response
+from outrider.edge.daemon.messages.errors import error_response
 from outrider.edge.daemon.parsed_request import parse_chat, parse_completion
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.edge.daemon.texts import Service, TextEndpoint
@@ -116,17 +117,18 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
         404: ("not_found", f"there is nothing at {path}"),
         405: ("method_not_allowed", f"{request.method} is not for {path}; see Allow"),
     }.get(error.status_code, (None, error.detail))
-    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+    made = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+    return error_response(request.scope, made)
 
 
-async def _api_error(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature
+async def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)  # noqa: S101 - registered for nothing else
-    return error.response()
+    return error_response(request.scope, error)
 
 
-async def _defect(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature
+async def _defect(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
     """Answer a defect; Starlette then raises the error again, and the guard logs it."""
-    return DEFECT.response()
+    return error_response(request.scope, DEFECT)
 
 
 def page_routes() -> list[Route]:
