@@ -30,7 +30,7 @@ class EngineState:
 
     @property
     def texts_of_keys(self) -> dict[str, dict[str, float]]:
-        """How long each text has gone on, in seconds, by API key and session."""
+        """Seconds for which each text has gone on, by API key and session."""
         return self._slots.texts_of_keys(time.monotonic())
 
     @property

@@ -1,4 +1,4 @@
-"""What a verifier tells coordinators: its state, and which texts of API keys go on here.
+"""Reports of a verifier to coordinators: its state, and the texts of API keys that go on here.
 
 A coordinator in the same Ray cluster asks the actor. One that knows addresses alone makes a gRPC call beside the
 decoding streams, with a token under the lease secret.

@@ -220,7 +220,7 @@ class VerifierServer:
 
     @property
     def texts_of_keys(self) -> dict[str, dict[str, float]]:
-        """How long each text has gone on, in seconds, by API key and session."""
+        """Seconds for which each text has gone on, by API key and session."""
         return self._engine.texts_of_keys
 
     def send_away(self, sessions: frozenset[str]) -> None:

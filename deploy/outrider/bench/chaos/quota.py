@@ -1,4 +1,4 @@
-"""What the texts of a key must cost it at a verifier, counted from their frames beside the shipped meters."""
+"""Price that the texts of a key must have at a verifier, counted from their frames beside the shipped meters."""
 
 from __future__ import annotations
 
