@@ -31,6 +31,7 @@ from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, NotFound, Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.testing import write_keys
 from outrider.proto.types import (
     MAX_REPORTED_DRAFTERS,
     DrafterHits,
@@ -293,10 +294,8 @@ def test_a_report_that_cannot_be_is_refused_by_field_and_not_counted(
 
 
 def test_where_keys_are_asked_for_only_reports_with_one_count(serve: Serve, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    tables = [Key("alice", secret_sha256("alices")), Key("root", secret_sha256("roots"), admin=True)]
-    keys.write_text("\n".join(key.toml() for key in tables))
-    keys.chmod(0o600)
+    alice, root = Key("alice", secret_sha256("alices")), Key("root", secret_sha256("roots"), admin=True)
+    keys = write_keys(tmp_path / "keys.toml", alice, root)
 
     async def scenario(call: Any) -> None:
         with pytest.raises(Unauthenticated):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafting_versions import DraftingVersions
 from poisoned import HEAD, without_numbers
 
 from outrider.deploy import learn_here
@@ -24,7 +25,7 @@ from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.routes import DirectRoute
 from outrider.proto.errors import OutriderError
-from outrider.proto.types import Draft, EdgeFrame, SessionReport
+from outrider.proto.types import SessionReport
 
 WORDS = tuple("the of and to in is that for it as was with be by on not he his but at are this have from".split())  # noqa: SIM905
 
@@ -33,17 +34,6 @@ WORDS = tuple("the of and to in is that for it as was with be by on not he his b
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learn_here, "LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(learn_here, "AGAIN_S", 0.1)
-
-
-class Named(Observer):
-    """Keeps the versions that drafts name."""
-
-    def __init__(self) -> None:
-        self.versions: set[str] = set()
-
-    def sent(self, frame: EdgeFrame, at: float) -> None:
-        if isinstance(frame, Draft) and frame.drafter:
-            self.versions.add(frame.drafter_version)
 
 
 @asynccontextmanager
@@ -122,7 +112,7 @@ def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny
             async with edge(address, model="tiny", drafter="none") as client:
                 plain = await texts(client, 0, 8)
             async with edge(address, **where) as client:
-                before = Named()
+                before = DraftingVersions()
                 assert await texts(client, 0, 8, before) == plain
                 assert before.versions <= {parent}
                 async with learning(client, folder) as made:
@@ -142,7 +132,7 @@ def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny
                     version = client.drafter.version
                     assert load_package(Path(made.info["folder"])).parent == parent
                     assert killed
-                    after = Named()
+                    after = DraftingVersions()
                     assert await texts(client, 0, 8, after) == plain
                     assert after.versions == {version}
             assert (folder.stat().st_mode & 0o777) == 0o700
@@ -164,7 +154,7 @@ def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_bac
 
     async def main() -> None:
         async with serving() as address, edge(address, drafter="general") as client:
-            own, named = client.own_learning, Named()
+            own, named = client.own_learning, DraftingVersions()
             assert own.parent is not None
             plain = await texts(client, 0, 4, named)
             assert named.versions == {parent.version}
@@ -177,7 +167,7 @@ def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_bac
             assert client.drafter is not None
             assert client.drafter.version == version != parent.version
             assert own.parent.version == parent.version, "what learns next has the same parent"
-            named = Named()
+            named = DraftingVersions()
             assert await texts(client, 0, 4, named) == plain
             assert named.versions == {version}
             await until(lambda: len(reports) == 4)
@@ -196,7 +186,7 @@ def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_bac
             reports.clear()
             await own.draft_with(parent.folder)  # the version was retired
             assert client.drafter.version == parent.version
-            named = Named()
+            named = DraftingVersions()
             assert await texts(client, 0, 4, named) == plain
             assert named.versions == {parent.version}
             await until(lambda: len(reports) == 4)

@@ -21,6 +21,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.control import CoordinatorClient
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.testing import write_keys
 
 SECRET = b"a secret of the two of them"
 PROMPT = "def main(argv):\n"
@@ -66,9 +67,7 @@ def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
 
 
 def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed(tokenizer_file, tmp_path) -> None:
-    keys = tmp_path / "keys.toml"
-    keys.write_text(Key("alice", secret_sha256("alices"), max_sessions=2).toml())
-    keys.chmod(0o600)
+    keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256("alices"), max_sessions=2))
 
     async def main() -> None:
         async with verifier() as address:
@@ -148,9 +147,7 @@ def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(to
 
 
 def test_a_turn_left_while_its_lease_is_awaited_takes_no_place_and_no_seat(tokenizer_file, tmp_path) -> None:
-    keys = tmp_path / "keys.toml"
-    keys.write_text(Key("alice", secret_sha256("alices"), max_sessions=1).toml())
-    keys.chmod(0o600)
+    keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256("alices"), max_sessions=1))
 
     async def main() -> None:
         async with verifier() as address:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from drafting_versions import DraftingVersions
 from poisoned import HEAD
 
 from outrider.cloud.actor import VerifierActor
@@ -32,33 +33,18 @@ from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.packages import LearnedFrom, load_package
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.decoding import Observer
 from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.salts import key_salt
-from outrider.proto.types import Draft, EdgeFrame, Sampling
+from outrider.proto.testing import write_keys
+from outrider.proto.types import Sampling
 
 SECRET = b"a secret of the fleet"
 ALICE, BOB = (key_salt(SECRET, name) for name in ("alice", "bob"))
 PROMPT, TOKENS = "def count(words):\n    ", 24
 
 
-def write_keys(path: Path) -> Path:
-    keys = [Key(name, secret_sha256(f"{name}s"), learning=True) for name in ("alice", "bob")]
-    path.write_text("\n".join(key.toml() for key in keys))
-    path.chmod(0o600)
-    return path
-
-
-class Named(Observer):
-    """Keeps the versions that drafts name."""
-
-    def __init__(self) -> None:
-        self.versions: set[str] = set()
-
-    def sent(self, frame: EdgeFrame, at: float) -> None:
-        if isinstance(frame, Draft) and frame.drafter:
-            self.versions.add(frame.drafter_version)
+LEARNERS = tuple(Key(name, secret_sha256(f"{name}s"), learning=True) for name in ("alice", "bob"))
 
 
 def publish(folder: Path, sequence: int, **more: str) -> str:
@@ -87,14 +73,14 @@ def test_texts_are_the_same_where_what_one_key_taught_drafts(tokenizer_file, tmp
                 listen="127.0.0.1:0",
                 verifiers=(fixed,),
                 drafters=(catalogue,),
-                api_keys=write_keys(tmp_path / "keys.toml"),
+                api_keys=write_keys(tmp_path / "keys.toml", *LEARNERS),
             )
         )
         where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache", "selector": "random"}
 
         async def texts(key: str, drafter: str) -> tuple[list[list[int]], set[str]]:
             """Return texts of several seeds, and the versions that drafted in them, each round one at random."""
-            named = Named()
+            named = DraftingVersions()
             async with Client(EdgeConfig(**where, api_key=f"{key}s", drafter=drafter)) as client:
                 made = []
                 for seed in range(3):
@@ -203,7 +189,7 @@ def test_a_key_is_forgotten_from_the_command_down_to_its_files(tiny, tmp_path, t
     fixed = tuple(
         StaticVerifier(name, actor.info()["address"], "reference", tokenizer) for name, actor in actors.items()
     )
-    keys = write_keys(tmp_path / "keys.toml")
+    keys = write_keys(tmp_path / "keys.toml", *LEARNERS)
 
     async def decode() -> None:
         coordinator = CoordinatorServer(

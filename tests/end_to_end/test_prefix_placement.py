@@ -20,6 +20,7 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.client import Completion
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.testing import write_keys
 
 SECRET = b"a secret of the fleet"
 # As long as the test: a granted lease counts as a session, so that load alone sends the next text elsewhere.
@@ -104,10 +105,8 @@ def test_load_wins_where_the_verifier_that_has_the_beginning_is_busy(folder, tmp
 
 
 def test_keys_do_not_attract_each_other(folder, tmp_path) -> None:
-    keys = tmp_path / "keys.toml"
     names = ("alice", "bob")
-    keys.write_text("\n".join(Key(name, secret_sha256(f"{name}s")).toml() for name in names))
-    keys.chmod(0o600)
+    keys = write_keys(tmp_path / "keys.toml", *(Key(name, secret_sha256(f"{name}s")) for name in names))
 
     async def main() -> None:
         text = prompt(5, 200)

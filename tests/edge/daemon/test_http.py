@@ -27,6 +27,7 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
+from outrider.proto.testing import write_keys
 
 
 def test_models_health_version_metrics_and_the_page_answer(start) -> None:
@@ -213,10 +214,8 @@ def test_what_is_no_name_of_a_host_cannot_be_allowed(wrong) -> None:
 
 def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp_path) -> None:
     secret, slow = new_secret(), new_secret()
-    keys = tmp_path / "keys.toml"
-    tables = (Key("alice", secret_sha256(secret)), Key("bob", secret_sha256(slow), tokens_per_minute=2))
-    keys.write_text("".join(key.toml() for key in tables))
-    keys.chmod(0o600)
+    alice, bob = Key("alice", secret_sha256(secret)), Key("bob", secret_sha256(slow), tokens_per_minute=2)
+    keys = write_keys(tmp_path / "keys.toml", alice, bob)
     with start(api_keys=keys) as live:
         assert live.get("/health").status == 200
         missing = live.complete()
@@ -239,9 +238,7 @@ def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_ends_soon_after_its_key_is_revoked_and_health_says_so(start, tmp_path, stream) -> None:
     secret = new_secret()
-    keys = tmp_path / "keys.toml"
-    keys.write_text(Key("alice", secret_sha256(secret)).toml())
-    keys.chmod(0o600)
+    keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256(secret)))
     with start(api_keys=keys) as live:
         live.client.hold = True
         replies = []
@@ -264,9 +261,7 @@ def test_a_text_ends_soon_after_its_key_is_revoked_and_health_says_so(start, tmp
 
 def test_sessions_of_a_key_count_every_choice_and_come_back(start, tmp_path) -> None:
     secret = new_secret()
-    keys = tmp_path / "keys.toml"
-    keys.write_text(Key("alice", secret_sha256(secret), max_sessions=2).toml())
-    keys.chmod(0o600)
+    keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256(secret), max_sessions=2))
     with start(api_keys=keys) as live:
         for n, status in ((3, 429), (2, 200), (2, 200)):
             body = {"model": "tiny", "prompt": "x", "n": n}

@@ -14,6 +14,7 @@ from outrider.edge.doctor import Finding, Outcome, agreement, examine, speed
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.release import release
+from outrider.proto.testing import write_keys
 
 
 @pytest.fixture
@@ -148,9 +149,7 @@ def test_tls_an_api_key_and_a_relay_are_seen_through(cloud, config, authority, t
     ours = authority("ours")
     cert, key = ours.sign(tmp_path)
     secret = new_secret()
-    keys = tmp_path / "keys.toml"
-    keys.write_text(Key("tester", secret_sha256(secret)).toml())
-    keys.chmod(0o600)
+    keys = write_keys(tmp_path / "keys.toml", Key("tester", secret_sha256(secret)))
     with cloud.coordinated(tls=ServerTls(cert, key), api_keys=keys, relay=True) as address:
         well = asyncio.run(examine(config(coordinator=address, tls_ca=ours.file, api_key=secret)))
         unknown = asyncio.run(examine(config(coordinator=address, tls_ca=ours.file, api_key="wrong")))
