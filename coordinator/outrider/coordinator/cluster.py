@@ -73,7 +73,7 @@ class VerifierInfo(VerifierStatus):
         """
         try:
             return cls(**known_fields(cls, report))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
 
     def down(self) -> VerifierInfo:
@@ -249,7 +249,7 @@ class StaticCluster:
                 raise
             self._note_refusal(name, error.code())
             return None
-        except (ValueError, InvalidArgument) as error:
+        except (ValueError, RecursionError, InvalidArgument) as error:
             logger.warning("verifier %s: %s", name, error)
             return None
         kept = {field: getattr(configured, field) for field in CONFIGURED}
