@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.edge.daemon.checking import checked
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, checked
+from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.proto.types import GrammarKind
 
 MESSAGES = [{"role": "user", "content": "hi"}]

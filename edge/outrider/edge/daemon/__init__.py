@@ -3,7 +3,8 @@
 server          sockets, TLS, and what is not HTTP
 access          checks of every request, the limit on those that run, their lines in the log
 app             the routes, and the page at /, which is the files in page/
-schema          what requests may say, checked field by field
+schema          what requests may say, field by field
+checking        checks of requests by their schema, and what becomes of unknown fields
 reading         bodies of requests, read and parsed within limits
 parsed_request  from what a request says to prompts in tokens and `Sampling`
 texts           decoding of a request's texts, and the sending of its answer
@@ -38,6 +39,7 @@ class DaemonConfig(ListeningSettings):
         "other names, which may lead here by DNS rebinding, are refused",
         metavar="NAME",
     )
+    strict: bool = option(False, "refuse requests with unknown fields; else a header of the answer names them")
     max_requests: int = option(256, "requests for texts at once", check=at_least(1))
     request_timeout_s: float = option(600.0, "time for a whole answer", check=above(0))
     grace_s: float = option(10.0, "time for running answers to end on exit", check=at_least(0))

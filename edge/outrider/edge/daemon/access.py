@@ -17,6 +17,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.edge.daemon.checking import header_of
 from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError
 from outrider.edge.daemon.messages.errors import error_response, is_anthropic
 from outrider.edge.daemon.metrics import HttpMetrics
@@ -27,6 +28,7 @@ from outrider.proto.plumbing.logs import about
 
 REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID, ANTHROPIC_KEY = "request-id", "x-api-key"
+IGNORED = "X-Outrider-Ignored"
 API = "/v1/"
 SHUTTING_DOWN = "the daemon is shutting down"
 RETRY_AFTER_END_S = 5.0
@@ -113,7 +115,8 @@ def _is_address(name: str) -> bool:
 class Guard:
     """ASGI middleware that checks, logs and counts requests.
 
-    `scope["state"]` gets `request_id`, `key`, `began`, and `revoked`, which returns whether the key is taken no more.
+    `scope["state"]` gets `request_id`, `key`, `began`, and `revoked`, which returns whether the key is taken no more;
+    fields that whoever reads the body adds to `ignored` are named in the answer's headers.
 
     Attributes:
         app: the application, which gets HTTP alone.
@@ -132,7 +135,7 @@ class Guard:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
-        state: dict[str, Any] = {"request_id": request_id, "key": None, "began": time.monotonic()}
+        state: dict[str, Any] = {"request_id": request_id, "key": None, "began": time.monotonic(), "ignored": []}
         scope["state"] = state
         status = 0  # none yet
 
@@ -144,6 +147,8 @@ class Guard:
                 named[REQUEST_ID] = request_id
                 if is_anthropic(scope["path"]):
                     named[ANTHROPIC_REQUEST_ID] = request_id
+                if state["ignored"]:
+                    named[IGNORED] = header_of(state["ignored"])
             await send(message)
 
         try:

@@ -11,8 +11,9 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from outrider.edge.daemon.access import HeldRequest
+from outrider.edge.daemon.checking import UnknownFields
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import Strict, checked
+from outrider.edge.daemon.schema import Strict
 
 MAX_BYTES = 8 << 20  # as much as a message to a verifier holds
 MAX_DISCARDED_BYTES = 64 << 20
@@ -22,8 +23,8 @@ _CLOSE = {"Connection": "close"}
 R = TypeVar("R", bound=Strict)
 
 
-async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest) -> R:
-    """Read the JSON object in the body of a request, and check it.
+async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest, unknown: UnknownFields) -> R:
+    """Read the JSON object in the body of a request, and check it; `state.ignored` names what is not heeded.
 
     Raises:
         ApiError: 415 another type, 413 too long, 429 too much beside other bodies, 400 no JSON object in UTF-8, or
@@ -34,8 +35,10 @@ async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest) 
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="unsupported_media_type")
     body = await _read(request, place)
     if len(body) < _IN_THREAD:
-        return checked(kind, _parse_json(body))
-    return await asyncio.to_thread(lambda: checked(kind, _parse_json(body)))
+        checked, request.state.ignored = unknown.check(kind, _parse_json(body))
+    else:
+        checked, request.state.ignored = await asyncio.to_thread(lambda: unknown.check(kind, _parse_json(body)))
+    return checked
 
 
 async def _read(request: HttpRequest, place: HeldRequest) -> bytes:

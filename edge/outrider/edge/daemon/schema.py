@@ -1,17 +1,16 @@
-"""Schema of requests: OpenAI's fields, and vLLM's extras; unknown fields are refused by name.
+"""Schema of requests: OpenAI's fields, and vLLM's extras.
 
-OpenAI's book-keeping (`user`, `store`, …) is ignored. Fields for what this daemon does not do (`tools`, `audio`, …) are
-refused unless they ask for nothing.
+OpenAI's book-keeping (`user`, `store`, …) is ignored. Fields for what this daemon does not do (`audio`, `suffix`, …)
+are refused unless they ask for nothing. What becomes of unknown fields is decided in `checking`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.edge.daemon.errors import ApiError
 from outrider.proto.types import MAX_TOKEN_ID
 
 MAX_CHOICES = 128
@@ -118,13 +117,13 @@ Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Bef
 
 
 class Strict(BaseModel):
-    """No unknown fields, no conversions, no NaN."""
+    """No conversions, no NaN, and no unknown fields: `checking` takes them out first where they are ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Strict):
-    """Options of a stream; `include_speculation` is this daemon's own, `continuous_usage_stats` vLLM's."""
+    """Options that only streams heed; `include_speculation` is our own, `continuous_usage_stats` vLLM's."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -216,12 +215,6 @@ class Request(Strict):
     prompt_cache_options: Ignored
     prompt_cache_retention: Ignored
 
-    @model_validator(mode="after")
-    def _options_of_a_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise _refuse("stream_options is only for stream = true")
-        return self
-
     @property
     def choices(self) -> int:
         """Number of texts for each prompt."""
@@ -304,48 +297,3 @@ class CompletionRequest(Request):
         if len(self.prompt) * self.choices > MAX_CHOICES:
             raise _refuse(f"prompt and n ask for more than {MAX_CHOICES} texts at once")
         return self
-
-
-R = TypeVar("R", bound=Strict)
-
-
-def checked(kind: type[R], body: dict[str, Any]) -> R:
-    """Return the request in a JSON object.
-
-    Raises:
-        ApiError: 400 that names the first field at fault, or all that are unknown.
-    """
-    try:
-        return kind.model_validate(body)
-    except ValidationError as error:
-        raise _as_api_error(error) from error
-    except (OverflowError, RecursionError) as error:
-        raise ApiError(400, f"the body cannot be read: {error}") from error
-
-
-def _as_api_error(error: ValidationError) -> ApiError:
-    problems = error.errors(include_url=False, include_input=False)
-    unknown = [_path(problem["loc"]) for problem in problems if problem["type"] == "extra_forbidden"]
-    if unknown:
-        named = ", ".join(unknown[:8])
-        return ApiError(400, f"unknown field: {named}; see the API reference", param=unknown[0], code="unknown_field")
-    first = problems[0]
-    path = _path(first["loc"])
-    if first["type"] == "missing":
-        return ApiError(400, f"{path}: is missing", param=path, code="missing_required_parameter")
-    if not path and first["type"] == "refused":
-        path = str(first["msg"]).partition(" ")[0].partition(".")[0]
-        return ApiError(400, str(first["msg"]), param=path, code="invalid_value")
-    message = str(first["msg"])
-    return ApiError(400, f"{path}: {message[:1].lower()}{message[1:]}", param=path or None, code="invalid_value")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """Return a pydantic location as `messages[0].content`, without what it adds for unions and aliases."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.replace("_", "").isalnum() or not path or "[" not in part:
-            path += f".{part}" if path else str(part)
-    return path[:200]

@@ -20,6 +20,7 @@ from outrider.edge.client import Client
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.access import Auth, Limiter
 from outrider.edge.daemon.app import Api
+from outrider.edge.daemon.checking import IgnoreUnknown, RefuseUnknown
 from outrider.edge.daemon.cloud import Cloud
 from outrider.edge.daemon.errors import ApiError, json_bytes
 from outrider.edge.daemon.metrics import HttpMetrics
@@ -63,7 +64,10 @@ class Daemon:
         http_metrics = HttpMetrics(metrics.registry)
         self.cloud = Cloud(client)
         self.limiter = Limiter(config.max_requests, http_metrics)
-        service = Service(self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s)
+        unknown = RefuseUnknown() if config.strict else IgnoreUnknown()
+        service = Service(
+            self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s, unknown_fields=unknown
+        )
         self._host, self._port = split_address(config.listen, "listen")
         keys = Keys.from_file(config.api_keys) if config.api_keys else None
         self._app = Api(service).application(Auth(self._host, keys, config.allow_host))
@@ -152,6 +156,9 @@ def _bound(host: str, port: int) -> socket.socket:
         address = join_address(host, port)
         raise ConfigError(f"cannot listen on {address}: {reason}; give another --listen", field="listen") from error
     listener.setblocking(False)
+    # Accepted sockets inherit it. asyncio would set it only where it sees a socket made for TCP by name, and without it
+    # what follows the head of an answer waits for the client's acknowledgement, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 

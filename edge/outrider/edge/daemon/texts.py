@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.edge.daemon.access import RETRY_AFTER_END_S, SHUTTING_DOWN, Limiter
 from outrider.edge.daemon.answers import Answer
+from outrider.edge.daemon.checking import IgnoreUnknown, UnknownFields
 from outrider.edge.daemon.cloud import Cloud, Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, from_outrider, json_bytes, json_response
 from outrider.edge.daemon.metrics import HttpMetrics, TextObserver, metrics_of
@@ -53,6 +54,7 @@ class Service:
     limiter: Limiter
     request_timeout_s: float
     key_limits: Limits = field(default_factory=Limits)
+    unknown_fields: UnknownFields = field(default_factory=IgnoreUnknown)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class TextEndpoint(Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which ends when its client leaves."""
         with self.service.limiter.enter() as place:
-            options = await read_request(self.kind, HttpRequest(scope, receive), place)
+            options = await read_request(self.kind, HttpRequest(scope, receive), place, self.service.unknown_fields)
             await self.respond(options, Reply, scope, receive, send)
 
     async def respond(self, options: R, reply: ReplyFactory, scope: Scope, receive: Receive, send: Send) -> None:
