@@ -12,7 +12,7 @@ FUZZ_S := 120
 SEED := 1
 RECORDS := dist/records
 
-.PHONY: demo test soak chaos frames fuzz vllm check lint proto docs locks sbom clean
+.PHONY: demo test soak chaos frames fuzz clients vllm check lint proto docs locks sbom clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -36,6 +36,10 @@ frames: $(READY)
 fuzz: $(READY)
 	mkdir -p $(RECORDS)
 	$(BIN)/python tests/fuzz/run_doors.py --seconds $(FUZZ_S) --seed $(SEED) --output $(RECORDS)/doors.json
+
+# Real clients, installed below dist, against a daemon: the table of docs/clients.md. Gigabytes to download; needs npm.
+clients: $(READY)
+	$(BIN)/python tests/clients/run_clients.py
 
 # Stock vLLM behind the port, against our own engine byte for byte, on a CPU: gigabytes to download, minutes to run.
 vllm: $(VLLM)/.ready
