@@ -47,6 +47,8 @@ class ScriptedClient:
         self.away: OutriderError | None = None  # of the cloud
         self.asked: list[tuple[tuple[int, ...], Sampling, dict[str, Any]]] = []
         self.hold = False  # texts begin and never end
+        self.reason = FinishReason.EOS
+        self.stop_string: str | None = None
 
     async def prepare(self) -> None:
         if self.away is not None:
@@ -81,7 +83,7 @@ class ScriptedClient:
                 raise self.error
             while self.hold:  # noqa: ASYNC110 - until the test lets go
                 await asyncio.sleep(0.01)
-            yield Finished(FinishReason.EOS, "", EdgeStatistics(), 0.1, 0.05)
+            yield Finished(self.reason, "", EdgeStatistics(), 0.1, 0.05, self.stop_string)
         finally:
             self.running -= 1
 

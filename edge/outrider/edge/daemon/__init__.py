@@ -9,6 +9,9 @@ reading         bodies of requests, read and parsed within limits
 parsed_request  from what a request says to prompts in tokens and `Sampling`
 texts           decoding of a request's texts, and the sending of its answer
 answers         the two formats of an answer
+translation     other APIs in front of chats
+responses       OpenAI's Responses API
+messages        Anthropic's API
 metrics         counts of requests, and what an answer says about its drafts
 errors          the error tree as HTTP statuses and OpenAI's error object
 cloud           whether the cloud is there, found out in the background

@@ -21,6 +21,7 @@ from outrider.edge.daemon.checking import header_of
 from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError
 from outrider.edge.daemon.messages.errors import error_response, is_anthropic
 from outrider.edge.daemon.metrics import HttpMetrics
+from outrider.edge.daemon.responses import RESPONSE, RESPONSES
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unauthenticated
 from outrider.proto.plumbing.access import Key, Keys
@@ -167,7 +168,7 @@ class Guard:
 
     def _account(self, scope: Scope, status: int) -> None:
         state, path = scope["state"], scope["path"]
-        self.http_metrics.answered(path if path in self.routes else "other", status or CLIENT_LEFT)
+        self.http_metrics.answered(self._route(path), status or CLIENT_LEFT)
         log.log(
             logging.DEBUG if path in _QUIET else logging.INFO,
             "%s %s %d %.3f s%s",
@@ -178,6 +179,12 @@ class Guard:
             f" key={state['key'].name}" if state["key"] is not None else "",
             extra=about(session=state["request_id"]),
         )
+
+    def _route(self, path: str) -> str:
+        """Return the route that the metrics name."""
+        if path.startswith(RESPONSES + "/"):
+            return RESPONSE
+        return path if path in self.routes else "other"
 
 
 class HeldRequest:

@@ -17,15 +17,21 @@ from outrider.edge.daemon.access import SHUTTING_DOWN, Auth, Guard
 from outrider.edge.daemon.answers import ChatAnswer, CompletionAnswer
 from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, json_response
+from outrider.edge.daemon.messages import COUNT_TOKENS, MESSAGES
 from outrider.edge.daemon.messages.errors import error_response
+from outrider.edge.daemon.messages.routes import messages_routes
 from outrider.edge.daemon.parsed_request import parse_chat, parse_completion
+from outrider.edge.daemon.responses import RESPONSES
+from outrider.edge.daemon.responses.routes import ResponsesApi
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.edge.daemon.texts import Service, TextEndpoint
 from outrider.proto.plumbing.access import Keys
 from outrider.proto.release import release
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
-ROUTES = frozenset((CHAT, COMPLETIONS, MODELS, "/drafters", "/health", "/version", "/metrics", "/"))
+ROUTES = frozenset(
+    (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, MODELS, "/drafters", "/health", "/version", "/metrics", "/")
+)
 PAGE = Path(__file__).parent / "page"
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -61,6 +67,8 @@ class Api:
         routes = [
             Route(CHAT, chat, methods=["POST"]),
             Route(COMPLETIONS, completions, methods=["POST"]),
+            *ResponsesApi(chat).routes(),
+            *messages_routes(chat),
             Route(MODELS, self._models, methods=["GET"]),
             Route(MODELS + "/{model:path}", self._model, methods=["GET"]),
             Route("/drafters", self._drafters, methods=["GET"]),

@@ -23,13 +23,13 @@ def _refuse(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{why}", {"why": message})
 
 
-def _unless(*trivial: Any) -> BeforeValidator:
+def _unless(*trivial: Any, why: str = "is not supported here; leave it out") -> BeforeValidator:
     """Return a validator that refuses a field unless it asks for nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(type(value) is type(nothing) and value == nothing for nothing in trivial):
             return value
-        raise _refuse("is not supported here; leave it out")
+        raise _refuse(why)
 
     return BeforeValidator(check)
 
