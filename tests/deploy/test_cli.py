@@ -55,10 +55,10 @@ def test_run_prints_one_json_object_a_prompt(tmp_path, capfd) -> None:
 
 
 def test_run_shows_a_person_the_text_and_how_it_came_about(capfd) -> None:
-    status, out, _ = run("run", "def main():", "--max-tokens", "6", "--drafter", "none", capfd=capfd)
+    status, out, err = run("run", "def main():", "--max-tokens", "6", "--drafter", "none", "--marks", capfd=capfd)
     assert status == 0
-    assert out.startswith("def main():⟦")
-    assert "1.00 target steps per token" in out
+    assert out.startswith("⟦")
+    assert "1.00 target steps per token" in err
 
 
 def test_options_come_from_the_file_and_the_environment_and_the_line_wins(tmp_path, monkeypatch, capfd) -> None:
@@ -159,7 +159,7 @@ class Served:
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.deploy.cli", *arguments],
+            [sys.executable, "-m", "outrider.deploy", *arguments],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -335,7 +335,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_the_command_stays_until_it_is_stopped_and_says_what_it_carried(echo) -> None:
-    command = [sys.executable, "-m", "outrider.deploy.cli", "link", "--to", echo, "--trace", "fibre", "--jitter", "1"]
+    command = [sys.executable, "-m", "outrider.deploy", "link", "--to", echo, "--trace", "fibre", "--jitter", "1"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     line = running.stdout.readline()

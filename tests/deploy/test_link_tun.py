@@ -193,7 +193,7 @@ def all_namespaces() -> set[str]:
 def test_the_command_leaves_nothing_behind_however_it_ends(number, echo) -> None:
     words = ["--to", echo, "--tun", "--rtt", "2", "--loss", "0.5:20", "--reorder", "1", "--jitter", "1"]
     running = subprocess.Popen(
-        [sys.executable, "-m", "outrider.deploy.cli", "link", *words], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "outrider.deploy", "link", *words], stdout=subprocess.PIPE, text=True
     )
     assert running.stdout is not None
     line = running.stdout.readline()

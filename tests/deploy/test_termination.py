@@ -1,4 +1,4 @@
-"""SIGTERM ends a command in order: it unwinds, and work in steps ends between two of them."""
+"""Signals end work in steps between two of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.deploy.termination import StopAtStep, Terminated, sigterm_unwinds
+from outrider.deploy.termination import StopAtStep
 
 
 @pytest.fixture(autouse=True)
@@ -23,25 +23,10 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_sigterm_unwinds_once_and_cannot_disturb_the_unwinding() -> None:
-    ended = []
-
-    def work() -> None:
-        try:
-            send(signal.SIGTERM)
-        finally:
-            send(signal.SIGTERM)
-            ended.append(True)
-
-    with pytest.raises(Terminated), sigterm_unwinds():
-        work()
-    assert ended
-
-
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
-def test_before_the_first_step_there_is_nothing_to_wait_for(number: int, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_the_first_step_there_is_nothing_to_wait_for(number: int) -> None:
     stop = StopAtStep()
-    with pytest.raises(error), stop.listening():
+    with pytest.raises(KeyboardInterrupt), stop.listening():
         send(number)
 
 

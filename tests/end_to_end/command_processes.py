@@ -49,7 +49,7 @@ class Command:
         program: what Python runs with these arguments.
     """
 
-    def __init__(self, *arguments: str, log: Path, program: Sequence[str] = ("-m", "outrider.deploy.cli")) -> None:
+    def __init__(self, *arguments: str, log: Path, program: Sequence[str] = ("-m", "outrider.deploy")) -> None:
         self._arguments = arguments
         self._program = program
         self._log = log

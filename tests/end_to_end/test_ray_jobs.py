@@ -48,7 +48,7 @@ class RayHead:
 
     def outrider(self, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         """Run `outrider submit` against it."""
-        command = [sys.executable, "-m", "outrider.deploy.cli", "submit", "--address", self.address, *arguments]
+        command = [sys.executable, "-m", "outrider.deploy", "submit", "--address", self.address, *arguments]
         return subprocess.run(
             command, env=self.environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
         )

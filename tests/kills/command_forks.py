@@ -83,10 +83,10 @@ def _become(request: dict[str, Any], parent: int) -> None:
         os.dup2(file, descriptor)
         os.close(file)
     os.close(nowhere)
-    from outrider.deploy.cli import main
+    from outrider.deploy.__main__ import main
 
     sys.argv = ["outrider", *request["argv"]]
-    sys.exit(main(request["argv"]))
+    main()
 
 
 def _say(answer: dict[str, int]) -> None:

@@ -8,8 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -22,6 +20,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import chat_template_json
 from outrider.cloud.server import VerifierServer
 from outrider.deploy.arguments import Given
+from outrider.deploy.termination import temporary_folder
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
@@ -99,8 +98,8 @@ async def _daemon(config: VerifierConfig) -> AsyncIterator[str]:
     if not template:
         raise ConfigError("has no chat template", field="target")
     server = VerifierServer(config)
-    with TemporaryDirectory() as folder:
-        files = Path(folder) / "tokenizer.json", Path(folder) / "chat_template.json"
+    with temporary_folder("outrider-bench-") as folder:
+        files = folder / "tokenizer.json", folder / "chat_template.json"
         for file, text in zip(files, (server.tokenizer_json, template), strict=True):
             file.write_text(text, encoding="utf-8")
         edge = EdgeConfig(

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic.dataclasses import dataclass
@@ -35,6 +34,7 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
+from outrider.deploy.termination import temporary_folder
 from outrider.drafters.search import RETRIEVAL
 from outrider.edge import Client, EdgeConfig, Sampling
 
@@ -94,8 +94,8 @@ def copy_bench(given: Given) -> int:
     options, links = given(CopySettings), links_of(given(LinkListSettings))
     if options.json:
         check_file(options.json, "json")
-    with TemporaryDirectory(prefix="outrider-copy-") as folder:
-        record = asyncio.run(_Bench(given, options, Path(folder)).run(links))
+    with temporary_folder("outrider-copy-") as folder:
+        record = asyncio.run(_Bench(given, options, folder).run(links))
     Console(width=100, highlight=False).print(table(record))
     if options.json:
         save(record, options.json)

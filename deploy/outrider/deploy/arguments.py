@@ -307,6 +307,14 @@ def read_text(path: Path, field: str, *, origin: str = "") -> str:
         raise ConfigError(f"cannot read {path}{origin}: it is not UTF-8", field=field) from error
 
 
+def read_stdin(field: str) -> str:
+    """Return all of standard input; raises `ConfigError` about `field`, the option that names it."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("cannot read standard input: it is not UTF-8", field=field) from error
+
+
 def split_pair(text: str, form: str, field: str) -> tuple[str, str]:
     """Return both sides of the `=` in an option of the given form; raises `ConfigError`."""
     name, _, value = text.partition("=")

@@ -51,6 +51,7 @@ class Child(ABC):
             stdout=asyncio.subprocess.PIPE,
             env=self._environment,
             limit=MAX_LINE_BYTES,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process, whose end is the child's
         )
         try:
             await self.prepare()

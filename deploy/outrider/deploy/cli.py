@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
-from outrider.deploy.termination import STATUS, Terminated, sigterm_unwinds
+from outrider.deploy.end_watch import WATCH
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure
 from outrider.proto.settings import Settings, option
@@ -148,17 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each retry; our error says it once
     logs = given(LogSettings)
     configure(logs.log_level, logs.log_format)
+    WATCH.command = f"outrider {given.command}"
     try:
-        with sigterm_unwinds():
-            return _run(given)
+        return _run(given)
     except OutriderError as error:
         option = given.flag_of(error.field)
         print(f"outrider {given.command}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
         return 1
-    except Terminated:
-        return STATUS
-    except KeyboardInterrupt:
-        return 130
 
 
 def parse(argv: Sequence[str]) -> Given:
@@ -223,7 +219,3 @@ def _complete() -> None:
     import argcomplete
 
     argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

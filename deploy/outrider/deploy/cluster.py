@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
+from outrider.deploy.end_watch import WATCH
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 
 LOAD_TIMEOUT_S = 600.0
@@ -107,7 +108,8 @@ async def local_cluster(
         finally:
             await server.stop()
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        if not WATCH.number:  # or this process ends at once, and what it has started with it
+            await asyncio.to_thread(ray.shutdown)
 
 
 def catalogue_folders(more: Sequence[Path], trainer: TrainerSettings | None) -> tuple[Path, ...]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
+from outrider.deploy.end_watch import WATCH
+from outrider.deploy.termination import has_terminal, on_signals
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
@@ -34,11 +36,23 @@ async def _edge(given: Given) -> int:
     learning = _learning(given, client)
     daemon = Daemon(given(DaemonConfig, tls=serving_tls(given)), client)
     stopping, hurried = asyncio.Event(), daemon.limiter.cut
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
-    loop.add_signal_handler(signal.SIGHUP, daemon.reload)
-    print(f"edge daemon on {await daemon.start()}", flush=True)
+    in_terminal = has_terminal()
+
+    def stop() -> None:
+        (hurried if stopping.is_set() else stopping).set()
+
+    def hang_up() -> None:
+        if in_terminal and not has_terminal():
+            stop()
+        else:
+            daemon.reload()
+
+    address = await daemon.start()
+    WATCH.leave_alone(signal.SIGHUP)
+    on_signals(hang_up, signal.SIGHUP)
+    WATCH.leave_to_command()
+    on_signals(stop, signal.SIGINT, signal.SIGTERM)
+    print(f"edge daemon on {address}", flush=True)
     learns = asyncio.create_task(learning.run()) if learning is not None else None
     await stopping.wait()
     if learns is not None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from outrider.deploy.arguments import Given
-from outrider.deploy.commands.edge import GrammarSettings, PromptSettings, StopSettings
+from outrider.deploy.arguments import Given, read_stdin
+from outrider.deploy.commands.edge import GrammarSettings, MarkSettings, PromptSettings, StopSettings
 from outrider.deploy.credentials import api_key
 from outrider.deploy.prompts import Prompt, read_prompts
-from outrider.deploy.show import LiveText
+from outrider.deploy.show import LiveText, Marks
+from outrider.deploy.termination import temporary_folder
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
@@ -41,8 +39,8 @@ async def _local_client(given: Given) -> AsyncIterator[Client]:
     server = VerifierServer(config)
     address = await server.start()
     try:
-        with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-            tokenizer = Path(folder) / "tokenizer.json"
+        with temporary_folder("outrider-run-") as folder:
+            tokenizer = folder / "tokenizer.json"
             tokenizer.write_text(server.tokenizer_json, encoding="utf-8")
             async with Client(given(EdgeConfig, verifier=address, model=config.target, tokenizer=tokenizer)) as client:
                 yield client
@@ -69,7 +67,7 @@ async def _decode(given: Given, opening: Callable[[Given], AbstractAsyncContextM
         if settings.json:
             await _decode_json(client, prompts, sampling, stop, settings.sessions)
         else:
-            await _decode_live(client, prompts, sampling, stop)
+            await _decode_live(client, prompts, sampling, stop, given(MarkSettings))
     return 0
 
 
@@ -88,14 +86,24 @@ async def _decode_json(
         print(await finished, flush=True)
 
 
-async def _decode_live(client: Client, prompts: list[Prompt], sampling: Sampling, stop: Sequence[str]) -> None:
-    console = Console(highlight=False)
-    live = LiveText(console)
+async def _decode_live(
+    client: Client, prompts: list[Prompt], sampling: Sampling, stop: Sequence[str], marking: MarkSettings
+) -> None:
+    console, notes = Console(highlight=False), Console(highlight=False, stderr=True)
+    live = LiveText(console, notes, marks_of(console, marking))
     for prompt in prompts:
         if len(prompts) > 1:
-            console.rule(f"{prompt.domain} {prompt.id}".strip())
+            notes.rule(f"{prompt.domain} {prompt.id}".strip())
         await live.decode(client, prompt, sampling, stop, prompt.text)
-    console.print(f"({live.legend}; drafter {client.drafter_name})")
+    legend = f"{live.legend}; " if live.legend else ""
+    notes.print(f"({legend}drafter {client.drafter_name})")
+
+
+def marks_of(console: Console, marking: MarkSettings) -> Marks | None:
+    """Return the marks that the options choose; None: the default."""
+    if marking.no_marks:
+        return Marks.NONE
+    return Marks.on(console) if marking.marks else None
 
 
 def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
@@ -118,7 +126,7 @@ def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 def _prompts(settings: PromptSettings) -> list[Prompt]:
     if settings.prompts is not None:
         return read_prompts(settings.prompts, settings.limit)
-    text = sys.stdin.read() if settings.prompt == "-" else settings.prompt
+    text = read_stdin("prompt") if settings.prompt == "-" else settings.prompt
     if not text:
         raise ConfigError("is empty on standard input; give a text to continue", field="prompt")
     return [Prompt("1", text)]

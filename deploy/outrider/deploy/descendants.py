@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -36,16 +35,32 @@ def descendants() -> tuple[Descendant, ...]:
 def kill(processes: Iterable[Descendant]) -> None:
     """Kill those of the processes that still run, wherever they belong by now."""
     for process in processes:
-        if _runs(process):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        _send(process, signal.SIGKILL)
+
+
+def end_descendants() -> None:
+    """Kill all processes below this one; each is stopped first, so that none starts another meanwhile."""
+    stopped: dict[tuple[int, int], Descendant] = {}
+    while more := {(each.pid, each.started): each for each in descendants() if (each.pid, each.started) not in stopped}:
+        for process in more.values():
+            _send(process, signal.SIGSTOP)
+        stopped |= more
+    kill(stopped.values())
 
 
 async def until_gone(name: str) -> None:
     """Wait until a process below this one that has this name ends; for ever where there is none."""
+    import asyncio  # here, since every command imports this module, and `outrider --help` is to be quick
+
     found = [process for process in descendants() if process.name == name]
     while not found or all(_runs(process) for process in found):  # noqa: ASYNC110 - it is nobody's event
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _send(process: Descendant, number: int) -> None:
+    if _runs(process):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
 
 
 def _runs(process: Descendant) -> bool:

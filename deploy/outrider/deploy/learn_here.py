@@ -10,7 +10,6 @@ import asyncio
 import base64
 import importlib.util
 import logging
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from outrider.cloud.learning.own_text import record_of_text
 from outrider.deploy.child import Child
+from outrider.deploy.termination import temporary_folder
 from outrider.drafters.packages import DrafterPackage
 from outrider.edge.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
@@ -115,7 +115,7 @@ class LearningHere:
         with ExitStack() as stack:
             folder = self._folder
             if folder is None:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-learn-here-")))
+                folder = stack.enter_context(temporary_folder("outrider-learn-here-"))
             while True:
                 while (parent := self._learning.parent) is None:  # noqa: ASYNC110 - nothing tells when it is there
                     await asyncio.sleep(LOOK_EVERY_S)

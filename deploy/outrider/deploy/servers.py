@@ -23,7 +23,7 @@ from outrider.deploy.commands.serving import (
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
 from outrider.deploy.descendants import descendants, kill, until_gone
-from outrider.deploy.termination import until_stopped
+from outrider.deploy.termination import set_when_asked_to_end
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
@@ -53,6 +53,7 @@ async def _up(given: Given) -> int:
         learning = replace(learning, min_keys=1, key_share=1.0)  # all texts are one key's, and all edges are
     coordinator = asked | {"tls": tls}
     async with local_cluster(config, verifiers=verifiers, coordinator=coordinator, trainer=learning) as running:
+        stop = set_when_asked_to_end()
         print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")
         needs = (" --tls-ca FILE" if tls else "") + (" --api-key-file FILE" if asked["api_keys"] else "")
         print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
@@ -61,7 +62,7 @@ async def _up(given: Given) -> int:
         if learning is not None:
             print(f"edges with --share-texts teach {learning.drafter}; versions in {learning.folder}", flush=True)
         with LoopWatch("the coordinator", _end_with_cluster):
-            lost = await _stopped_or_lost()
+            lost = await _stopped_or_lost(stop)
         if lost:
             kill(descendants())  # at once: Ray itself ends this process a minute later, and leaves some of them
     if lost:
@@ -74,12 +75,11 @@ def _end_with_cluster() -> None:
     end_process()
 
 
-async def _stopped_or_lost() -> bool:
-    """Wait for a signal, or for the end of the head of Ray where this process has started it; return whether it was."""
-    stop = asyncio.Event()
+async def _stopped_or_lost(stop: asyncio.Event) -> bool:
+    """Wait for `stop`, or for the end of the head of Ray where this process has started it; return whether it was."""
     watching = asyncio.create_task(until_gone("gcs_server"))
     watching.add_done_callback(lambda _: stop.set())
-    await until_stopped(stop)
+    await stop.wait()
     lost = watching.done()
     watching.cancel()
     return lost
@@ -94,10 +94,12 @@ async def _coordinator(given: Given) -> int:
     from outrider.coordinator.server import CoordinatorServer
 
     server = CoordinatorServer(coordinator_config(given))
-    print(f"coordinator on {await server.start()}", flush=True)
+    address = await server.start()
+    stop = set_when_asked_to_end()
+    print(f"coordinator on {address}", flush=True)
     _print_metrics("coordinator", server.metrics_address)
     with LoopWatch("the coordinator", end_process):
-        await until_stopped()
+        await stop.wait()
         await server.stop()
     return 0
 
@@ -143,23 +145,21 @@ def verifier(given: Given) -> int:
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     from outrider.cloud.server import VerifierServer
 
-    stop, failed = asyncio.Event(), asyncio.Event()  # a signal sets the first alone
+    failed = asyncio.Event()
     loop = asyncio.get_running_loop()
     end = threading.Timer(END_WITHIN_S, end_process)
     end.daemon = True
 
-    def note_failure() -> None:
-        failed.set()
-        stop.set()
-
     def on_failure() -> None:
-        loop.call_soon_threadsafe(note_failure)
+        loop.call_soon_threadsafe(failed.set)
         end.start()  # the loop itself may stand still
 
     server = VerifierServer(config, secret, on_failure)
-    print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
+    address = await server.start()
+    stop = set_when_asked_to_end()
+    print(f"verifier {config.name} of {config.model_id} on {address}", flush=True)
     _print_metrics(config.name, server.metrics_address)
-    await until_stopped(stop)
+    await _first_of(stop, failed)
     if not failed.is_set():
         await server.drain(config.drain_grace_s)
     try:
@@ -172,6 +172,13 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     if failed.is_set():
         raise Unavailable("the verifier has failed: no step succeeds any more; its log says why. Start it again")
     return 0
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: bytes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from enum import Enum
 
 from rich.console import Console
 from rich.text import Text
@@ -15,47 +16,91 @@ DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
 
 
-class LiveText:
-    """Printer of texts: on a terminal drafts are green, elsewhere the target's own tokens stand in ⟦⟧."""
+class Marks(Enum):
+    """Ways to set the target's own tokens apart, with the legend of each."""
 
-    def __init__(self, console: Console) -> None:
+    NONE = ""
+    COLOUR = f"[{DRAFT_STYLE}]accepted drafts[/] and [{TARGET_STYLE}]the target's own tokens[/]"
+    BOLD = f"accepted drafts plain, [{TARGET_STYLE}]the target's own tokens[/] bold"
+    BRACKETS = "accepted drafts plain, the target's own tokens in ⟦⟧"
+
+    @classmethod
+    def on(cls, console: Console) -> Marks:
+        """Return the marks that the console can show: brackets where it has neither colours nor bold."""
+        if console.color_system is None:  # a pipe, or a terminal that is dumb
+            return cls.BRACKETS
+        return cls.BOLD if console.no_color else cls.COLOUR
+
+
+class LiveText:
+    """Printer of texts as they come: on a terminal after their prompts, elsewhere alone, byte for byte.
+
+    Attributes:
+        marks: marks of the target's own tokens.
+
+    Args:
+        console: console of the texts.
+        notes: console of statistics; None: that of the texts.
+        marks: replaces the default: what a terminal can show, and none elsewhere.
+    """
+
+    def __init__(self, console: Console, notes: Console | None = None, marks: Marks | None = None) -> None:
+        self.marks = marks or (Marks.on(console) if console.is_terminal else Marks.NONE)
         self._console = console
-        self._colour = console.is_terminal and not console.no_color
+        self._notes = notes or console
 
     @property
     def legend(self) -> str:
-        """Explanation of the colours or brackets."""
-        if self._colour:
-            return f"[{DRAFT_STYLE}]accepted drafts[/] and [{TARGET_STYLE}]the target's own tokens[/]"
-        return "accepted drafts plain, the target's own tokens in ⟦⟧"
+        """Explanation of the marks; empty without any."""
+        return self.marks.value
 
     async def decode(
         self, client: Client, prompt: Prompt, sampling: Sampling, stop: Sequence[str], shown: str
     ) -> Completion:
-        """Decode a prompt and print its `shown` part, the text, and a line of metrics."""
-        self._console.print(shown, style="dim", end="", markup=False, soft_wrap=True)
+        """Decode a prompt and print its `shown` part on a terminal, the text, a newline, and a line of metrics."""
+        if self._console.is_terminal:
+            self._console.print(shown, style="dim", end="", markup=False, soft_wrap=True)
         events = client.generate(prompt.text, sampling, stop=stop)
-        completion = await client.collect(prompt.text, events, self._show)
-        self._console.print(_summary(completion), style="dim", markup=False, soft_wrap=True)
+        completion = await client.collect(prompt.text, events, self.show)
+        self.summarise(completion)
         return completion
 
-    def _show(self, event: Tokens | Finished) -> None:
+    def show(self, event: Tokens | Finished) -> None:
+        """Print what an event adds to the text, and a newline after its end."""
         if isinstance(event, Finished):
-            self._console.print(event.text, end="\n", markup=False, highlight=False)
+            self._print(f"{event.text}\n")
             return
         for piece, provenance in zip(event.pieces, event.provenance, strict=True):
             if piece:
-                self._console.print(self._render(piece, provenance), end="", highlight=False, soft_wrap=True)
-        sys.stdout.flush()
+                self._print(*self._marked(piece, provenance))
 
-    def _render(self, piece: str, provenance: Provenance) -> Text:
+    def summarise(self, completion: Completion) -> None:
+        """Print a line of metrics."""
+        self._notes.print(summary(completion), style="dim", markup=False, soft_wrap=True)
+
+    def _print(self, text: str, style: str = "") -> None:
+        if self._console.is_terminal:
+            self._console.print(Text(text, style), end="", highlight=False, soft_wrap=True)
+        else:
+            print_exactly(text)
+
+    def _marked(self, piece: str, provenance: Provenance) -> tuple[str, str]:
         drafted = provenance is Provenance.DRAFT
-        if self._colour:
-            return Text(piece, style=DRAFT_STYLE if drafted else TARGET_STYLE)
-        return Text(piece if drafted else f"⟦{piece}⟧")
+        if self.marks is Marks.BRACKETS:
+            return piece if drafted else f"⟦{piece}⟧", ""
+        styles = {Marks.COLOUR: (DRAFT_STYLE, TARGET_STYLE), Marks.BOLD: ("", TARGET_STYLE), Marks.NONE: ("", "")}
+        return piece, styles[self.marks][not drafted]
 
 
-def _summary(completion: Completion) -> str:
+def print_exactly(text: str) -> None:
+    """Write text to standard output at once, as UTF-8 whatever the locale, without a change."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def summary(completion: Completion) -> str:
+    """Return a line of metrics."""
     s, n = completion.statistics, max(1, len(completion.tokens))
     line = (
         f"{n} tokens in {completion.seconds:.2f} s ({n / completion.seconds:.1f}/s), "

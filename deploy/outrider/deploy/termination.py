@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from outrider.deploy.end_watch import WATCH
 
 if TYPE_CHECKING:
     import asyncio
 
-STATUS = 128 + signal.SIGTERM
-
 Handler = Callable[[int, FrameType | None], None]
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised to unwind like Ctrl-C."""
+def set_when_asked_to_end() -> asyncio.Event:
+    """Return an event that SIGINT, SIGTERM and a closed terminal set from now on; the caller ends in order then.
+
+    A server calls it before it says that it serves.
+    """
+    import asyncio  # here, since every command imports this module, and `outrider --help` is to be quick
+
+    stop = asyncio.Event()
+    WATCH.leave_to_command()
+    on_signals(stop.set, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return stop
+
+
+def on_signals(act: Callable[[], object], *numbers: int) -> None:
+    """Call `act` in the running event loop at each of these signals, except one that is ignored, as under nohup.
+
+    The loop's own way to do so would take the signals from `EndWatch`.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+
+    def tell(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(act)
+
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, tell)
 
 
 @contextmanager
-def sigterm_unwinds() -> Iterator[None]:
-    """Raise `Terminated` in the main thread at the first SIGTERM inside; ignore later ones."""
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder for the `with` block, which is also removed where a signal ends the process in the middle."""
+    import shutil
+    import tempfile
 
-    def raise_once(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise Terminated
-
-    with _handled(raise_once, signal.SIGTERM):
-        yield
-
-
-async def until_stopped(stop: asyncio.Event | None = None) -> None:
-    """Wait for SIGINT, SIGTERM or `stop`."""
-    import asyncio  # here, since every command imports this module, and `outrider --help` is to be quick
-
-    stop = stop or asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+        WATCH.at_end(lambda: shutil.rmtree(folder, ignore_errors=True))
+        yield Path(folder)
 
 
 class StopAtStep:
@@ -61,6 +80,7 @@ class StopAtStep:
     def stepped(self, _: int) -> None:
         """Note that a step is done."""
         self._has_stepped = True
+        WATCH.leave_to_command()
 
     @contextmanager
     def listening(self) -> Iterator[StopAtStep]:
@@ -68,11 +88,11 @@ class StopAtStep:
         with _handled(self._take, signal.SIGTERM, signal.SIGINT):
             yield self
 
-    def _take(self, number: int, _: FrameType | None) -> None:
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
         if self._has_stepped:
             self._stopping = True
         else:
-            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -87,3 +107,12 @@ def _handled(handler: Handler, *numbers: int) -> Iterator[None]:
     finally:
         for number, handler_before in before.items():
             signal.signal(number, handler_before)
+
+
+def has_terminal() -> bool:
+    """Return whether a terminal controls this process, as one does that was started in it, until it is closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

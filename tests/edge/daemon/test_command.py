@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-EDGE = [sys.executable, "-m", "outrider.deploy.cli", "edge"]
+EDGE = [sys.executable, "-m", "outrider.deploy", "edge"]
 
 
 def test_it_says_where_it_listens_serves_without_a_cloud_and_ends_with_0_on_sigterm(tmp_path) -> None:

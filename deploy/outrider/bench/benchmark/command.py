@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -56,6 +55,7 @@ from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.commands.operating import LinkSettings
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
+from outrider.deploy.termination import temporary_folder
 from outrider.drafters import embedded_packages
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
@@ -110,8 +110,8 @@ def described(costs: Costs) -> str:
 
 def bench(given: Given) -> int:
     """Run `outrider bench`."""
-    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
-        return asyncio.run(Bench(given, Path(folder)).run())
+    with temporary_folder("outrider-bench-") as folder:
+        return asyncio.run(Bench(given, folder).run())
 
 
 def drafting_here(given: Given, modes: Sequence[str]) -> dict[str, Any]:

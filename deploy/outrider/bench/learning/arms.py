@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import OWN, TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
+from outrider.deploy.termination import temporary_folder
 from outrider.drafters.adapters import read_adapter
 from outrider.proto.salts import SALT_BYTES
 
@@ -63,8 +63,8 @@ def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Befo
         texts: texts of the run.
         before: hits of the drafter as it begins.
     """
-    with TemporaryDirectory() as folder:
-        pupil = (_OwnPupil if trial.arm == HERE else _Pupil)(trial, package, Path(folder), texts.rehearsal)
+    with temporary_folder("outrider-bench-") as folder:
+        pupil = (_OwnPupil if trial.arm == HERE else _Pupil)(trial, package, folder, texts.rehearsal)
         return _run(trial, pupil, texts, before)
 
 
@@ -184,8 +184,8 @@ class Before:
 
 def measure_start(package: str, texts: StreamTexts) -> Before:
     """Return a drafter's hits before it learns."""
-    with TemporaryDirectory() as folder:
-        drafter = Trainer(TrainerSettings(drafter=package, folder=Path(folder))).drafter
+    with temporary_folder("outrider-bench-") as folder:
+        drafter = Trainer(TrainerSettings(drafter=package, folder=folder)).drafter
     return Before(hits_of(drafter, texts.fresh), {name: hits_of(drafter, each) for name, each in texts.kept.items()})
 
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +30,7 @@ from outrider.cloud.training.corpus import domain_name
 from outrider.deploy.arguments import Given
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.termination import temporary_folder
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import MANIFEST, DrafterPackage, find_package, load_package, read_manifest
 from outrider.drafters.protocol import Drafter
@@ -135,15 +135,15 @@ def learn_demo(given: Given) -> int:
 async def _run(given: Given, options: LearnDemoSettings, trainer: TrainerSettings, console: Console) -> LearningDemo:
     package, target = find_package(trainer.drafter), given(VerifierConfig).target
     shape = LinkShape.of(rtt_ms=options.rtt, up_mbit=options.up or None, down_mbit=options.down or None)
-    with TemporaryDirectory() as place:
-        writer = StreamWriter(target, Path(place))
+    with temporary_folder("outrider-bench-") as place:
+        writer = StreamWriter(target, place)
         stream, fresh = (
             list(writer.requests(options.stream, StreamPlan(count, held_out, 0, length=options.max_tokens)))
             for count, held_out in ((options.texts, False), (options.fresh + WARM_UP_TEXTS, True))
         )
-        async with _cluster(given, Path(place)) as coordinator, LinkProcess(coordinator, shape) as link:
+        async with _cluster(given, place) as coordinator, LinkProcess(coordinator, shape) as link:
             edge = given(EdgeConfig, coordinator=link.address, drafter=package.name, share_texts=True)
-            edge = replace(edge, cache=Path(place) / "edge")
+            edge = replace(edge, cache=place / "edge")
             measuring = replace(edge, share_texts=False)
             carried = await link.counters()
             control = CoordinatorClient(coordinator)
@@ -184,7 +184,7 @@ async def _cluster(given: Given, place: Path) -> AsyncIterator[str]:
     config = place / "up.toml"
     config.write_text("[up]\n" + "\n".join(up_options(given)) + "\n", encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outrider.deploy.cli", "up", "--config", str(config)),
+        *(sys.executable, "-m", "outrider.deploy", "up", "--config", str(config)),
         stdout=asyncio.subprocess.PIPE,
     )
     try:

@@ -37,6 +37,19 @@ class PromptSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MarkSettings(Settings):
+    """Marks of the target's own tokens in a text."""
+
+    marks: bool = option(False, "mark the target's own tokens also where the output is no terminal")
+    no_marks: bool = option(False, "do not mark them on a terminal either")
+
+    def check_together(self) -> None:
+        """Refuse both at once."""
+        if self.marks and self.no_marks:
+            raise ConfigError("cannot be given with --marks; give one", field="no_marks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopSettings(Settings):
     """Stop strings."""
 
@@ -122,7 +135,7 @@ def edge_part(*names: str, required: tuple[str, ...] = ()) -> Part:
 
 
 WHERE = ("coordinator", "verifier", "model", "tokenizer", "cache")
-TEXTS = (part(PromptSettings), part(Sampling), part(StopSettings), part(GrammarSettings))
+TEXTS = (part(PromptSettings), part(MarkSettings), part(Sampling), part(StopSettings), part(GrammarSettings))
 GENERATE = Command(
     "outrider.deploy.decode:generate",
     (

@@ -9,7 +9,7 @@ from outrider.deploy.link.recordings import trace_of
 from outrider.deploy.link.relay import run_on_time
 from outrider.deploy.link.shape import LinkShape, PacketFaults
 from outrider.deploy.link.traces import LinkTrace, find_trace, write_trace
-from outrider.deploy.termination import until_stopped
+from outrider.deploy.termination import set_when_asked_to_end
 from outrider.proto.errors import ConfigError
 
 
@@ -31,10 +31,12 @@ def link(given: Given) -> int:
 async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None, faults: PacketFaults | None) -> int:
     radio_idle_s = options.radio_idle_s if options.radio else None
     relay = open_link(options.to, shape, options.seed, faults=faults, radio_idle_s=radio_idle_s)
-    print(f"link to {options.to} on {await relay.start(options.listen)}", flush=True)
+    address = await relay.start(options.listen)
+    stop = set_when_asked_to_end()
+    print(f"link to {options.to} on {address}", flush=True)
     if trace is not None:
         relay.play(trace)
-    await until_stopped()
+    await stop.wait()
     counters = relay.counters
     await relay.stop()
     packets = f", {counters.packets_lost} packets lost, {counters.packets_dropped} dropped" if faults else ""

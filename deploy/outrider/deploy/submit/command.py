@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ from typing import Any
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import SubmitSettings
 from outrider.deploy.submit.job import Place
+from outrider.deploy.termination import temporary_folder
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unauthenticated, Unavailable
 
 OUTPUT_KEY = "outrider_output"  # in the job's metadata, for those who follow it later
@@ -119,8 +119,7 @@ def send(client: Any, arguments: list[str], written: list[str], options: SubmitS
     place = absolute(options.output or job_id)
     words = ["python", "-m", "outrider.deploy.submit.job", "--output", place]
     environment: dict[str, Any] = {"env_vars": STOP_WAIT | dict(map(_variable, options.env))}
-    with tempfile.TemporaryDirectory(prefix="outrider-submit-") as temporary:
-        folder = Path(temporary)
+    with temporary_folder("outrider-submit-") as folder:
         unpacked = folder / "unpacked"
         unpacked.mkdir()
         inputs = link_inputs(options.input, Path.cwd(), unpacked)

@@ -180,7 +180,7 @@ def run(command: list[str], work: Path, mirror: Mirror) -> int:
 
     Files are copied while it runs and at its end, even if it fails or is stopped.
     """
-    process = subprocess.Popen([sys.executable, "-m", "outrider.deploy.cli", *command], cwd=work)  # noqa: S603
+    process = subprocess.Popen([sys.executable, "-m", "outrider.deploy", *command], cwd=work)  # noqa: S603
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray signals the command too
         signal.signal(number, lambda *_: None)
     ended = failed = False

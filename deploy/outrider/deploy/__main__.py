@@ -1,0 +1,43 @@
+"""The process of the command line, `outrider` or `python -m outrider.deploy`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from outrider.deploy.end_watch import WATCH
+
+PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
+
+
+def main() -> NoReturn:
+    """Run one command and end the process with its status."""
+    WATCH.begin()  # before the imports below: Ctrl-C may come during them
+    try:
+        status = _status()
+    except KeyboardInterrupt:
+        WATCH.end()
+    except BrokenPipeError:  # whoever read standard output has seen enough
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        status = PIPE_CLOSED
+    WATCH.end_if_asked(status)
+    sys.exit(status)
+
+
+def _status() -> int:
+    from outrider.deploy.cli import main as run
+
+    try:
+        status = run()
+    except SystemExit as ended:  # of argparse, or of Ray's own handler of SIGTERM
+        if WATCH.number:
+            WATCH.end()
+        status = int(ended.code or 0)
+    sys.stdout.flush()
+    return status
+
+
+if __name__ == "__main__":
+    main()

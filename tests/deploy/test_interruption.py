@@ -1,0 +1,106 @@
+"""Ctrl-C, SIGTERM and a closed terminal end a command soon, with one line, its status, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from interrupted import Ending, interrupted
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+def check(ending: Ending, number: int, command: str) -> None:
+    assert ending.status == STATUS[number]
+    assert len(ending.lines) == 1, ending.errors
+    assert ending.lines[0].startswith(f"{command}: ")
+    assert "Traceback" not in ending.output + ending.errors
+    assert not ending.survivors
+
+
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("event", ["argparse", "outrider.edge.config"])
+def test_a_signal_while_the_command_line_is_read_is_one_line(event: str, number: int) -> None:
+    ending = interrupted(["generate", "--coordinator", "127.0.0.1:1", "x"], event=event, number=number)
+    check(ending, number, "outrider")
+
+
+@pytest.mark.parametrize(
+    ("words", "event"),
+    [
+        (["generate", "--coordinator", "127.0.0.1:1", "x"], "grpc"),
+        (["status", "--coordinator", "127.0.0.1:1"], "rich.live"),
+        (["edge", "--coordinator", "127.0.0.1:1"], "uvicorn"),
+        (["run", "x"], "numpy"),
+        (["bench"], "rich"),
+    ],
+)
+def test_a_signal_during_imports_is_one_line(words: list[str], event: str) -> None:
+    check(interrupted(words, event=event), signal.SIGINT, f"outrider {words[0]}")
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_a_signal_while_a_coordinator_is_silent_is_one_line(number: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        command = [sys.executable, "-m", "outrider.deploy", "generate", "--coordinator", f"{host}:{port}", "x"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            silent.accept()  # the command waits from now on
+            os.killpg(process.pid, number)
+            output, errors = process.communicate(timeout=60)
+    assert process.returncode == STATUS[number]
+    assert output == ""
+    assert errors.startswith("outrider generate: ")
+    assert errors.count("\n") == 1
+
+
+def test_what_a_command_has_started_ends_with_it() -> None:
+    words = ["link", "--to", "127.0.0.1:1"]
+    program = (
+        "import subprocess, sys\n"
+        "import outrider.deploy.link.command as command\n"
+        "def link(given):\n"
+        "    subprocess.Popen(['/bin/sh', '-c', 'sleep 600 & sleep 600 & wait'], start_new_session=True)\n"
+        "    print('started', flush=True)\n"
+        "    while True: pass\n"
+        "command.link = link\n"
+    )
+    ending = interrupted(words, after="started", before=program)
+    check(ending, signal.SIGINT, "outrider link")
+
+
+def test_a_main_thread_that_does_not_listen_is_ended_without_it() -> None:
+    program = (
+        "import outrider.deploy.link.command as command\n"
+        "def link(given):\n"
+        "    print('deaf', flush=True)\n"
+        "    while True:\n"
+        "        try:\n"
+        "            while True: pass\n"
+        "        except BaseException: pass\n"
+        "command.link = link\n"
+    )
+    check(interrupted(["link", "--to", "127.0.0.1:1"], after="deaf", before=program), signal.SIGINT, "outrider link")
+
+
+def test_a_server_ends_in_order_at_the_first_signal() -> None:
+    ending = interrupted(["link", "--to", "127.0.0.1:1"], after="link to")
+    assert ending.status == 0
+    assert ending.errors == ""
+    assert "0 connection(s)" in ending.output
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "outrider.deploy", "completion", "bash"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert ended.stderr == ""
+    assert ended.returncode == 141
