@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,11 +29,13 @@ def test_the_metrics_of_the_coordinator_are_where_they_were_bound(options, bound
         asked.append(coordinator["metrics_listen"])
         yield LocalCluster("127.0.0.1:7000", {"coordinator": bound}, {})
 
-    async def at_once(*_: object) -> None:
-        pass
+    def at_once() -> asyncio.Event:
+        stop = asyncio.Event()
+        stop.set()
+        return stop
 
     monkeypatch.setattr(servers, "local_cluster", cluster)
-    monkeypatch.setattr(servers, "until_stopped", at_once)
+    monkeypatch.setattr(servers, "set_when_asked_to_end", at_once)
     assert servers.up(parse(["up", *options])) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition(" ")[2] for line in lines if "metrics" in line] == printed

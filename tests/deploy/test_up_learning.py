@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -33,13 +34,15 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
         asked.append((config.learn, trainer))
         yield LocalCluster("127.0.0.1:7000", {}, {})
 
-    async def at_once(*_: object) -> None:
-        pass
+    def at_once() -> asyncio.Event:
+        stop = asyncio.Event()
+        stop.set()
+        return stop
 
     (tmp_path / "keys.toml").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(servers, "local_cluster", running)
-    monkeypatch.setattr(servers, "until_stopped", at_once)
+    monkeypatch.setattr(servers, "set_when_asked_to_end", at_once)
     assert servers.up(parse(["up", *options, "--learn-folder", "here", "--learn-loss", "opd"])) == 0
     ((learns, trainer),) = asked
     assert learns is (min_keys is not None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
 from outrider.deploy.end_watch import WATCH
+from outrider.deploy.termination import handlers_restored
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure
 from outrider.proto.settings import Settings, option
@@ -150,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure(logs.log_level, logs.log_format)
     WATCH.command = f"outrider {given.command}"
     try:
-        return _run(given)
+        with handlers_restored():
+            return _run(given)
     except OutriderError as error:
         option = given.flag_of(error.field)
         print(f"outrider {given.command}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)

@@ -62,6 +62,20 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         yield Path(folder)
 
 
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Restore the handlers of signals after the `with` block, for a command that is not all of its process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopAtStep:
     """Signals that end work between two of its steps.
 
