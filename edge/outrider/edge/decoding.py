@@ -210,12 +210,14 @@ class Decoding:
     async def aclose(self) -> None:
         """End the session here and at the verifier."""
         await self._cancel()
-        await self._close_stream()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
-            self._thread.submit(self._states.close)  # after a job that may still run there
+        try:
+            await self._close_stream()
+        finally:  # whoever waits for the end of the stream may be cancelled
+            for task in self._tasks:
+                task.cancel()
+            with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
+                self._thread.submit(self._states.close)  # after a job that may still run there
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done with `finish` follows, also where the verifier ended the text meanwhile."""
@@ -226,14 +228,16 @@ class Decoding:
         """Return the next item; raise a defect of one of the tasks instead of waiting for ever."""
         getting = asyncio.create_task(self._emitted.get())
         running = [task for task in self._tasks if not task.done()]
-        await asyncio.wait([getting, *running], return_when=asyncio.FIRST_COMPLETED)
-        while not getting.done():
-            for task in self._tasks:
-                if task.done() and task.exception() is not None:
-                    getting.cancel()
-                    task.result()
-            await asyncio.wait([getting], timeout=0.05)
-        return getting.result()
+        try:
+            await asyncio.wait([getting, *running], return_when=asyncio.FIRST_COMPLETED)
+            while not getting.done():
+                for task in self._tasks:
+                    if task.done() and task.exception() is not None:
+                        task.result()
+                await asyncio.wait([getting], timeout=0.05)
+            return getting.result()
+        finally:
+            getting.cancel()  # without effect where it is done
 
     # --- draft ---
 
