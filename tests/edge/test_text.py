@@ -57,6 +57,18 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_special_tokens_that_are_to_be_shown_are_text_and_no_others() -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.add_special_tokens(["[CALLS]", "[END]"])
+    tokens = tokenizer.encode("ok é[CALLS][END] é b[END]", add_special_tokens=False).ids
+    text = TextStream(tokenizer, ("b",), shown={tokenizer.token_to_id("[CALLS]")})
+    pieces = "".join(piece for token in tokens for piece in text.push((token,)))
+    assert pieces + text.finish() == "ok é[CALLS] é "
+    assert text.stopped_by == "b"
+    hidden = TextStream(tokenizer)
+    assert "".join("".join(hidden.push((token,))) for token in tokens) + hidden.finish() == "ok é é b"
+
+
 def test_special_tokens_are_not_text() -> None:
     tokens = TOKENIZER.encode("<|user|>hi<|assistant|>").ids
     assert stream(tokens)[0] == "hi"

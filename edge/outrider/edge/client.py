@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -152,6 +152,7 @@ class Client:
         top_logprobs: int = 0,
         request_id: str = "",
         prediction: Prediction = None,
+        shown: Collection[int] = (),
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -166,8 +167,8 @@ class Client:
                 at all, which saves bytes; None: whatever `top_logprobs` needs and the config says.
             top_logprobs: likeliest tokens of every position in `CommittedToken.top`, 0 to 20.
             request_id: prefix of the session's id, which logs on all sides show; letters, digits, - and _.
-            prediction: text or token ids that the text may repeat, such as the file that it edits; drafts are copied
-                from it, and the text is the same without it.
+            prediction: text or token ids that the text may repeat, from which drafts are copied.
+            shown: special tokens that the text has by their names; all others are left out.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -183,7 +184,7 @@ class Client:
         ready = await within(self.find(), deadline_s)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline_s)
         frame = options.applied_to(self.open(tokens, checked_sampling(sampling or Sampling(), overrides)))
-        text = TextStream(ready.tokenizer, checked_stop(stop))
+        text = TextStream(ready.tokenizer, checked_stop(stop), shown)
         decoding = self.begin(frame, observer, await self.predicted(prediction))
         reported = False
         try:
@@ -261,8 +262,7 @@ class Client:
     async def predicted(self, prediction: Prediction) -> SuffixIndex | None:
         """Return the index of a text's prediction; None where it is empty, or nothing is drafted.
 
-        Raises:
-            InvalidArgument: it is too long, or has a token that the tokenizer does not know.
+        Raises `InvalidArgument` where it is too long, or has a token that the tokenizer does not know.
         """
         index = await indexed_prediction(self._prepared.ready_now(), prediction)
         return index if self.config.drafter != "none" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -15,14 +16,21 @@ class TextStream:
     A stop string is never emitted, also where it spans tokens: text that could be its beginning is held back until
     it turns out not to be.
 
+    Args:
+        tokenizer: the target's.
+        stop: strings that end the text.
+        shown: special tokens that the text has by their names, unlike all others.
+
     Attributes:
         stopped_by: the stop string that ended the text; None: none has.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), shown: Collection[int] = ()) -> None:
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._hidden = special_tokens(tokenizer).difference(shown) if shown else frozenset()
+        self._decoder = DecodeStream(skip_special_tokens=not shown)
+        self._skips_special = not shown
         self._stop = stop
         self._tokens: list[int] = []
         self._decoded = ""
@@ -46,6 +54,8 @@ class TextStream:
         return tuple(pieces)
 
     def _push_one(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
         self._tokens.append(token)
         self._decoded += self._decoder.step(self._tokenizer, token) or ""
         return self._take(self._final_length())
@@ -54,7 +64,7 @@ class TextStream:
         """Return the rest, held back as the possible beginning of a stop string or of a character."""
         if self.stopped:
             return ""
-        whole = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        whole = str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips_special))
         if whole.startswith(self._decoded):
             self._decoded = whole
         self._final_length()
@@ -85,6 +95,11 @@ class TextStream:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that texts leave out."""
+    return frozenset(token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special)
 
 
 class TokenText:

@@ -56,9 +56,8 @@ def test_a_value_out_of_range_or_of_another_type_is_refused_by_name(field, bad) 
 @pytest.mark.parametrize(
     ("kind", "field", "refused", "trivial"),
     [
-        (ChatRequest, "tools", [{"type": "function"}], []),
-        (ChatRequest, "tool_choice", "required", "none"),
         (ChatRequest, "functions", [{}], []),
+        (ChatRequest, "function_call", {"name": "f"}, "auto"),
         (ChatRequest, "audio", {"voice": "x"}, None),
         (ChatRequest, "modalities", ["text", "audio"], ["text"]),
         (ChatRequest, "web_search_options", {}, None),

@@ -32,7 +32,7 @@ class TemplateProcess:
     """
 
     def __init__(self, source: TemplateSource) -> None:
-        self._source = source
+        self.source = source
         self._process: asyncio.subprocess.Process | None = None
         self._exchanging = asyncio.Lock()
 
@@ -88,7 +88,7 @@ class TemplateProcess:
             env=environment,  # without API keys
             start_new_session=True,  # a terminal's Ctrl-C is for the daemon, whose end is this process's
         )
-        await self._ask({"template": asdict(self._source)})
+        await self._ask({"template": asdict(self.source)})
 
     async def _ask(self, request: dict[str, Any]) -> str:
         process = self._process

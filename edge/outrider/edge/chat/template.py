@@ -26,10 +26,17 @@ FIELD = "chat_template"
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """The text of a template, and the special tokens by the names that templates use, such as `bos_token`."""
+    """The text of a template.
+
+    Attributes:
+        text: the template.
+        special_tokens: special tokens by the names that templates use, such as `bos_token`.
+        with_tools: another template for chats with tools; empty: it is the same.
+    """
 
     text: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    with_tools: str = ""
 
     @classmethod
     def of(cls, text: str) -> TemplateSource | None:
@@ -40,14 +47,14 @@ class TemplateSource:
             config = None
         if not isinstance(config, dict):
             return cls(text) if text.strip() else None
-        template = config.get("chat_template")
+        template, with_tools = config.get("chat_template"), ""
         if isinstance(template, list):  # named ones
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
+            template, with_tools = named.get("default"), named.get("tool_use") or ""
         if not isinstance(template, str) or not template.strip():
             return None
         tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
-        return cls(template, {name: token for name, token in tokens.items() if token})
+        return cls(template, {name: token for name, token in tokens.items() if token}, str(with_tools))
 
 
 class ChatTemplate:
@@ -61,6 +68,7 @@ class ChatTemplate:
         self._special_tokens = source.special_tokens
         try:
             self._template = _environment().from_string(source.text)
+            self._with_tools = _environment().from_string(source.with_tools) if source.with_tools else self._template
         except Exception as error:  # Jinja's own kinds, and Python's for what is nested too deeply or too large
             raise InvalidArgument(f"cannot be compiled: {_words(error)}", field=FIELD) from error
 
@@ -69,14 +77,16 @@ class ChatTemplate:
 
         Args:
             messages: plain JSON values, each of which has `role` and `content`.
-            variables: more that a template may look at, such as `reasoning_effort`.
+            variables: more that a template may look at, such as `tools` and `reasoning_effort`.
 
         Raises:
             InvalidArgument: the template refuses these messages, fails, or makes too long a prompt.
         """
-        context = {**self._special_tokens, **variables, "messages": messages, "add_generation_prompt": True}
+        context = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        context |= {"messages": messages, "add_generation_prompt": True}
+        template = self._template if context["tools"] is None else self._with_tools
         try:
-            prompt = self._template.render(context)
+            prompt = template.render(context)
             prompt.encode()  # half a surrogate pair fails here
         except SecurityError as error:
             raise InvalidArgument(f"was stopped: {error}", field=FIELD) from error

@@ -23,6 +23,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.edge.tool_calls.formats import AUTO, NAMES
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.serving import ListeningSettings
 from outrider.proto.settings import above, at_least, option
@@ -43,6 +44,9 @@ class DaemonConfig(ListeningSettings):
         metavar="NAME",
     )
     strict: bool = option(False, "refuse requests with unknown fields; else a header of the answer names them")
+    tool_format: str = option(
+        AUTO, "format in which the target calls functions; auto: the one that its chat template shows", choices=NAMES
+    )
     max_requests: int = option(256, "requests for texts at once", check=at_least(1))
     request_timeout_s: float = option(600.0, "time for a whole answer", check=above(0))
     grace_s: float = option(10.0, "time for running answers to end on exit", check=at_least(0))

@@ -6,12 +6,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from outrider.drafters.retrieval import PredictionCount
 from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.text import TokenText
+from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, PlainParser, Said, WrittenAnswer
 from outrider.proto.release import release
 from outrider.proto.types import CommittedToken, FinishReason
 
@@ -60,12 +62,16 @@ class Answer(ABC):
         """Return the chunk before the text of a choice, if the format has one."""
         return None
 
+    def has_news(self, choice: int, event: Event) -> bool:  # noqa: ARG002 - for the format that holds text back
+        """Return whether an event that was taken last adds something to its choice."""
+        return bool(event.text)
+
     def chunk(self, choice: int, event: Event) -> dict[str, Any]:
         """Return what an event adds after it was taken: text, and at the end the reason."""
         tokens = [event] if isinstance(event, Tokens) else None
         offset = len(self._texts[choice]) - len(event.text)
         return self._envelope(
-            self._chunk_object, [self._choice(choice, self._delta(event.text), tokens, event, offset)]
+            self._chunk_object, [self._choice(choice, self._delta(choice, event.text), tokens, event, offset)]
         )
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -77,7 +83,7 @@ class Answer(ABC):
         choices = []
         for choice, of_choice in enumerate(events):
             tokens = [event for event in of_choice if isinstance(event, Tokens)]
-            choices.append(self._choice(choice, self._message(self._texts[choice]), tokens, of_choice[-1]))
+            choices.append(self._choice(choice, self._message(choice), tokens, of_choice[-1]))
         return self._envelope(self._object, choices) | {"usage": self.usage}
 
     @property
@@ -113,18 +119,22 @@ class Answer(ABC):
     ) -> dict[str, Any]:
         reason = None
         if isinstance(last, Finished):
-            reason = "length" if last.reason is FinishReason.LENGTH else "stop"
+            reason = "length" if last.reason is FinishReason.LENGTH else self._whole_reason(index)
         logprobs = self._logprobs(tokens, offset) if self.logprobs and tokens is not None else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         if isinstance(last, Finished) and last.stop_string is not None:
             choice["stop_reason"] = last.stop_string  # vLLM's name
         return choice
 
-    @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]: ...
+    def _whole_reason(self, choice: int) -> str:  # noqa: ARG002 - for the format that has others
+        """Return OpenAI's reason for the end of a text that no limit cut."""
+        return "stop"
 
     @abstractmethod
-    def _message(self, text: str) -> dict[str, Any]: ...
+    def _delta(self, choice: int, text: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _message(self, choice: int) -> dict[str, Any]: ...
 
     @abstractmethod
     def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
@@ -139,23 +149,81 @@ class Answer(ABC):
 
 
 class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions."""
+    """An answer of /v1/chat/completions.
+
+    Attributes:
+        written: [choices] text and calls so far.
+        call_ids: [choices] ids of the calls so far.
+        news: [choices] what the last event of each added.
+    """
 
     _prefix = "chatcmpl-"
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
+    def __init__(self, request_id: str, model: str, request: ParsedRequest, tokens: TokenText) -> None:
+        super().__init__(request_id, model, request, tokens)
+        self._tools = request.tools
+        self._parsers = [self._tools.parser() if self._tools else PlainParser() for _ in request.choices]
+        self.written = [WrittenAnswer() for _ in request.choices]
+        self.call_ids: list[list[str]] = [[] for _ in request.choices]
+        self.news: list[list[Part]] = [[] for _ in request.choices]
+
+    def take(self, choice: int, event: Event) -> None:
+        """Count an event in, and find the calls in its text."""
+        super().take(choice, event)
+        parser = self._parsers[choice]
+        parts = parser.take(event.text)
+        if isinstance(event, Finished):
+            parts = parts + parser.end()
+        for part in parts:
+            if isinstance(part, CallBegun) and self._tools is not None:
+                self.call_ids[choice].append(self._tools.new_id())
+        self.written[choice].add(parts)
+        self.news[choice] = parts
+
+    def has_news(self, choice: int, event: Event) -> bool:  # noqa: ARG002 - the event was taken
+        """Return whether an event that was taken last adds something to its choice."""
+        return bool(self.news[choice])
+
     def first_chunk(self, choice: int) -> dict[str, Any]:
         """Return a chunk with the role."""
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": None if self._tools else ""}
         made = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._envelope(self._chunk_object, [made])
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _whole_reason(self, choice: int) -> str:
+        return "tool_calls" if self.written[choice].calls else "stop"
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _delta(self, choice: int, text: str) -> dict[str, Any]:  # noqa: ARG002 - which may be a call's
+        said = "".join(part.text for part in self.news[choice] if isinstance(part, Said))
+        calls = self._call_deltas(choice)
+        return {"delta": ({"content": said} if said else {}) | ({"tool_calls": calls} if calls else {})}
+
+    def _call_deltas(self, choice: int) -> list[dict[str, Any]]:
+        """Return what the last event added to calls: name and id where one begins, and pieces of its arguments."""
+        deltas: dict[int, dict[str, Any]] = {}
+        for part in self.news[choice]:
+            match part:
+                case CallBegun(index, name):
+                    function = {"name": name, "arguments": ""}
+                    call_id = self.call_ids[choice][index]
+                    deltas[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+                case CallArguments(index, text):
+                    delta = deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    delta["function"]["arguments"] += text
+        return list(deltas.values())
+
+    def _message(self, choice: int) -> dict[str, Any]:
+        written = self.written[choice]
+        message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
+        if written.calls:
+            message |= {"content": written.text or None, "tool_calls": self._whole_calls(choice)}
+        return {"message": message}
+
+    def _whole_calls(self, choice: int) -> list[dict[str, Any]]:
+        calls = zip(self.call_ids[choice], self.written[choice].calls, strict=True)
+        return [{"id": call_id, "type": "function", "function": asdict(call)} for call_id, call in calls]
 
     def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:  # noqa: ARG002 - chats have no offsets
         content = [
@@ -173,10 +241,11 @@ class CompletionAnswer(Answer):
     _prefix = "cmpl-"
     _object = _chunk_object = "text_completion"
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, choice: int, text: str) -> dict[str, Any]:  # noqa: ARG002 - a text is the same in all
         return {"text": text}
 
-    _message = _delta
+    def _message(self, choice: int) -> dict[str, Any]:
+        return {"text": self._texts[choice]}
 
     def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
         made: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import Strict
+from outrider.edge.daemon.strict import Strict
 
 MAX_NAMED = 8  # fields in one header or error
 MAX_LOGGED = 100  # fields over the daemon's life

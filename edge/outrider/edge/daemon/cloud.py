@@ -11,8 +11,10 @@ from typing import Literal, NamedTuple
 from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.client import Client
 from outrider.edge.daemon.errors import ApiError
+from outrider.edge.daemon.tools import NO_TOOLS, ToolSupport
 from outrider.edge.preparation import Ready
 from outrider.edge.text import TokenText
+from outrider.edge.tool_calls.formats import AUTO
 from outrider.proto.address import split_address
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session import EdgeStatistics
@@ -38,6 +40,7 @@ class Served:
     ready: Ready
     template: TemplateProcess | None
     tokens: TokenText
+    tools: ToolSupport = NO_TOOLS
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 for another model than the one here."""
@@ -49,8 +52,9 @@ class Served:
 class Cloud:
     """One client's view of its cloud, which `watch` keeps fresh; every `every_s` seconds, or after a text is lost."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, tool_format: str = AUTO) -> None:
         self.client = client
+        self._tool_format = tool_format
         self.served: Served | None = None
         self.every_s = LOOK_EVERY_S
         self._error: OutriderError | None = Unavailable(
@@ -137,7 +141,9 @@ class Cloud:
         ready = self.client.ready
         assert ready is not None  # noqa: S101 - prepare raises otherwise
         self._drafter_error = ready.drafter_error
-        return Served(ready, await _template(ready), TokenText(ready.tokenizer))
+        template = await _template(ready)
+        tools = ToolSupport.of(template.source if template else None, ready.tokenizer, self._tool_format)
+        return Served(ready, template, TokenText(ready.tokenizer), tools)
 
     async def _reach(self) -> None:
         """Raise what stands between the daemon and a new text."""

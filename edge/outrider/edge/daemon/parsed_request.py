@@ -11,6 +11,7 @@ from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request, ResponseFormat
+from outrider.edge.daemon.tools import ToolSupport, ToolUse, tool_use
 from outrider.edge.prediction import indexed_prediction
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.types import Grammar, GrammarKind, Sampling
@@ -46,6 +47,7 @@ class ParsedRequest:
         logprobs: whether log probabilities are requested.
         top_logprobs: number of likeliest tokens to name at each position.
         prediction: index of what the text may repeat; None: not known.
+        tools: functions that the texts may call; None: none.
     """
 
     choices: tuple[Choice, ...]
@@ -56,6 +58,7 @@ class ParsedRequest:
     logprobs: bool
     top_logprobs: int
     prediction: SuffixIndex | None = None
+    tools: ToolUse | None = None
 
 
 async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
@@ -68,8 +71,11 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     if served.template is None:
         message = f"{served.ready.model} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    variables = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    turns = [_turn(message) for message in request.messages]
+    tools = tool_use(request, served.tools, served.ready.model)
+    variables: dict[str, Any] = {"tools": [tool.for_template for tool in tools.tools]} if tools else {}
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    turns = [_turn(message, served.tools) for message in request.messages]
     text = await served.template.render(turns, **variables)
     try:
         prompt = await served.ready.encode_prompt(text, special=False)  # the template writes them itself
@@ -77,6 +83,7 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
         raise ApiError(400, error.message, param="messages", code="context_length_exceeded") from error
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
     parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
+    parsed = replace(parsed, tools=tools)
     if request.prediction is None:
         return parsed
     return replace(parsed, prediction=await indexed_prediction(served.ready, request.prediction.content))
@@ -123,9 +130,14 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(form.json_schema.schema_, ensure_ascii=False))
 
 
-def _turn(message: Message) -> dict[str, Any]:
+def _turn(message: Message, tools: ToolSupport) -> dict[str, Any]:
     """Return a turn as templates know it: `developer` is OpenAI's newer name for their `system`."""
     turn = message.model_dump(exclude_none=True)
+    if tools.format is not None:
+        for call in turn.get("tool_calls", ()):
+            call["id"] = tools.format.old_id(call["id"])
+        if message.tool_call_id is not None:
+            turn["tool_call_id"] = tools.format.old_id(message.tool_call_id)
     turn["role"] = "system" if message.role == "developer" else message.role
     turn.setdefault("content", message.refusal or "")
     return turn

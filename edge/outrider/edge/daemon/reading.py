@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from outrider.edge.daemon.access import HeldRequest
 from outrider.edge.daemon.checking import UnknownFields
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import Strict
+from outrider.edge.daemon.strict import Strict
 
 MAX_BYTES = 8 << 20  # as much as a message to a verifier holds
 MAX_DISCARDED_BYTES = 64 << 20

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, model_validator
 
+from outrider.edge.daemon.strict import Strict, refuse
+from outrider.edge.daemon.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, as_choice
 from outrider.proto.types import MAX_TOKEN_ID
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 4096
 MAX_MESSAGES = 4096
-
-
-def _refuse(message: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{why}", {"why": message})
+_OLD = "is OpenAI's old form, which is not supported here; use {}"
 
 
 def _unless(*trivial: Any, why: str = "is not supported here; leave it out") -> BeforeValidator:
@@ -29,14 +27,14 @@ def _unless(*trivial: Any, why: str = "is not supported here; leave it out") -> 
     def check(value: Any) -> Any:
         if value is None or any(type(value) is type(nothing) and value == nothing for nothing in trivial):
             return value
-        raise _refuse(why)
+        raise refuse(why)
 
     return BeforeValidator(check)
 
 
 def _strings(value: Any) -> Any:
     if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-        raise _refuse("must be a string or a list of strings")
+        raise refuse("must be a string or a list of strings")
     return value
 
 
@@ -45,9 +43,9 @@ def _stop(value: Any) -> Any:
         return None
     stops = [value] if isinstance(value, str) else _strings(value)
     if len(stops) > MAX_STOPS:
-        raise _refuse(f"holds {len(stops)} strings; {MAX_STOPS} at most")
+        raise refuse(f"holds {len(stops)} strings; {MAX_STOPS} at most")
     if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise _refuse(f"holds a string that is empty or longer than {MAX_STOP_CHARACTERS} characters")
+        raise refuse(f"holds a string that is empty or longer than {MAX_STOP_CHARACTERS} characters")
     return stops
 
 
@@ -62,7 +60,7 @@ def _prompt(value: Any) -> Any:
             return [value]
         if all(isinstance(entry, list) and all(map(_is_token, entry)) for entry in value):
             return value
-    raise _refuse("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    raise refuse("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
 def _is_token(value: Any) -> bool:
@@ -73,9 +71,9 @@ def _logit_bias(value: Any) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-                raise _refuse(f"{str(key)[:40]!r} is not a token id; give them as decimal strings")
+                raise refuse(f"{str(key)[:40]!r} is not a token id; give them as decimal strings")
         if len({int(key) for key in value}) < len(value):
-            raise _refuse("names a token twice")
+            raise refuse("names a token twice")
     return value
 
 
@@ -84,18 +82,18 @@ def _content(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _refuse("must be a string or a list of parts")
+        raise refuse("must be a string or a list of parts")
     return "\n".join(_part(part) for part in value)
 
 
 def _part(part: Any) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise _refuse("holds a part that is no object with a type")
+        raise refuse("holds a part that is no object with a type")
     if part["type"] not in ("text", "refusal"):
-        raise _refuse(f"holds a part of type {part['type'][:40]!r}; this target reads text only")
+        raise refuse(f"holds a part of type {part['type'][:40]!r}; this target reads text only")
     text = part.get(part["type"])
     if not isinstance(text, str):
-        raise _refuse(f"holds a part of type {part['type']!r} without its {part['type']!r}")
+        raise refuse(f"holds a part of type {part['type']!r} without its {part['type']!r}")
     return text
 
 
@@ -103,10 +101,10 @@ def _predicted(value: Any) -> Any:
     """Return a prediction's text: a string, or text parts as they follow each other."""
     if isinstance(value, list):
         if any(isinstance(part, dict) and part.get("type") == "refusal" for part in value):
-            raise _refuse("holds a part of type 'refusal'; give text")
+            raise refuse("holds a part of type 'refusal'; give text")
         return "".join(_part(part) for part in value)
     if not isinstance(value, str):
-        raise _refuse("must be a string or a list of parts")
+        raise refuse("must be a string or a list of parts")
     return value
 
 
@@ -114,12 +112,6 @@ Ignored = Annotated[Any, Field(default=None)]
 Stops = Annotated[list[str] | None, BeforeValidator(_stop)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
 Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_logit_bias)]
-
-
-class Strict(BaseModel):
-    """No conversions, no NaN, and no unknown fields: `checking` takes them out first where they are ignored."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
 class StreamOptions(Strict):
@@ -149,9 +141,9 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _refuse("json_schema must be there exactly where type is 'json_schema'")
+            raise refuse("json_schema must be there exactly where type is 'json_schema'")
         if self.json_schema is not None and self.json_schema.schema_ is None:
-            raise _refuse("json_schema.schema is missing")
+            raise refuse("json_schema.schema is missing")
         return self
 
 
@@ -169,17 +161,17 @@ class Message(Strict):
     content: Annotated[str | None, BeforeValidator(_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
     refusal: str | None = None
     reasoning_content: str | None = None
     annotations: Ignored
     audio: Annotated[Any, _unless()] = None
-    function_call: Annotated[Any, _unless()] = None
+    function_call: Annotated[Any, _unless(why=_OLD.format("tool_calls"))] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.content is None and (self.role != "assistant" or not (self.tool_calls or self.refusal)):
-            raise _refuse("content is missing")
+            raise refuse("content is missing")
         return self
 
 
@@ -244,14 +236,14 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     reasoning_effort: str | None = None
-    parallel_tool_calls: Ignored
     prediction: Prediction | None = None
     moderation: Ignored
     verbosity: Annotated[Any, _unless("medium")] = None
-    tools: Annotated[Any, _unless([])] = None
-    tool_choice: Annotated[Any, _unless("none", "auto")] = None
-    functions: Annotated[Any, _unless([])] = None
-    function_call: Annotated[Any, _unless("none", "auto")] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(as_choice)] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, _unless([], why=_OLD.format("tools"))] = None
+    function_call: Annotated[Any, _unless("none", "auto", why=_OLD.format("tool_choice"))] = None
     modalities: Annotated[Any, _unless(["text"])] = None
     audio: Annotated[Any, _unless()] = None
     web_search_options: Annotated[Any, _unless()] = None
@@ -259,7 +251,21 @@ class ChatRequest(Request):
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise _refuse("top_logprobs needs logprobs = true")
+            raise refuse("top_logprobs needs logprobs = true")
+        return self
+
+    @model_validator(mode="after")
+    def _chooses_among_its_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise refuse(f"tools has two functions named {twice!r}; give each its own name")
+        choice = self.tool_choice
+        if choice is not None and choice.mode == "required" and not names:
+            raise refuse("tool_choice asks for a call, but there are no tools; give tools")
+        missing = next((name for name in (choice and choice.names) or () if name not in names), None)
+        if missing is not None:
+            raise refuse(f"tool_choice names {missing[:100]!r}, which is not among tools")
         return self
 
     @model_validator(mode="after")
@@ -273,11 +279,12 @@ class ChatRequest(Request):
             "presence_penalty": (self.presence_penalty or 0) > 0,
             "frequency_penalty": (self.frequency_penalty or 0) > 0,
             "max_completion_tokens": self.max_completion_tokens is not None,
+            "tools": bool(self.tools),
         }
         refused = next((name for name, given in beside.items() if given), None)
         if refused is not None:
             instead = "use max_tokens" if refused == "max_completion_tokens" else "leave one of them out"
-            raise _refuse(f"{refused} does not go with prediction; {instead}")
+            raise refuse(f"{refused} does not go with prediction; {instead}")
         return self
 
 
@@ -293,7 +300,7 @@ class CompletionRequest(Request):
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
         if self.best_of is not None and self.best_of != self.choices:
-            raise _refuse("best_of is not supported here beyond n; leave it out")
+            raise refuse("best_of is not supported here beyond n; leave it out")
         if len(self.prompt) * self.choices > MAX_CHOICES:
-            raise _refuse(f"prompt and n ask for more than {MAX_CHOICES} texts at once")
+            raise refuse(f"prompt and n ask for more than {MAX_CHOICES} texts at once")
         return self

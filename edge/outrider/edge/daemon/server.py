@@ -62,7 +62,7 @@ class Daemon:
         self._tls = LiveTls(config.tls) if config.tls else None
         metrics = EdgeMetrics()
         http_metrics = HttpMetrics(metrics.registry)
-        self.cloud = Cloud(client)
+        self.cloud = Cloud(client, config.tool_format)
         self.limiter = Limiter(config.max_requests, http_metrics)
         unknown = RefuseUnknown() if config.strict else IgnoreUnknown()
         service = Service(

@@ -198,6 +198,7 @@ class Generation:
             top_logprobs=request.top_logprobs,
             request_id=self.request_id,
             prediction=request.prediction,
+            shown=request.tools.shown if request.tools else (),
         )
         try:
             async with aclosing(events):
@@ -294,7 +295,7 @@ class Reply:
         async for choice, event in _with_first(first, items):
             self.answer.take(choice, event)
             left -= isinstance(event, Finished)
-            if not (isinstance(event, Finished) or event.text or keeps_empty):
+            if not (isinstance(event, Finished) or keeps_empty or self.answer.has_news(choice, event)):
                 continue
             chunk = self.answer.chunk(choice, event)
             if not left and not self.options.wants_usage:

@@ -6,14 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outrider.edge.daemon.schema import MAX_MESSAGES, Ignored, Stops, Strict, _refuse, _unless
+from outrider.edge.daemon.schema import MAX_MESSAGES, Ignored, Stops, _unless
+from outrider.edge.daemon.strict import Strict, refuse
 from outrider.proto.types import MAX_TOKEN_ID
 
 
 def _function(value: Any) -> Any:
     """Refuse a tool that Anthropic runs, whatever else it has."""
     if isinstance(value, dict) and value.get("type", "custom") not in ("custom", None):
-        raise _refuse(f"is of type {str(value['type'])[:40]!r}; there are only tools here that your program runs")
+        raise refuse(f"is of type {str(value['type'])[:40]!r}; there are only tools here that your program runs")
     return value
 
 

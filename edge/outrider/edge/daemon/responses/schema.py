@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outrider.edge.daemon.schema import Ignored, Strict, _refuse, _unless
+from outrider.edge.daemon.schema import Ignored, _unless
+from outrider.edge.daemon.strict import Strict, refuse
 from outrider.proto.types import MAX_TOKEN_ID
 
 MAX_METADATA = 16
@@ -16,14 +17,14 @@ _STATELESS = "send the conversation as input, or give previous_response_id"
 
 def _input(value: Any) -> Any:
     if not isinstance(value, str | list):
-        raise _refuse("must be a string or a list of items")
+        raise refuse("must be a string or a list of items")
     return value
 
 
 def _function(value: Any) -> Any:
     """Refuse a tool that is no function, whatever else it has."""
     if isinstance(value, dict) and isinstance(value.get("type"), str) and value["type"] != "function":
-        raise _refuse(f"is of type {value['type'][:40]!r}; there are only functions here, which your program runs")
+        raise refuse(f"is of type {value['type'][:40]!r}; there are only functions here, which your program runs")
     return value
 
 
@@ -54,7 +55,7 @@ class TextFormat(Strict):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if self.type == "json_schema" and self.schema_ is None:
-            raise _refuse("schema is missing")
+            raise refuse("schema is missing")
         return self
 
     @property

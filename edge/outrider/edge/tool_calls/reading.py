@@ -1,0 +1,179 @@
+"""Parser of calls in a text that comes in any pieces; the formats say what begins a call and what follows it.
+
+What turns out to be no call stays text, down to the last character. Once the arguments of a call have begun, they go
+out as they come, so that what the model writes there is the call's, also where it breaks off or is no JSON. White space
+around calls belongs to the format, not to the text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from outrider.edge.tool_calls.json_text import Head, ObjectEnd, Unread, call_of, may_be_call, read_head, skip_space
+from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, Said
+
+
+class CallReader(ABC):
+    """Parser of one text, a `CallParser`; a state returns whether another can go on with what has come.
+
+    Args:
+        marker: text that begins calls wherever it stands.
+    """
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._rest = ""  # text that has come and was not read yet,
+        self._held = ""  # and before it what is text after all unless a call follows
+        self._ended = False
+        self._calls = 0
+        self._just_called = False  # nothing was said since
+        self._end = ObjectEnd()
+        self._searched = 0  # characters of the rest that `_end` has seen
+        self._parts: list[Part] = []
+        self._state: Callable[[], bool] = self._text
+        self._then: Callable[[], bool] = self._closing
+
+    def take(self, text: str) -> list[Part]:
+        """Return what is certain now that `text` has come."""
+        self._rest += text
+        self._parts = []
+        while self._state():
+            pass
+        return self._parts
+
+    def end(self) -> list[Part]:
+        """Return the rest, since nothing more comes."""
+        self._ended = True
+        return self.take("")
+
+    # --- what a format adds ---
+
+    @abstractmethod
+    def _opened(self) -> bool:
+        """Read on after the marker."""
+
+    @abstractmethod
+    def _after(self) -> bool:
+        """Read on after the object of a call."""
+
+    def _accepts(self, name: str) -> bool:  # noqa: ARG002 - for formats whose calls look like other text
+        return True
+
+    # --- states ---
+
+    def _text(self) -> bool:
+        at = self._rest.find(self._marker)
+        if at >= 0:
+            said = self._rest[:at].rstrip()
+            self._say(said)
+            self._hold(at + len(self._marker), said)
+            self._state = self._opened
+            return True
+        if self._ended:
+            if self._rest.strip() or not self._just_called:
+                self._say(self._rest)
+            self._rest = ""
+        else:
+            certain = len(self._rest) - _overlap(self._rest, self._marker)
+            said = self._rest[:certain].rstrip()
+            self._say(said)
+            self._rest = self._rest[len(said) :]
+        return False
+
+    def _object(self) -> bool:
+        """Read a call's object as far as its arguments; one with keys in another order is read as a whole."""
+        head = read_head(self._rest, 0)
+        if isinstance(head, Head):
+            if not self._accepts(head.name):
+                return self._give_up()
+            self._rest = self._rest[head.at :]
+            self._begin(head.name, self._closing)
+            return True
+        if head is Unread.WAIT and not self._ended:
+            return False
+        if not may_be_call(self._rest, 0):
+            return self._give_up()
+        self._end, self._searched = ObjectEnd(), skip_space(self._rest, 0)
+        self._state = self._whole_object
+        return True
+
+    def _whole_object(self) -> bool:
+        length = self._end.find(self._rest[self._searched :])
+        if length is None:
+            self._searched = len(self._rest)
+            return self._give_up() if self._ended else False
+        end = self._searched + length
+        call = call_of(self._rest[:end])
+        if call is None or not self._accepts(call[0]):
+            return self._give_up()
+        name, arguments = call
+        self._rest = self._rest[end:]
+        self._begin(name, self._after)
+        self._parts.append(CallArguments(self._calls - 1, arguments))
+        self._state = self._after
+        return True
+
+    def _arguments(self) -> bool:
+        length = self._end.find(self._rest)
+        written = self._rest if length is None else self._rest[:length]
+        if written:
+            self._parts.append(CallArguments(self._calls - 1, written))
+        self._rest = self._rest[len(written) :]
+        if length is None:
+            return False
+        self._state = self._then
+        return True
+
+    def _closing(self) -> bool:
+        """Read the end of the object around the arguments, and further keys, which say nothing that is needed."""
+        at = skip_space(self._rest, 0)
+        if at == len(self._rest):
+            return False
+        if self._rest[at] == ",":
+            self._end, self._state = ObjectEnd(1), self._skipping
+            return True
+        self._rest = self._rest[at + (self._rest[at] == "}") :]
+        self._state = self._after
+        return True
+
+    def _skipping(self) -> bool:
+        length = self._end.find(self._rest)
+        self._rest = "" if length is None else self._rest[length:]
+        if length is None:
+            return False
+        self._state = self._after
+        return True
+
+    # --- steps ---
+
+    def _begin(self, name: str, then: Callable[[], bool]) -> None:
+        """Begin a call, whose arguments come next, and `then` what follows them."""
+        self._parts.append(CallBegun(self._calls, name))
+        self._calls += 1
+        self._held = ""
+        self._just_called = True
+        self._end = ObjectEnd()
+        self._state, self._then = self._arguments, then
+
+    def _hold(self, length: int, said: str = "") -> None:
+        """Take the first `length` characters of the rest, whose beginning was `said`, and hold back the others."""
+        self._held += self._rest[len(said) : length]
+        self._rest = self._rest[length:]
+
+    def _give_up(self) -> bool:
+        """Take what was held back, and what follows it, for text."""
+        self._say(self._held)
+        self._held = ""
+        self._state = self._text
+        return True
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._just_called = False
+            self._parts.append(Said(text))
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` that begins `marker`."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

@@ -1,0 +1,288 @@
+"""Functions that a chat's model may call: as its template shows them, and as its answer calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI
+from tool_templates import TEMPLATES
+
+from outrider.edge.daemon.checking import checked
+from outrider.edge.daemon.errors import ApiError
+from outrider.edge.daemon.schema import ChatRequest
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Say what the weather is like <now>.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}},
+            "required": ["city"],
+        },
+    },
+}
+CLOCK: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
+}
+PARIS = {"city": 'Paris "é" </b>', "days": [1, 2]}
+ASKED: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]
+CALLED: list[dict[str, Any]] = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "abcDEF123",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": json.dumps(PARIS)},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abcDEF123", "content": '{"rain": true}'},
+]
+TEXTS = {
+    "hermes": [
+        *("I ", "look", ".\n<tool_", 'call>\n{"name": "get_weather"', ', "arguments": {"city": ', '"Paris"}}\n</tool'),
+        *("_call>\n<tool_call>", '{"name": "now", "arguments": {}}', "\n</tool_call>"),
+    ],
+    "llama3": ['{"name": "get_', 'weather", "parameters": {"ci', 'ty": "Paris"}', "}"],
+    "mistral": [
+        *("[TOOL_", "CALLS] [", '{"name": "get_weather", "arguments": {"city": "Paris"}}, ', '{"name": "now", '),
+        '"arguments": {}}]',
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def _daemons(start, scripted) -> Iterator[dict[str, Any]]:
+    made: dict[str, Any] = {}
+    with start(scripted(chat_template=with_tokens(TEMPLATES["hermes"]))) as hermes:
+        made["hermes"] = hermes
+        with start(scripted(chat_template=with_tokens(TEMPLATES["mistral"]))) as mistral:
+            made["mistral"] = mistral
+            with start(scripted(chat_template=with_tokens(TEMPLATES["llama3"]))) as llama3:
+                made["llama3"] = llama3
+                yield made
+
+
+@pytest.fixture
+def speaking(_daemons):
+    """Return a daemon whose target speaks a format, and says what the format's `TEXTS` holds."""
+
+    def choose(name: str) -> Any:
+        live = _daemons[name]
+        live.client.renew()
+        live.client.pieces = TEXTS[name]
+        return live
+
+    return choose
+
+
+def with_tokens(template: str) -> str:
+    return json.dumps({"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"})
+
+
+def openai(live: Any) -> OpenAI:
+    return OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        checked(ChatRequest, {"model": "tiny", "messages": ASKED, **fields})
+    assert caught.value.status == 400
+    return caught.value
+
+
+# --- what the model is shown ---
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize(("messages", "tools"), [(ASKED, None), (ASKED, [WEATHER, CLOCK]), (CALLED, [WEATHER])])
+def test_tools_and_calls_reach_the_template_as_transformers_renders(name, messages, tools, start, scripted) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    turns = json.loads(json.dumps(messages))
+    for call in turns[2]["tool_calls"] if len(turns) > 2 else ():
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])  # as its documentation asks for
+    if (name, tools) == ("hermes", None):
+        return  # it is shown to chats with tools alone
+    (expected,), _ = render_jinja_template(
+        conversations=[turns],
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    with start(scripted(chat_template=with_tokens(TEMPLATES[name]))) as live:
+        assert live.chat(messages=messages, **({"tools": tools} if tools else {})).status == 200
+        prompt = live.client.asked[-1][0]
+        encoded = live.client.ready.tokenizer.encode(expected, add_special_tokens=False).ids
+        assert list(prompt) == encoded
+
+
+def test_a_template_of_its_own_for_tools_is_used_with_tools_only(start, scripted) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
+    with start(scripted(chat_template=json.dumps({"chat_template": named}))) as live:
+        decode = live.client.ready.tokenizer.decode
+        assert live.chat().status == 200
+        assert decode(live.client.asked[-1][0]) == "plain"
+        assert live.chat(tools=[CLOCK]).status == 200
+        assert "now" in decode(live.client.asked[-1][0])
+
+
+def test_other_ids_than_mistrals_are_made_to_fit_and_fit_each_other(speaking) -> None:
+    live = speaking("mistral")
+    messages = json.loads(json.dumps(CALLED).replace("abcDEF123", "call_of_another_server"))
+    assert live.chat(messages=messages, tools=[WEATHER]).status == 200
+    prompt = live.client.ready.tokenizer.decode(live.client.asked[-1][0])
+    assert prompt.partition('"id": "')[2][:9] == prompt.partition('"call_id": "')[2][:9]
+
+
+def test_a_model_that_shall_not_call_is_shown_no_tools_and_its_text_stays_text(speaking) -> None:
+    live = speaking("mistral")
+    reply = live.chat(tools=[WEATHER], tool_choice="none")
+    assert "get_weather" not in live.client.ready.tokenizer.decode(live.client.asked[-1][0])
+    (choice,) = reply.json["choices"]
+    assert choice["message"]["content"] == "".join(TEXTS["mistral"])
+    assert choice["finish_reason"] == "stop"
+
+
+# --- what the model calls ---
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+def test_openais_client_reads_the_calls_whole_and_streamed(name, speaking) -> None:
+    live = speaking(name)
+    request: Any = {"model": "tiny", "messages": ASKED, "tools": [WEATHER, CLOCK], "n": 2}
+    with openai(live) as client:
+        whole = client.chat.completions.create(**request)
+        with client.chat.completions.stream(**request) as stream:
+            streamed = stream.until_done().get_final_completion()
+    expected = [("get_weather", {"city": "Paris"}), ("now", {})][: 1 if name == "llama3" else 2]
+    said = "I look." if name == "hermes" else None
+    ids = []
+    for choice in [*whole.choices, *streamed.choices]:
+        calls = choice.message.tool_calls or []
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == expected
+        assert all(call.type == "function" for call in calls)
+        assert (choice.message.content, choice.finish_reason) == (said, "tool_calls")
+        ids += [call.id for call in calls]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_streamed_call_begins_with_its_name_and_goes_on_with_its_arguments(speaking) -> None:
+    live = speaking("hermes")
+    events = live.chat(tools=[WEATHER, CLOCK], stream=True).events
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": None}
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    firsts = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in firsts] == [
+        (0, "function", "get_weather"),
+        (1, "function", "now"),
+    ]
+    assert all(set(call) == {"index", "function"} for call in calls if call not in firsts)
+    assert [call["function"]["arguments"] for call in calls] == ['{"city": ', '"Paris"}', "{}"]
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(deltas) - 1) + [
+        "tool_calls"
+    ]
+
+
+def test_every_token_has_its_chunk_where_more_than_its_text_is_asked_for(speaking) -> None:
+    live = speaking("mistral")
+    fields = {"tools": [WEATHER], "stream": True}
+    few = live.chat(**fields).events
+    spoken = live.chat(**fields, stream_options={"include_speculation": True}).events
+    shown = live.chat(**fields, logprobs=True).events
+    assert len(few) < len(spoken) == len(shown) == len(TEXTS["mistral"]) + 3
+    pieces = [piece["text"] for event in spoken[1:-1] for piece in event["speculation"]["pieces"]]
+    assert "".join(pieces) == "".join(TEXTS["mistral"])
+    assert sum(len((event["choices"][0]["logprobs"] or {}).get("content", ())) for event in shown[:-1]) == 5
+
+
+def test_a_text_without_calls_is_as_it_would_be_without_tools(speaking) -> None:
+    live = speaking("hermes")
+    live.client.pieces = ["Hello, ", "world. \n", "\n"]
+    reply = live.chat(tools=[WEATHER])
+    assert reply.json["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "Hello, world. \n\n",
+        "refusal": None,
+    }
+    deltas = [event["choices"][0]["delta"] for event in live.chat(tools=[WEATHER], stream=True).events[:-1]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Hello, world. \n\n"
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "{{ tools }}{{ messages }}"])
+def test_tools_are_refused_with_the_remedy_where_the_target_knows_none(template, start, scripted) -> None:
+    with start(scripted(chat_template=template)) as live:
+        with openai(live) as client, pytest.raises(BadRequestError) as refused:
+            client.chat.completions.create(model="tiny", messages=ASKED, tools=[WEATHER])  # type: ignore[arg-type, list-item]
+        assert (refused.value.param, refused.value.code) == ("tools", "tools_not_supported")
+        assert ("leave tools out" if "tools" not in template else "--tool-format") in str(refused.value)
+        assert live.chat(tools=[]).status == live.chat(tools=[WEATHER], tool_choice="none").status == 200
+
+
+def test_the_operator_may_name_the_format(start, scripted) -> None:
+    with start(scripted(chat_template="{{ tools }}{{ messages }}"), tool_format="llama3") as live:
+        live.client.pieces = TEXTS["llama3"]
+        (choice,) = live.chat(tools=[WEATHER]).json["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [CLOCK, CLOCK]}, "tools"),
+        ({"tools": [CLOCK] * 200}, "tools"),
+        ({"tools": [CLOCK], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tools": [CLOCK], "prediction": {"type": "content", "content": "x"}}, "tools"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_what_is_wrong_about_tools_is_named(fields, param) -> None:
+    assert refusal(**fields).param == param
+
+
+def test_openais_forms_of_a_choice_are_understood() -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    for form, mode, names in (
+        ("auto", "auto", None),
+        ("none", "none", None),
+        ("required", "required", None),
+        (named, "required", ["now"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}, "auto", ["now"]),
+    ):
+        request = checked(ChatRequest, {"model": "tiny", "messages": ASKED, "tools": [CLOCK], "tool_choice": form})
+        assert request.tool_choice is not None
+        assert (request.tool_choice.mode, request.tool_choice.names) == (mode, names)

@@ -1,0 +1,186 @@
+"""Parsers of calls: what each format's models write, cut anywhere, and what is no call after all."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.edge.tool_calls.formats import FORMATS, format_of, knows_tools
+from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Said, WrittenAnswer
+
+NAMES = ("look_up", "add")
+TRICKY = {"a": '}]"</tool_call>[TOOL_CALLS]\\', "b": [{"c": None}, 'é"'], "d": {}}
+ARGUMENTS = json.dumps(TRICKY, ensure_ascii=False)
+CALL = f'{{"name": "add", "arguments": {ARGUMENTS}}}'
+LLAMA_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
+TURNED = f'{{"arguments": {ARGUMENTS}, "name": "add"}}'
+ADD = ("add", TRICKY)
+# format, text of the model, what it says, and the calls that it makes
+TEXTS = [
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [ADD]),
+    ("hermes", f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\n", "I look.", [ADD] * 2),
+    ("hermes", f"<tool_call>{TURNED}</tool_call> And so on. ", " And so on. ", [ADD]),
+    ("hermes", f"<tool_call>{CALL}", "", [ADD]),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', "", [("unknown", {})]),
+    ("hermes", f'<tool_call>{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>', "", [ADD]),
+    ("llama3", LLAMA_CALL, "", [ADD]),
+    ("llama3", f" \n<|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}", "", [ADD] * 2),
+    ("llama3", f'{{"type": "function", "name": "add", "parameters": {ARGUMENTS}}}\n', "", [ADD]),
+    ("llama3", '{"type": "function", "function": "add", "parameters": {}}', "", [("add", {})]),
+    ("llama3", '<|python_tag|>{"name": "unknown", "parameters": {}}', "", [("unknown", {})]),
+    ("mistral", f"[TOOL_CALLS] [{CALL}]", "", [ADD]),
+    ("mistral", f'[TOOL_CALLS][{CALL[:-1]}, "id": "abc123456"}}, {TURNED}]', "", [ADD] * 2),
+    (
+        "mistral",
+        f"Well. [TOOL_CALLS]add[ARGS]{ARGUMENTS}[TOOL_CALLS]look_up[ARGS]{{}}",
+        "Well.",
+        [ADD, ("look_up", {})],
+    ),
+    ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123456[ARGS]{ARGUMENTS}", "", [ADD]),
+]
+# what is no call, and stays what it is
+PLAIN = [
+    *(
+        (name, text)
+        for name in FORMATS
+        for text in ("", " ", "Hello\n\n", "a < b [c] {d}\n", "<tool_", "[TOOL", "{", " { ")
+    ),
+    ("hermes", "<tool_call>\n{'name': 'add', 'arguments': {}}\n</tool_call>\n"),
+    ("hermes", "<tool_call> nothing </tool_call> more"),
+    ("hermes", '<tool_call>{"name": "add"'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}, "name": 3}</tool_call>'),
+    ("llama3", '{"answer": 5}\n'),
+    ("llama3", '{"name": "Anna", "parameters": {}} is an object'),
+    ("llama3", 'So: {"name": "add", "parameters": {}}'),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama3", '{"name": "add", "parameters": '),
+    ("mistral", "[TOOL_CALLS] none of them"),
+    ("mistral", '[TOOL_CALLS] [{"name": 3}]'),
+    ("mistral", "[TOOL_CALLS][1, 2]"),
+    ("mistral", "[TOOL_CALLS]add[ARGS]none"),
+]
+
+
+def parsed(name: str, pieces: list[str]) -> WrittenAnswer:
+    parser = FORMATS[name].parser(NAMES)
+    answer = WrittenAnswer()
+    for piece in pieces:
+        answer.add(parser.take(piece))
+    answer.add(parser.end())
+    return answer
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = sorted(place % (len(text) + 1) for place in places)
+    return [text[start:end] for start, end in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("name", "text", "said", "calls"), TEXTS)
+def test_calls_are_found_with_the_text_around_them(name, text, said, calls) -> None:
+    answer = parsed(name, [text])
+    assert answer.text == said
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == calls
+
+
+@pytest.mark.parametrize(("name", "text"), PLAIN)
+def test_what_is_no_call_stays_text_to_the_last_character(name, text) -> None:
+    assert parsed(name, [text]) == WrittenAnswer(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    case=st.sampled_from([*((name, text) for name, text, *_ in TEXTS), *PLAIN]),
+    places=st.lists(st.integers(0, 400), max_size=12),
+)
+def test_a_text_means_the_same_however_it_is_cut(case, places) -> None:
+    name, text = case
+    whole = parsed(name, [text])
+    assert parsed(name, cut(text, places)) == whole
+    assert parsed(name, list(text)) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    tokens=st.lists(
+        st.sampled_from(
+            [
+                *(
+                    "<tool_call>",
+                    "</tool_call>",
+                    "[TOOL_CALLS]",
+                    "[ARGS]",
+                    "<|python_tag|>",
+                    "[",
+                    "]",
+                    "{",
+                    "}",
+                    ",",
+                    ";",
+                ),
+                *('{"name": "add", ', '"arguments": ', '"parameters"', ":", "{}", '"', "\\", " ", "\n", "add", "é"),
+            ]
+        ),
+        max_size=12,
+    ),
+)
+def test_any_mixture_of_marks_means_the_same_token_by_token_and_whole(name, tokens) -> None:
+    assert parsed(name, tokens) == parsed(name, ["".join(tokens)])
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    parser = FORMATS["hermes"].parser(NAMES)
+    pieces = ["Yes. ", "<tool_call>", '\n{"name": "add", "arg', 'uments": {"a"', ": 1}", "}\n</tool_", "call>"]
+    parts = [parser.take(piece) for piece in pieces]
+    said, begun = [Said("Yes.")], [CallBegun(0, "add"), CallArguments(0, '{"a"')]
+    assert parts == [said, [], [], begun, [CallArguments(0, ": 1}")], [], []]
+    assert parser.end() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "fo'),
+        ("llama3", '{"name": "add", "parameters": {"a": "fo'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": "fo'),
+    ],
+)
+def test_arguments_that_break_off_are_those_of_the_call(name, broken) -> None:
+    (call,) = parsed(name, [broken]).calls
+    assert (call.name, call.arguments) == ("add", '{"a": "fo')
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{{ tools }}</tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}{% endif %}[TOOL_CALLS] [", "mistral"),
+        ("{{ tools }} '\"parameters\": ' {{ message.role == 'ipython' }}", "llama3"),
+        ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ tools }}<tool_call><function=name>", None),
+        ("{{ tools }}<tool_call>name<arg_key>", None),
+        ("{{ tools }}", None),
+    ],
+)
+def test_a_chat_template_tells_the_format(template, name) -> None:
+    found = format_of(template)
+    assert (found and found.name) == name
+    assert knows_tools(template)
+    assert not knows_tools("{{ messages }} with a toolset")
+
+
+def test_ids_are_new_each_time_and_mistrals_have_nine_letters_or_digits() -> None:
+    for form in FORMATS.values():
+        assert len({form.new_id() for _ in range(100)}) == 100
+    mistral, hermes = FORMATS["mistral"], FORMATS["hermes"]
+    assert hermes.new_id().startswith("call_")
+    assert hermes.old_id("call_1") == "call_1"
+    for made in (mistral.new_id(), mistral.old_id("call_1"), mistral.old_id("é")):
+        assert len(made) == 9
+        assert made.isalnum()
+    assert mistral.old_id("abcDEF123") == "abcDEF123"
+    assert mistral.old_id("call_1") == mistral.old_id("call_1") != mistral.old_id("call_2")
