@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.deploy.metrics_table import metrics_by_part
+from outrider.edge.daemon.metrics import TextObserver, metrics_of
 from outrider.edge.decoding import Observer, Subject
 from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
@@ -327,3 +328,20 @@ def test_a_commit_before_anything_is_known_leaves_no_estimate() -> None:
     assert observer.speedup == 0
     assert "outrider:edge_speedup_ratio" not in values(metrics)
     assert not any(math.isnan(v) for samples in values(metrics).values() for v in samples.values())
+
+
+def test_an_answers_histogram_counts_up_to_the_most_that_a_step_verified() -> None:
+    def observer(accepted_of: dict[int, int], max_verified: int) -> TextObserver:
+        made = TextObserver(EdgeMetrics(), "id", lambda _: None)
+        made.accepted_of, made.max_verified = accepted_of, max_verified
+        return made
+
+    for observers, histogram in (
+        ([observer({0: 3, 2: 1}, 4)], [3, 0, 1, 0, 0]),
+        ([observer({0: 1}, 0), observer({1: 2}, 1)], [1, 2]),
+        ([observer({}, 0)], [0]),
+        ([], [0]),
+    ):
+        counts = metrics_of(observers, seed=1)["speculative_decoding"]
+        assert counts["acceptance_histogram"] == histogram
+        assert len(histogram) == counts["num_spec_tokens"] + 1

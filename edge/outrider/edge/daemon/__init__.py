@@ -1,6 +1,7 @@
 """The edge daemon: OpenAI's HTTP API in front of one `Client`, on this machine. Needs only the extra `[edge]`.
 
 server          sockets, TLS, and what is not HTTP
+origins         pages of other sites that may use the API (CORS)
 access          checks of every request, the limit on those that run, their lines in the log
 app             the routes, and the page at /, which is the files in page/
 schema          what requests may say, field by field
@@ -28,6 +29,8 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.serving import ListeningSettings
 from outrider.proto.settings import above, at_least, option
 
+ANY = "*"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*?#@,]+", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
@@ -43,6 +46,11 @@ class DaemonConfig(ListeningSettings):
         "other names, which may lead here by DNS rebinding, are refused",
         metavar="NAME",
     )
+    allow_origin: tuple[str, ...] = option(
+        (),
+        "origin whose pages may use the API in a browser, as in https://app.example.com; *: any, only with --api-keys",
+        metavar="ORIGIN",
+    )
     strict: bool = option(False, "refuse requests with unknown fields; else a header of the answer names them")
     tool_format: str = option(
         AUTO, "format in which the target calls functions; auto: the one that its chat template shows", choices=NAMES
@@ -52,8 +60,19 @@ class DaemonConfig(ListeningSettings):
     grace_s: float = option(10.0, "time for running answers to end on exit", check=at_least(0))
 
     def check_together(self) -> None:
-        """Refuse plain text beyond this machine unless that is allowed, and what is no name of a host."""
+        """Refuse plain text beyond this machine unless that is allowed, and what is no origin or name of a host."""
         super(DaemonConfig, self).check_together()
+        for origin in self.allow_origin:
+            if origin != ANY and not _ORIGIN.fullmatch(origin):  # `null` is none: pages of any site can send it
+                raise ConfigError(
+                    f"{origin!r} is no origin; give scheme, name and port, such as https://app.example.com",
+                    field="allow_origin",
+                )
+        if ANY in self.allow_origin and self.api_keys is None:
+            raise ConfigError(
+                "* lets every page that a browser here shows use the daemon; name the origins, or give --api-keys too",
+                field="allow_origin",
+            )
         for name in self.allow_host:
             if not _NAME.fullmatch(name):
                 raise ConfigError(

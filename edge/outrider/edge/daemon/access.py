@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,6 +21,7 @@ from outrider.edge.daemon.checking import header_of
 from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError
 from outrider.edge.daemon.messages.errors import error_response, is_anthropic
 from outrider.edge.daemon.metrics import HttpMetrics
+from outrider.edge.daemon.origins import Origins
 from outrider.edge.daemon.responses import RESPONSE, RESPONSES
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unauthenticated
@@ -49,33 +50,33 @@ class Auth:
         listen_host: host that the daemon listens on.
         keys: keys of which a request to the API must show one; None: it needs none.
         allowed: further names by which a request without a key may reach it.
+        origins: other sites whose pages may use it.
     """
 
     listen_host: str
     keys: Keys | None = None
     allowed: tuple[str, ...] = ()
+    origins: Origins = field(default_factory=Origins)
 
-    def check(self, path: str, headers: Headers) -> Key | None:
-        """Return the key that a request shows, where keys are needed.
+    def check_site(self, path: str, headers: Headers) -> None:
+        """Refuse what a browser sends on behalf of a page from elsewhere.
 
-        A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its
-        Origin, and a name that was rebound to this machine's address (DNS rebinding) by its Host: without keys only
-        names of this machine and allowed ones are taken, and beyond loopback addresses, which cannot be rebound.
+        A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its Origin,
+        unless that is allowed, and a name that was rebound to this machine's address (DNS rebinding) by its Host:
+        without keys only names of this machine and allowed ones are taken, and beyond loopback addresses, which cannot
+        be rebound.
 
         Raises:
-            ApiError: 403 it comes from elsewhere, 401 it shows no key.
+            ApiError: 403 it comes from elsewhere.
         """
         host = headers.get("host", "")
         if self.keys is None and not self._is_ours(_name(host.lower())):
             message = f"{host[:100]!r} is not a name of this machine; start the daemon with --allow-host for that name"
             raise ApiError(403, message, code="host_not_allowed")
-        origin = headers.get("origin")
-        if origin is not None:
-            elsewhere = origin.partition("://")[2].lower() != host.lower()
-        else:
-            elsewhere = path.startswith(API) and headers.get("sec-fetch-site") in ("cross-site", "same-site")
-        if elsewhere:
-            raise ApiError(403, "pages from elsewhere may not use this API", code="origin_not_allowed")
+        self.origins.check(headers, of_api=path.startswith(API))
+
+    def check_key(self, path: str, headers: Headers) -> Key | None:
+        """Return the key that a request shows, where keys are needed; raises `ApiError` 401 where it shows none."""
         if self.keys is None or not path.startswith(API):
             return None
         authorization, bare = headers.get("authorization", ""), headers.get(ANTHROPIC_KEY, "")
@@ -148,12 +149,16 @@ class Guard:
                 named[REQUEST_ID] = request_id
                 if is_anthropic(scope["path"]):
                     named[ANTHROPIC_REQUEST_ID] = request_id
+                named.update(self.auth.origins.headers_for(headers))
                 if state["ignored"]:
                     named[IGNORED] = header_of(state["ignored"])
             await send(message)
 
         try:
-            state["key"] = key = self.auth.check(scope["path"], headers)
+            self.auth.check_site(scope["path"], headers)
+            if (preflight := self.auth.origins.preflight(scope["method"], headers)) is not None:
+                return await preflight(scope, receive, answer)
+            state["key"] = key = self.auth.check_key(scope["path"], headers)
             state["revoked"] = functools.partial(self.auth.has_revoked, key)
             await self.app(scope, receive, answer)
         except ApiError as error:

@@ -91,7 +91,14 @@ class Api:
         return json_response(self._card(served))
 
     def _card(self, served: Served) -> dict[str, Any]:
-        return {"id": served.ready.model, "object": "model", "created": self._started, "owned_by": "outrider"}
+        known = served.ready.prompts.context_length  # by the first text
+        return {
+            "id": served.ready.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "outrider",
+            "max_model_len": known or None,
+        }
 
     async def _health(self, request: HttpRequest) -> Response:  # noqa: ARG002
         cloud = self._service.cloud

@@ -135,8 +135,8 @@ class TextObserver(SessionObserver):
 def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
     """Return the `metrics` object of an answer: vLLM's `speculative_decoding` over all texts, and what repeats it.
 
-    `acceptance_histogram[j]` counts the target steps that accepted exactly j drafts; `num_spec_tokens` is the most that
-    one step verified. A request with this `seed` has the same texts again: the n-th choice has `seed` + n.
+    `acceptance_histogram[j]` counts the target steps that accepted exactly j drafts, up to `num_spec_tokens`, the most
+    that one step verified. A request with this `seed` has the same texts again: the n-th choice has `seed` + n.
     """
     accepted_of: Counts[int] = Counts()
     for observer in observers:
@@ -144,16 +144,17 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
     steps = accepted_of.total()
     accepted = sum(j * count for j, count in accepted_of.items())
     verified = sum(observer.statistics.verified for observer in observers)
+    most = max([0, *(observer.max_verified for observer in observers), *accepted_of])
     errors = [observer.statistics.drafter_error for observer in observers if observer.statistics.drafter_error]
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / verified if verified else 0.0,
-            "acceptance_histogram": [accepted_of[j] for j in range(max(accepted_of, default=0) + 1)],
+            "acceptance_histogram": [accepted_of[j] for j in range(most + 1)],
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": verified,
-            "num_spec_tokens": max((observer.max_verified for observer in observers), default=0),
+            "num_spec_tokens": most,
         },
         "seed": seed,
         "drafter": observers[0].drafter if observers else "none",

@@ -24,6 +24,7 @@ from outrider.edge.daemon.checking import IgnoreUnknown, RefuseUnknown
 from outrider.edge.daemon.cloud import Cloud
 from outrider.edge.daemon.errors import ApiError, json_bytes
 from outrider.edge.daemon.metrics import HttpMetrics
+from outrider.edge.daemon.origins import Origins
 from outrider.edge.daemon.texts import Service
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.address import join_address, split_address
@@ -70,7 +71,7 @@ class Daemon:
         )
         self._host, self._port = split_address(config.listen, "listen")
         keys = Keys.from_file(config.api_keys) if config.api_keys else None
-        self._app = Api(service).application(Auth(self._host, keys, config.allow_host))
+        self._app = Api(service).application(Auth(self._host, keys, config.allow_host, Origins(config.allow_origin)))
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
