@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,7 +122,7 @@ def daemon() -> Iterator[FakeDaemon]:
     thread.join(10)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
     """Headless Chromium, the system's."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -146,3 +146,14 @@ def page(browser: Any, daemon: FakeDaemon) -> Iterator[Any]:
     yield page
     page.close()
     assert [c for c in complaints if "Failed to load resource" not in c] == []
+
+
+@pytest.fixture
+def ask(page: Any) -> Callable[..., None]:
+    """Asks the page's daemon something."""
+
+    def ask(text: str = "Hello") -> None:
+        page.get_by_label("Message", exact=True).fill(text)
+        page.get_by_label("Message", exact=True).press("Enter")
+
+    return ask

@@ -148,7 +148,7 @@ async def _defect(request: HttpRequest, error: Exception) -> Response:  # noqa: 
 
 def page_routes() -> list[Route]:
     """Return the routes of the page: `/` and `/page/FILE`, for GET and HEAD."""
-    files = {path.name: path for path in PAGE.iterdir() if path.suffix in MEDIA_TYPES}
+    files = {path.relative_to(PAGE).as_posix(): path for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
 
     async def page(request: HttpRequest) -> Response:
         path = files.get(request.path_params.get("name", "index.html"))
@@ -156,4 +156,4 @@ def page_routes() -> list[Route]:
             return PlainTextResponse("no such file", status_code=404, headers=PAGE_HEADERS)
         return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=PAGE_HEADERS)
 
-    return [Route("/", page, methods=["GET"]), Route("/page/{name}", page, methods=["GET"])]
+    return [Route("/", page, methods=["GET"]), Route("/page/{name:path}", page, methods=["GET"])]

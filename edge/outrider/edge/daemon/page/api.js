@@ -1,6 +1,7 @@
 // The daemon's HTTP API as this page uses it.
 
 import { ApiError } from "./errors.js";
+import { DRAFT, OWN, UNKNOWN } from "./origins.js";
 import { events } from "./sse.js";
 
 export async function models(apiKey) {
@@ -9,14 +10,15 @@ export async function models(apiKey) {
   return (await response.json()).data.map((model) => model.id);
 }
 
-// { state: "ok" | "degraded" | "unavailable", reason }
+// { state: "ok" | "degraded" | "unavailable", reason, drafter }
 export async function health() {
   try {
     const response = await fetch("health", { cache: "no-store" });
     const body = await response.json();
-    return { state: response.ok ? body.status : "unavailable", reason: body.reason ?? body.error?.message ?? "" };
+    const reason = body.reason ?? body.error?.message ?? "";
+    return { state: response.ok ? body.status : "unavailable", reason, drafter: body.drafter ?? "" };
   } catch {
-    return { state: "unavailable", reason: "the daemon does not answer" };
+    return { state: "unavailable", reason: "the daemon does not answer", drafter: "" };
   }
 }
 
@@ -32,13 +34,13 @@ export async function versions(apiKey) {
 
 // One answer as it streams: { text, pieces, speculation, finish } for each chunk.
 // `turns` are {role, content} of the whole conversation; `form` is "chat" or "text".
-export async function* answer(form, turns, sampling, apiKey, signal) {
-  const content = form === "chat" ? { messages: turns } : { prompt: asText(turns) };
+export async function* answer(form, turns, settings, signal) {
+  const content = form === "chat" ? { messages: settings.withSystem(turns) } : { prompt: asText(turns) };
   const response = await fetch(form === "chat" ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
-    headers: { ...headers(apiKey), "Content-Type": "application/json" },
+    headers: { ...headers(settings.apiKey), "Content-Type": "application/json" },
     body: JSON.stringify({
-      ...sampling,
+      ...settings.sampling,
       ...content,
       stream: true,
       stream_options: { include_usage: true, include_speculation: true },
@@ -65,9 +67,9 @@ function chunkOf(json) {
 function piecesOf(text, speculation) {
   const pieces = speculation?.pieces ?? [];
   if (pieces.map((piece) => piece.text).join("") === text) {
-    return pieces.map((piece) => ({ text: piece.text, origin: piece.accepted ? "draft" : "own" }));
+    return pieces.map((piece) => ({ text: piece.text, origin: piece.accepted ? DRAFT : OWN }));
   }
-  return [{ text, origin: "unknown" }];
+  return [{ text, origin: UNKNOWN }];
 }
 
 // A model without a chat template continues text: answers follow what they answered, questions begin a line.
