@@ -52,6 +52,7 @@ class FakeDaemon:
     versions: list[dict[str, Any]] = field(default_factory=list)
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     disconnects: int = 0
+    key: str = ""
     address: str = ""
 
     def routes(self) -> list[Route]:
@@ -72,6 +73,8 @@ class FakeDaemon:
         return JSONResponse({"versions": self.versions})
 
     async def _models(self, request: Request) -> Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "no API key", "code": "missing_api_key"}}, 401)
         return JSONResponse({"object": "list", "data": [{"id": "reference", "object": "model"}]})
 
     async def _answer(self, request: Request) -> Response:

@@ -53,18 +53,18 @@ async def photograph(url: str, file: Path, prompt: str, scheme: str, width: int)
         page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
         await page.goto(url)
         await page.wait_for_selector("#health[data-state=ok]", timeout=60_000)
-        await page.click("summary")
+        await page.click("#settings-button")
         await page.select_option("#form", "text")  # the small target knows tales better than chats
         for field, value in SETTINGS.items():
             await page.fill(f"#{field}", value)
-        await page.click("summary")
+        await page.click("#settings-close")
         for question in ("Hello.", prompt):  # the first text teaches the policies what they measure
             await page.fill("#prompt", question)
             await page.press("#prompt", "Enter")
             await page.wait_for_selector("[aria-busy=false] >> nth=-1", timeout=120_000)
             await page.wait_for_selector("#send:visible", timeout=120_000)
             if question != prompt:
-                await page.click("#clear")
+                await page.click("#new-chat")
         await page.wait_for_timeout(500)  # bars glide to their end
         await page.screenshot(path=file)
         await browser.close()

@@ -64,10 +64,14 @@ def page(browser, real):
 
 
 def test_a_text_streams_with_both_kinds_of_tokens_and_the_panels_fill(page) -> None:
-    page.get_by_text("Settings").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_label("Max tokens").fill("48")
-    page.get_by_label("Message").fill("Tom has 12 apples and buys 3 bags of 8 apples each. How many apples has he?")
-    page.get_by_label("Message").press("Enter")
+    page.get_by_role("button", name="Close").click()
+    page.get_by_text("In detail").click()
+    page.get_by_label("Message", exact=True).fill(
+        "Tom has 12 apples and buys 3 bags of 8 apples each. How many apples has he?"
+    )
+    page.get_by_label("Message", exact=True).press("Enter")
     answer = page.locator(".message.answer")
     expect(answer.locator(".foot")).to_contain_text("target steps", timeout=60_000)
     assert answer.locator(".token.draft").count() > 0
@@ -75,15 +79,26 @@ def test_a_text_streams_with_both_kinds_of_tokens_and_the_panels_fill(page) -> N
     assert answer.locator(".token.unknown").count() == 0
     expect(page.locator("#model")).to_have_value("reference")
     expect(page.locator("#drafter")).to_have_text("general")
-    for metric in ("rate", "cloud-rate", "acceptance", "steps", "window", "round-trip", "uplink", "downlink"):
+    for metric in (
+        "rate",
+        "cloud-rate",
+        "acceptance",
+        "steps",
+        "steps-count",
+        "window",
+        "round-trip",
+        "uplink",
+        "downlink",
+    ):
         assert any(letter.isdigit() for letter in page.locator(f"#{metric}").text_content()), metric
 
 
 def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
-    page.get_by_text("Settings").click()
+    page.get_by_role("button", name="Settings").click()
     page.get_by_label("Max tokens").fill("1500")
-    page.get_by_label("Message").fill("Once upon a time")
-    page.get_by_label("Message").press("Enter")
+    page.get_by_role("button", name="Close").click()
+    page.get_by_label("Message", exact=True).fill("Once upon a time")
+    page.get_by_label("Message", exact=True).press("Enter")
     expect(page.locator(".message.answer .token").first).to_be_visible(timeout=60_000)
     page.keyboard.press("Escape")
     expect(page.locator(".message.answer .foot")).to_contain_text("stopped")
@@ -95,6 +110,6 @@ def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
 
 
 def test_a_refusal_of_the_daemon_is_shown_in_words(page) -> None:
-    page.get_by_label("Message").fill("word " * 4000)
-    page.get_by_label("Message").press("Enter")
+    page.get_by_label("Message", exact=True).fill("word " * 4000)
+    page.get_by_label("Message", exact=True).press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("refuses", timeout=30_000)

@@ -9,6 +9,7 @@ const MAX_DEPTH = 16; // of quotes and lists in each other; what lies deeper is 
 const MAX_INLINE = 3000; // characters of a paragraph in which emphasis is looked for: marked takes the square of it
 const NEAR = 400; // characters of markup between two texts, such as the second line of a table
 const LOOK = 64; // characters of markup within a text, such as an indent
+const MAX_ABOUT = 80; // characters of what is said about code: its language, or a file's name
 const SAFE = new Set(["http:", "https:", "mailto:"]);
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 const PLAIN = { strong: "strong", em: "em", del: "del", blockquote: "blockquote", paragraph: "p" };
@@ -125,7 +126,8 @@ class Painter {
   }
 
   #code(token) {
-    const language = (token.lang ?? "").trim().split(/\s/)[0].slice(0, 24);
+    const about = (token.lang ?? "").trim();
+    const language = about.split(/\s/)[0];
     const closed = this.final || !/^\s*(`{3,}|~{3,})/.test(token.raw) || /\n\s*(`{3,}|~{3,})\s*$/.test(token.raw);
     if (token.codeBlockStyle !== "indented") this.at += token.raw.indexOf("\n") + 1;
     const parts = this.#parts(token.text);
@@ -135,7 +137,7 @@ class Painter {
     const copy = make("button", ["Copy"], "copy");
     copy.type = "button";
     copy.dataset.act = "copy-code";
-    return make("figure", [make("figcaption", [make("span", [language || "text"]), copy]), pre], "code");
+    return make("figure", [make("figcaption", [make("span", [about.slice(0, MAX_ABOUT) || "text"]), copy]), pre], "code");
   }
 
   #list(token) {
