@@ -1,4 +1,4 @@
-"""Bytes to the daemon's port: every request gets a text, or an error of OpenAI's shape, and never a 5xx."""
+"""Bytes to the daemon's port: every request gets a text, or an error of its API's shape, and never a 5xx."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from uvicorn.server import ServerState
 from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.cloud import Cloud, Served
+from outrider.edge.daemon.messages import COUNT_TOKENS, MESSAGES
+from outrider.edge.daemon.responses import RESPONSES
 from outrider.edge.daemon.server import Daemon, HttpProtocol, _Http
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.preparation import Ready
@@ -224,10 +226,42 @@ def seeds() -> list[bytes]:
         (COMPLETIONS, text | {"n": 2, "stop": ["w9"], "logprobs": 1, "logit_bias": {"5": 2}}),
         (COMPLETIONS, text | {"prompt": [[5, 6], [7]], "stream": True, "temperature": 0.5, "seed": 3}),
     )
-    right = [request("POST", path, json.dumps(body).encode(), PORT) for path, body in bodies]
+    right = [request("POST", path, json.dumps(body).encode(), PORT) for path, body in (*bodies, *_other_bodies())]
+    right += [request(method, f"{RESPONSES}/resp_0/input_items", b"", PORT) for method in ("GET", "DELETE")]
     right += [request("GET", path, b"", PORT) for path in ("/health", "/v1/models", "/metrics", "/", "/drafters")]
     wrong = refused_requests(random.Random(1), MODEL, PORT)
     return right + [each for each, _ in zip(wrong, range(300), strict=False) if len(each) < MAX_LENGTH][::10]
+
+
+def _other_bodies() -> list[tuple[str, dict[str, Any]]]:
+    """Return requests of the Responses API and of Anthropic's, with turns of every kind."""
+    part, call = {"type": "input_text", "text": "w5"}, {"call_id": "c", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": [part]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "w6"}]},
+        {"type": "function_call", **call},
+        {"type": "function_call_output", "call_id": "c", "output": [part]},
+        {"type": "reasoning", "summary": []},
+    ]
+    function = {"name": "f", "description": "w7"}
+    respond = {"model": MODEL, "input": items, "instructions": "w8", "max_output_tokens": 3}
+    blocks = [{"type": "text", "text": "w5"}]
+    turns = [
+        {"role": "user", "content": blocks},
+        {"role": "assistant", "content": [*blocks, {"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": blocks, "is_error": True}]},
+    ]
+    say = {"model": MODEL, "max_tokens": 3, "messages": turns, "system": blocks}
+    return [
+        (RESPONSES, respond | {"stream": True, "text": {"format": {"type": "json_object"}}}),
+        (
+            RESPONSES,
+            respond | {"tools": [{"type": "function", **function}], "tool_choice": {"type": "function", "name": "f"}},
+        ),
+        (MESSAGES, say | {"stream": True, "stop_sequences": ["w9"]}),
+        (MESSAGES, say | {"tools": [{**function, "input_schema": {}}], "tool_choice": {"type": "any"}}),
+        (COUNT_TOKENS, {"model": MODEL, "messages": turns}),
+    ]
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
@@ -256,6 +290,7 @@ def try_input(data: bytes) -> None:
         assert status in _FINE | {100}, (status, answer[:500])
     head, _, body = answer.partition(b"\r\n\r\n")
     if int(first[1]) >= 400 and body and b"application/json" in head and b"chunked" not in head:
-        error = json.JSONDecoder().raw_decode(body.decode())[0]["error"]
-        assert set(error) == {"message", "type", "param", "code"}
+        answered = json.JSONDecoder().raw_decode(body.decode())[0]
+        error = answered["error"]
+        assert set(error) == ({"message", "type"} if "request_id" in answered else {"message", "type", "param", "code"})
         assert error["message"]
