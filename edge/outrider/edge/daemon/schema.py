@@ -21,7 +21,7 @@ MAX_MESSAGES = 4096
 _OLD = "is OpenAI's old form, which is not supported here; use {}"
 
 
-def _unless(*trivial: Any, why: str = "is not supported here; leave it out") -> BeforeValidator:
+def unless(*trivial: Any, why: str = "is not supported here; leave it out") -> BeforeValidator:
     """Return a validator that refuses a field unless it asks for nothing."""
 
     def check(value: Any) -> Any:
@@ -165,8 +165,8 @@ class Message(Strict):
     refusal: str | None = None
     reasoning_content: str | None = None
     annotations: Ignored
-    audio: Annotated[Any, _unless()] = None
-    function_call: Annotated[Any, _unless(why=_OLD.format("tool_calls"))] = None
+    audio: Annotated[Any, unless()] = None
+    function_call: Annotated[Any, unless(why=_OLD.format("tool_calls"))] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -238,15 +238,15 @@ class ChatRequest(Request):
     reasoning_effort: str | None = None
     prediction: Prediction | None = None
     moderation: Ignored
-    verbosity: Annotated[Any, _unless("medium")] = None
+    verbosity: Annotated[Any, unless("medium")] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(as_choice)] = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, _unless([], why=_OLD.format("tools"))] = None
-    function_call: Annotated[Any, _unless("none", "auto", why=_OLD.format("tool_choice"))] = None
-    modalities: Annotated[Any, _unless(["text"])] = None
-    audio: Annotated[Any, _unless()] = None
-    web_search_options: Annotated[Any, _unless()] = None
+    functions: Annotated[Any, unless([], why=_OLD.format("tools"))] = None
+    function_call: Annotated[Any, unless("none", "auto", why=_OLD.format("tool_choice"))] = None
+    modalities: Annotated[Any, unless(["text"])] = None
+    audio: Annotated[Any, unless()] = None
+    web_search_options: Annotated[Any, unless()] = None
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> Self:
@@ -293,8 +293,8 @@ class CompletionRequest(Request):
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt)]
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
-    echo: Annotated[Any, _unless(False)] = None
-    suffix: Annotated[Any, _unless("")] = None
+    echo: Annotated[Any, unless(False)] = None
+    suffix: Annotated[Any, unless("")] = None
     best_of: int | None = None
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from outrider.edge.daemon.schema import MAX_MESSAGES, Ignored, Stops, _unless
+from outrider.edge.daemon.schema import MAX_MESSAGES, Ignored, Stops, unless
 from outrider.edge.daemon.strict import Strict, refuse
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -94,8 +94,8 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None  # vLLM's
-    container: Annotated[Any, _unless()] = None
-    mcp_servers: Annotated[Any, _unless([])] = None
+    container: Annotated[Any, unless()] = None
+    mcp_servers: Annotated[Any, unless([])] = None
     # Anthropic's book-keeping
     inference_geo: Ignored
     metadata: Ignored

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outrider.edge.daemon.schema import Ignored, _unless
+from outrider.edge.daemon.schema import Ignored, unless
 from outrider.edge.daemon.strict import Strict, refuse
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -102,9 +102,9 @@ class ResponsesRequest(Strict):
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str] | None, Field(max_length=MAX_METADATA)] = None
     truncation: Literal["auto", "disabled"] | None = None
-    background: Annotated[Any, _unless(False, why="is not supported here; leave it out, and stream")] = None
-    conversation: Annotated[Any, _unless(why=f"is not supported here; {_STATELESS}")] = None
-    prompt: Annotated[Any, _unless(why=f"is not supported here; {_STATELESS}")] = None
+    background: Annotated[Any, unless(False, why="is not supported here; leave it out, and stream")] = None
+    conversation: Annotated[Any, unless(why=f"is not supported here; {_STATELESS}")] = None
+    prompt: Annotated[Any, unless(why=f"is not supported here; {_STATELESS}")] = None
     # vLLM's
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
