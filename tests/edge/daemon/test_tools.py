@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from openai import BadRequestError, OpenAI
-from tool_templates import TEMPLATES
+from tool_templates import FORMAT_OF, TEMPLATES
 
 from outrider.edge.daemon.checking import checked
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import GrammarKind
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -62,14 +66,11 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def _daemons(start, scripted) -> Iterator[dict[str, Any]]:
-    made: dict[str, Any] = {}
-    with start(scripted(chat_template=with_tokens(TEMPLATES["hermes"]))) as hermes:
-        made["hermes"] = hermes
-        with start(scripted(chat_template=with_tokens(TEMPLATES["mistral"]))) as mistral:
-            made["mistral"] = mistral
-            with start(scripted(chat_template=with_tokens(TEMPLATES["llama3"]))) as llama3:
-                made["llama3"] = llama3
-                yield made
+    with ExitStack() as running:
+        yield {
+            name: running.enter_context(start(scripted(chat_template=with_tokens(template))))
+            for name, template in TEMPLATES.items()
+        }
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def speaking(_daemons):
     def choose(name: str) -> Any:
         live = _daemons[name]
         live.client.renew()
-        live.client.pieces = TEXTS[name]
+        live.client.pieces = TEXTS[FORMAT_OF[name]]
         return live
 
     return choose
@@ -105,7 +106,7 @@ def refusal(**fields: Any) -> ApiError:
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize(("messages", "tools"), [(ASKED, None), (ASKED, [WEATHER, CLOCK]), (CALLED, [WEATHER])])
-def test_tools_and_calls_reach_the_template_as_transformers_renders(name, messages, tools, start, scripted) -> None:
+def test_tools_and_calls_reach_the_template_as_transformers_renders(name, messages, tools, speaking) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     turns = json.loads(json.dumps(messages))
@@ -121,11 +122,9 @@ def test_tools_and_calls_reach_the_template_as_transformers_renders(name, messag
         bos_token="<s>",
         eos_token="</s>",
     )
-    with start(scripted(chat_template=with_tokens(TEMPLATES[name]))) as live:
-        assert live.chat(messages=messages, **({"tools": tools} if tools else {})).status == 200
-        prompt = live.client.asked[-1][0]
-        encoded = live.client.ready.tokenizer.encode(expected, add_special_tokens=False).ids
-        assert list(prompt) == encoded
+    live = speaking(name)
+    assert live.chat(messages=messages, **({"tools": tools} if tools else {})).status == 200
+    assert list(live.client.asked[-1][0]) == live.client.ready.tokenizer.encode(expected, add_special_tokens=False).ids
 
 
 def test_a_template_of_its_own_for_tools_is_used_with_tools_only(start, scripted) -> None:
@@ -220,6 +219,62 @@ def test_a_text_without_calls_is_as_it_would_be_without_tools(speaking) -> None:
     }
     deltas = [event["choices"][0]["delta"] for event in live.chat(tools=[WEATHER], stream=True).events[:-1]]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Hello, world. \n\n"
+
+
+# --- what a grammar holds ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "held"),
+    [
+        ({}, None),
+        ({"tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}}, None),
+        ({"tool_choice": "required"}, ["get_weather", "now"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, ["now"]),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CLOCK]}}},
+            ["now", "TEXT"],
+        ),
+        ({"parallel_tool_calls": False}, ["get_weather", "now", "TEXT"]),
+        ({"tools": [WEATHER, {**CLOCK, "function": {**CLOCK["function"], "strict": True}}]}, ["get_weather", "TEXT"]),
+        ({"response_format": {"type": "json_object"}}, ["get_weather", "now", "answer"]),
+    ],
+)
+def test_a_grammar_holds_what_a_request_insists_on_and_nothing_else(fields, held, speaking) -> None:
+    live = speaking("hermes")
+    assert live.chat(**{"tools": [WEATHER, CLOCK], **fields}).status == 200
+    grammar = live.client.asked[-1][1].grammar
+    if held is None:
+        assert grammar is None
+    else:
+        assert grammar.kind is GrammarKind.LARK
+        found = {name for name in ("get_weather", "now", "TEXT", "answer") if re.search(rf"\b{name}\b", grammar.text)}
+        assert found >= set(held)
+        assert not {"TEXT", "answer"} & found - set(held)
+        assert "now" not in held or len(held) > 1 or "get_weather" not in grammar.text
+
+
+def test_a_grammar_that_the_verifier_refuses_is_an_error_about_tools(speaking) -> None:
+    live = speaking("hermes")
+    live.client.pieces = []
+    live.client.error = InvalidArgument("uniqueItems is unknown", field="sampling.grammar")
+    reply = live.chat(tools=[WEATHER], tool_choice="required")
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    live.client.error = InvalidArgument("uniqueItems is unknown", field="sampling.grammar")
+    reply = live.chat(tools=[WEATHER], response_format={"type": "text"})
+    assert reply.error["param"] == "response_format", "without a grammar of calls it is the format's"
+
+
+def test_tools_whose_grammar_is_too_large_are_refused_with_the_remedy(speaking) -> None:
+    large = {"type": "object", "properties": {f"key_{i}": {"enum": ["x" * 40]} for i in range(1500)}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": large}}
+    live = speaking("hermes")
+    reply = live.chat(tools=[tool], tool_choice="required")
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    assert "fewer tools" in reply.error["message"]
+    described = {"type": "object", "properties": {"a": {"type": "string", "description": "x" * 70_000}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": described}}
+    assert live.chat(tools=[tool], tool_choice="required").status == 200
 
 
 # --- what cannot be ---

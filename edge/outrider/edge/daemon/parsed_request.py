@@ -60,6 +60,11 @@ class ParsedRequest:
     prediction: SuffixIndex | None = None
     tools: ToolUse | None = None
 
+    @property
+    def held_by_tools(self) -> bool:
+        """Whether the grammar of the texts is that of their calls."""
+        return self.tools is not None and self.tools.grammar is not None
+
 
 async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     """Parse the request of a chat.
@@ -83,7 +88,8 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
         raise ApiError(400, error.message, param="messages", code="context_length_exceeded") from error
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
     parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
-    parsed = replace(parsed, tools=tools)
+    if tools is not None:
+        parsed = replace(parsed, tools=tools, choices=tuple(_held(choice, tools) for choice in parsed.choices))
     if request.prediction is None:
         return parsed
     return replace(parsed, prediction=await indexed_prediction(served.ready, request.prediction.content))
@@ -128,6 +134,13 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
     if form.json_schema is None:
         return Grammar(GrammarKind.JSON_OBJECT)
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(form.json_schema.schema_, ensure_ascii=False))
+
+
+def _held(choice: Choice, tools: ToolUse) -> Choice:
+    """Return a text that the grammar of its calls holds, if there is one; else a response format may."""
+    if tools.grammar is None:
+        return choice
+    return replace(choice, sampling=replace(choice.sampling, grammar=tools.grammar))
 
 
 def _turn(message: Message, tools: ToolSupport) -> dict[str, Any]:

@@ -146,6 +146,13 @@ class ResponseFormat(Strict):
             raise refuse("json_schema.schema is missing")
         return self
 
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | bool | None:
+        """The schema of an answer in this format; None: it is text."""
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
 
 class Prediction(Strict):
     """A text that the answer may repeat; `content` becomes a string."""

@@ -25,11 +25,12 @@ from outrider.edge.daemon.reading import read_request
 from outrider.edge.daemon.schema import Request
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
-from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.access import Key, Limits, Ticket
 from outrider.proto.plumbing.logs import about
 
 WATCH_EVERY_S = 0.25
+_GRAMMAR = "sampling.grammar"
 LATE_S = 5.0  # beyond the deadline, for a client that reads slowly
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -205,6 +206,8 @@ class Generation:
                 async for event in events:
                     await queue.put((choice, event))
         except Exception as error:  # whatever it is, it is for the reader
+            if isinstance(error, InvalidArgument) and error.field == _GRAMMAR and request.held_by_tools:
+                error.field = "tools"
             await queue.put(error)
 
     async def _watch(self, queue: asyncio.Queue[Item | Exception]) -> None:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from outrider.edge.daemon.strict import Strict, refuse
 
 MAX_TOOLS = 128
-_NO_PARAMETERS = {"type": "object", "properties": {}}
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class Function(Strict):
@@ -33,7 +33,7 @@ class Tool(Strict):
         """The tool as chat templates know it, its keys in the order of transformers' own schemas."""
         function = self.function
         described = {} if function.description is None else {"description": function.description}
-        parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
+        parameters = NO_PARAMETERS if function.parameters is None else function.parameters
         return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
 
 
@@ -54,6 +54,8 @@ def as_choice(value: Any) -> Any:
         case {"type": "function", "function": {"name": str(name)}}:
             return {"mode": "required", "names": [name]}
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            if not tools:
+                raise refuse("allows no tools; use 'none'")
             return {"mode": mode, "names": [_allowed(tool) for tool in tools]}
     forms = "'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or an object of allowed_tools"
     raise refuse(f"must be {forms}")

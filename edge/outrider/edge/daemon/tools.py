@@ -10,10 +10,13 @@ from tokenizers import Tokenizer
 from outrider.edge.chat.template import TemplateSource
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest
-from outrider.edge.daemon.tool_schema import Tool
+from outrider.edge.daemon.tool_schema import NO_PARAMETERS, Tool, ToolChoice
 from outrider.edge.text import special_tokens
 from outrider.edge.tool_calls.formats import AUTO, FORMATS, ToolFormat, format_of, knows_tools
+from outrider.edge.tool_calls.grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.parts import CallParser
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import Grammar, GrammarKind
 
 _GIVE = "give --tool-format to `outrider edge` if it speaks one of " + ", ".join(FORMATS)
 
@@ -62,11 +65,13 @@ class ToolUse:
         format: format of the calls.
         tools: functions that the model is shown.
         shown: special tokens that the text must show, for its calls to be found.
+        grammar: grammar of the text; None: the model writes what it likes.
     """
 
     format: ToolFormat
     tools: tuple[Tool, ...]
     shown: frozenset[int]
+    grammar: Grammar | None
 
     def parser(self) -> CallParser:
         """Return the parser of one text."""
@@ -87,4 +92,32 @@ def tool_use(request: ChatRequest, support: ToolSupport, model: str) -> ToolUse 
         return None
     if support.format is None:
         raise ApiError(400, f"tools: {model} {support.why_not}", param="tools", code="tools_not_supported")
-    return ToolUse(support.format, tuple(request.tools), frozenset(support.special.values()))
+    grammar = _grammar(request, request.tools, support, support.format.name)
+    return ToolUse(support.format, tuple(request.tools), frozenset(support.special.values()), grammar)
+
+
+def _grammar(request: ChatRequest, tools: list[Tool], support: ToolSupport, format_name: str) -> Grammar | None:
+    """Return the grammar that holds a text to what its request says about calls; None: it leaves all to the model."""
+    choice = request.tool_choice or ToolChoice(mode="auto")
+    answer = request.response_format.schema_of_answer if request.response_format else None
+    must_call, one = choice.mode == "required", request.parallel_tool_calls is False
+    strict = any(tool.function.strict for tool in tools)
+    if not (must_call or one or strict or answer is not None or choice.names is not None):
+        return None
+    functions = [tool.function for tool in tools if choice.names is None or tool.function.name in choice.names]
+    rules = CallRules(
+        functions=[
+            CallableFunction(function.name, function.parameters or NO_PARAMETERS, bool(function.strict))
+            for function in functions
+        ],
+        must_call=must_call,
+        max_calls=1 if one else None,
+        answer=answer,
+        special=support.special,
+        template=support.template,
+    )
+    try:
+        return Grammar(GrammarKind.LARK, grammar_of(format_name, rules))
+    except InvalidArgument as error:
+        message = f"tools: the grammar of their calls {error.message}; give fewer tools, or simpler schemas"
+        raise ApiError(400, message, param="tools") from error
