@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.cloud.hub import check_hub
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 
@@ -81,7 +82,7 @@ def resolve_target(target: str) -> str:
     """Return the folder or hub name that `target` stands for: an embedded name, an existing folder, or a hub name.
 
     Raises:
-        NotFound: it looks like a folder, but there is none.
+        NotFound: there is neither a folder nor an embedded target, and it has not the form of a hub name.
         ModelRefused: the folder has no safetensors weights.
     """
     if target in embedded_targets():
@@ -93,7 +94,25 @@ def resolve_target(target: str) -> str:
         return str(folder)
     if target.startswith((".", "/", "~")) or target.count("/") > 1:
         raise NotFound(f"there is no folder {target}", field="target")
+    if "/" not in target:
+        raise NotFound(
+            f"there is no target {target!r}; give {' or '.join(embedded_targets())}, which is embedded, a folder with "
+            "config.json and *.safetensors, or a hub name such as Qwen/Qwen3-8B",
+            field="target",
+        )
     return target
+
+
+def find_target(target: str) -> str:
+    """Return what `resolve_target` does, once the hub is known to have what bears a hub name.
+
+    Raises:
+        NotFound, ModelRefused: there is no such target, within seconds.
+    """
+    source = resolve_target(target)
+    if not Path(source).is_dir():
+        check_hub(source)
+    return source
 
 
 def chat_template_json(target: str) -> str:

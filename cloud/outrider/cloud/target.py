@@ -18,7 +18,7 @@ from outrider.cloud.automatic_dtype import load_automatically
 from outrider.cloud.call_source import Pass
 from outrider.cloud.chunked_attention import ChunkedBatch
 from outrider.cloud.config import AUTO
-from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
+from outrider.cloud.family_index import embedded_targets, find_target, load_tokenizer, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
 from outrider.cloud.packed_linear import Packing, pack_linears, replace_conv1d
@@ -343,7 +343,7 @@ def load_target(
         NotFound: no such model, or the hub cannot be reached.
         ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
     """
-    source = resolve_target(target)
+    source = find_target(target)
     if dtype == AUTO:
         return load_automatically(
             lambda chosen: load_target(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.cloud.family_index import resolve_target
+from outrider.cloud.family_index import find_target
 from outrider.cloud.training.settings import AdapterTraining, DrafterShape, DrafterTraining, SteerTraining, Training
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ExportSettings, RateSettings
@@ -67,7 +67,7 @@ def _common(given: Given, kind: type[Training]) -> dict[str, Any]:
     if (fields["minutes"] is None) == (fields["steps"] is None):
         raise ConfigError("give either --minutes or --steps", field="minutes")
     return {
-        "target": resolve_target(fields["target"]),
+        "target": find_target(fields["target"]),
         "self_text_fraction": 0.5 if fields["self_text_tokens"] else 0.0,
     }
 

@@ -13,7 +13,7 @@ import torch
 from outrider.cloud.backend import TargetFacts
 from outrider.cloud.batching import MAX_PREFILL_ROWS
 from outrider.cloud.config import AUTO, VerifierConfig
-from outrider.cloud.family_index import resolve_target
+from outrider.cloud.family_index import find_target
 from outrider.cloud.kv_size import bytes_per_token, kv_tokens_by_memory
 from outrider.cloud.target import tokenizer_json
 from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
@@ -37,7 +37,7 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
     _set_environment(config)
     check_release()
     check_device(config.device)
-    source = resolve_target(config.target)
+    source = find_target(config.target)
     tokenizer, shape = tokenizer_json(source, config.target), _shape(source, config.target)
     try:
         options = engine_options(_with_dtype(config, source), source, shape)

@@ -25,7 +25,7 @@ from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file
 from outrider.bench.record import save
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import resolve_target
+from outrider.cloud.family_index import find_target
 from outrider.cloud.precision import dtype_name
 from outrider.cloud.target import load_model, load_target
 from outrider.deploy.arguments import Given
@@ -90,7 +90,7 @@ class _EngineBench:
             if needed > room:
                 message = f"takes {needed} positions with the rows, and the target has {room}; take less"
                 raise ConfigError(message, field="context" if case.context else "prefill")
-        source = resolve_target(verifier.target)
+        source = find_target(verifier.target)
         self._library = load_model(source, verifier.target, device="cpu", dtype=dtype)
         self._versions: dict[str, str] = {}
         self._absent: dict[str, str] = {}

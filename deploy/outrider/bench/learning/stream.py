@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from outrider.cloud.family_index import load_causal_lm, load_tokenizer, resolve_target
+from outrider.cloud.family_index import find_target, load_causal_lm, load_tokenizer
 from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.record import TOP, LessonRecord
 from outrider.cloud.learning.record_file import read_records, write_records
@@ -56,7 +56,7 @@ class StreamWriter:
 
     def __init__(self, target: str, folder: Path) -> None:
         self._name = target
-        self._source = resolve_target(target)
+        self._source = find_target(target)
         self._folder = folder
         self._model: Target | None = None
 
