@@ -109,10 +109,20 @@ class CoordinatorClient:
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
             if isinstance(translated, DeadlineExceeded | Unavailable) and not translated.retry_after_s:
-                why = explain(translated.message) or translated.message
+                why = explain(translated.message) or _plain(translated.message)
                 message = f"the coordinator at {self.address} does not answer: {why}"
                 raise Unavailable(message, field="coordinator") from error
             raise translated from error
+
+
+def _plain(details: str) -> str:
+    """Return gRPC's words, or plain ones for what they say most often."""
+    refused = "Connection refused" in details
+    return (
+        "nothing listens there; start `outrider up` or `outrider coordinator`, or check the address"
+        if refused
+        else details
+    )
 
 
 def file_fetcher(

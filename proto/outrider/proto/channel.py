@@ -19,7 +19,12 @@ _LIMITS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
-CLIENT_OPTIONS = [*_LIMITS, ("grpc.enable_retries", 0), ("grpc.max_reconnect_backoff_ms", 2_000)]
+CLIENT_OPTIONS = [
+    *_LIMITS,
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),  # then 1.6 times as long with each failure
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
 
 # A decoding stream is a trickle of small frames on an uplink that may be thin. gRPC would probe its bandwidth and top
 # up two flow-control windows with every write, in as many bytes as the drafts themselves (measured: 17 + 26 with each

@@ -20,6 +20,7 @@ from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhaus
 from outrider.proto.session import EdgeStatistics
 
 LOOK_EVERY_S = 2.0
+LOOK_SOON_S = 0.25  # while nothing answers at the coordinator's address; gRPC spaces the attempts to connect
 ANSWER_WITHIN_S = 2.0
 WAIT_FOR_CLOUD_S = 5.0  # of a request without a token, once the cloud is known to be away
 
@@ -50,7 +51,13 @@ class Served:
 
 
 class Cloud:
-    """One client's view of its cloud, which `watch` keeps fresh; every `every_s` seconds, or after a text is lost."""
+    """One client's view of its cloud, which `watch` keeps fresh.
+
+    It looks every `every_s` seconds, after a text is lost, and more often while the coordinator does not answer.
+
+    Attributes:
+        found: set once the cloud has been there.
+    """
 
     def __init__(self, client: Client, tool_format: str = AUTO) -> None:
         self.client = client
@@ -63,6 +70,7 @@ class Cloud:
         self._since = time.monotonic()
         self._drafter_error = ""
         self._look_now = asyncio.Event()
+        self.found = asyncio.Event()
 
     @property
     def health(self) -> Health:
@@ -106,11 +114,17 @@ class Cloud:
             self._look_now.clear()
             await self._look()
             try:
-                async with asyncio.timeout(self.every_s):
+                async with asyncio.timeout(self._pause_s):
                     await self._look_now.wait()
                 await asyncio.sleep(0.1)  # many streams may be lost together: look once for all of them
             except TimeoutError:
                 pass
+
+    @property
+    def _pause_s(self) -> float:
+        """Time until the next look; a coordinator that answers is not asked more often for having nothing to give."""
+        silent = isinstance(self._error, Unavailable) and self._error.field == "coordinator"
+        return min(LOOK_SOON_S, self.every_s) if silent else self.every_s
 
     async def close(self) -> None:
         """End the process that renders chats; the client is closed by whoever made it."""
@@ -128,10 +142,14 @@ class Cloud:
         except Exception as found:  # a task's top: whatever it was, the next look may go well
             log.exception("looking for the cloud failed")
             error = Unavailable(f"{type(found).__name__}: {found}")
-        if (error is None) != (self._error is None):
+        changed, since = (error is None) != (self._error is None), self._since
+        if changed:
             self._since = time.monotonic()
         if error is None and self._error is not None:
-            log.info("the cloud is there")
+            # As loud as the line that said the cloud was away.
+            level = logging.WARNING if self.found.is_set() else logging.INFO
+            log.log(level, "the cloud is there, after %.1f s", self._since - since)
+            self.found.set()
         elif error is not None and str(error) != str(self._error):
             log.warning("the cloud cannot be used: %s", error)
         self._error = error
