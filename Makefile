@@ -99,10 +99,14 @@ $(SUPPLY)/.ready: constraints.txt
 	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt uv
 	touch $@
 
+# Pip shows what it fetches on a terminal, and is quiet in a log.
+QUIET = $(shell test -t 2 || echo --quiet)
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing Outrider with torch, Ray, transformers and the tools of development into $(VENV), once: some minutes,"
+	@echo "and 2 GB of disk with the CPU build of torch, 6 GB or more with CUDA's."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[all]' --group dev
 	touch $(READY)
 
 clean:
