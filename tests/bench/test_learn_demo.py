@@ -17,6 +17,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.text_writer import TextRequest
 from outrider.deploy.cli import main, parse
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.drafters import find_package
 from outrider.edge import Completion, EdgeConfig
 from outrider.proto.errors import Unavailable
@@ -32,7 +33,8 @@ def test_the_cluster_gets_the_options_of_the_command(tmp_path: Path) -> None:
     trainer, verifier = up(TrainerSettings), up(VerifierConfig)
     assert (trainer.drafter, trainer.loss, trainer.cpu_share) == ("a/b", "opd", 0.25)
     assert trainer.rehearsal == (Path("x"), Path("y z"))
-    assert (verifier.learn, verifier.min_step_s, verifier.threads, verifier.draft_here) == (True, 0.045, 2, "off")
+    assert (verifier.learn, verifier.threads, verifier.draft_here) == (True, 2, "off")
+    assert up(ConditionSettings).pace == 45
     assert verifier.steering == parse(line)(VerifierConfig).steering != ()
     assert up.values["relay"]
 

@@ -36,6 +36,7 @@ TEXTS = {
     "kv-tokens": "4096",
     "queue": "8",
     "loss": "2:100",
+    "link": "30,10,50",
     "steps": "2x3",
     "draft-with": "ngram",
     "draft-price": "2",

@@ -25,7 +25,7 @@ def test_the_metrics_of_the_coordinator_are_where_they_were_bound(options, bound
     asked = []
 
     @asynccontextmanager
-    async def cluster(config, *, verifiers, coordinator, trainer) -> AsyncIterator[LocalCluster]:
+    async def cluster(config, *, verifiers, coordinator, trainer, link) -> AsyncIterator[LocalCluster]:
         asked.append(coordinator["metrics_listen"])
         yield LocalCluster("127.0.0.1:7000", {"coordinator": bound}, {})
 

@@ -30,7 +30,7 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
     asked = []
 
     @asynccontextmanager
-    async def running(config, *, verifiers, coordinator, trainer) -> AsyncIterator[LocalCluster]:
+    async def running(config, *, verifiers, coordinator, trainer, link) -> AsyncIterator[LocalCluster]:
         asked.append((config.learn, trainer))
         yield LocalCluster("127.0.0.1:7000", {}, {})
 

@@ -107,6 +107,10 @@ class VerifierActor:
         """Drop all lessons of an API key, here and at the trainer, and return how many positions that had."""
         return self._server.forget_lessons(api_key).result(FORGOTTEN_WITHIN_S)
 
+    def set_pace(self, min_step_s: float) -> None:
+        """Replace `min_step_s` of the settings until the next restart."""
+        self._server.set_pace(min_step_s)
+
     def drain(self, grace_s: float) -> int:
         """Take no more sessions, ask those that run to move within `grace_s` seconds, and return their number."""
         return self._submit(self._server.drain(grace_s)).result()

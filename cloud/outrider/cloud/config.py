@@ -170,13 +170,7 @@ class VerifierConfig(GrpcServerSettings):
         group=LEARNING,
         check=above(0),
     )
-    min_step_s: float = option(
-        0.0,
-        "minimum time of a step, to imitate a larger target",
-        flag="min-step-seconds",
-        metavar="S",
-        check=at_least(0),
-    )
+    min_step_s: float = option(0.0, "minimum time of a step, to imitate a larger target", check=at_least(0))
     drain_grace_s: float = option(
         10.0, "time for sessions to move to other verifiers before it ends", check=at_least(0)
     )

@@ -137,6 +137,10 @@ class Engine(EngineState):
         """End the texts of these sessions here."""
         self._inbox.post(lambda: self._admission.send_away(sessions))
 
+    def set_pace(self, min_step_s: float) -> None:
+        """Let the steps from now on take at least so many seconds."""
+        self._runner.min_step_s = min_step_s
+
     def _wake(self) -> None:
         self._inbox.post(lambda: None)
 

@@ -35,7 +35,11 @@ class StepResult:
 
 
 class ModelRunner:
-    """The runner of batches on a target."""
+    """The runner of batches on a target.
+
+    Attributes:
+        min_step_s: minimum time of a step, which stands for a larger target, in seconds.
+    """
 
     def __init__(self, backend: Backend, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
         """Run batches on `backend`.
@@ -43,11 +47,11 @@ class ModelRunner:
         Args:
             backend: target with the KV cache of all sessions; tapped from now on, if there is a projection.
             projections: projections that make steering vectors, by id.
-            min_step_s: least time of a step, which stands for a larger target; seconds.
+            min_step_s: initial `min_step_s`.
         """
         self._backend = backend
         self._vectors = SteeringVectors(backend, projections)
-        self._min_step_s = min_step_s
+        self.min_step_s = min_step_s
 
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
         """Compute every share's rows and verify its drafts.
@@ -62,7 +66,7 @@ class ModelRunner:
         done = [(share, sampled) for share, sampled in zip(shares, output.sampled, strict=True) if sampled is not None]
         vectors = self._vectors.of([share.slot.session.wanted_vector for share, _ in done], output.taps)
         sampled_at = time.monotonic()
-        self._wait_until(began + self._min_step_s)
+        self._wait_until(began + self.min_step_s)
         times = StepTimes(began, output.forwarded, sampled_at, time.monotonic())
         verified = [
             (

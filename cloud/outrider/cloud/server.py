@@ -196,6 +196,10 @@ class VerifierServer:
         timings = self._engine.timings
         return [timings.popleft() for _ in range(len(timings))]
 
+    def set_pace(self, min_step_s: float) -> None:
+        """Replace `min_step_s` of the settings from the next step on."""
+        self._engine.set_pace(min_step_s)
+
     def forget_lessons(self, api_key: str) -> Future[int]:
         """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
         return self._lessons.forget(api_key)

@@ -7,15 +7,19 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
+from outrider.deploy.commands.conditions import Cable
 from outrider.deploy.end_watch import WATCH
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.ports import check_port
+from outrider.deploy.progress import stage
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 
 LOAD_TIMEOUT_S = 600.0
@@ -34,12 +38,14 @@ class LocalCluster:
         metrics_addresses: addresses of metrics, by name of verifier and `coordinator`; empty: not served.
         actors: handles of the verifier actors by name.
         trainer: handle of the trainer's actor; None: there is none.
+        near: does away with the emulated link and the pace of the target, and returns the coordinator's own address.
     """
 
     coordinator: str
     metrics_addresses: dict[str, str]
     actors: dict[str, Any]
     trainer: Any = None
+    near: Callable[[], Awaitable[str]] | None = None
 
 
 @asynccontextmanager
@@ -49,6 +55,7 @@ async def local_cluster(
     verifiers: int = 1,
     coordinator: Mapping[str, Any] | None = None,
     trainer: TrainerSettings | None = None,
+    link: Cable | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Start a local Ray cluster with `verifiers` actors of one target and a coordinator; end them all on leaving.
 
@@ -60,9 +67,10 @@ async def local_cluster(
         verifiers: number of actors.
         coordinator: fields of `CoordinatorConfig`; drafters are added to the embedded family.
         trainer: settings of a trainer, whose versions are offered to edges; None: there is none.
+        link: emulated link between edges and all that they reach here; None: there is none.
 
     Raises:
-        ConfigError: an option is wrong, or the joined cluster has verifiers already.
+        ConfigError: an option is wrong, a port is taken, or the joined cluster has verifiers already.
         Unavailable: the cluster does not answer, or does not start.
         OutriderError: a verifier cannot load its target.
     """
@@ -73,6 +81,8 @@ async def local_cluster(
     from outrider.coordinator.config import CoordinatorConfig
     from outrider.coordinator.ray_cluster import RayCluster
     from outrider.coordinator.server import CoordinatorServer
+    from outrider.deploy.far_fleet import FarFleet
+    from outrider.deploy.link.process import LinkProcess
 
     secret = secrets.token_bytes(SECRET_BYTES)
     asked = {"listen": "127.0.0.1:0", **(coordinator or {})}
@@ -80,9 +90,13 @@ async def local_cluster(
     if trainer is not None:
         trainer = replace(trainer, folder=drafters[-1].parent)
     coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
+    for name in ("listen", "metrics_listen"):
+        check_port(getattr(coordinator_config, name), name)
     verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
-    _join_or_start_ray()  # before any gRPC server or channel: Ray forks
-    try:
+    with stage("starting Ray"):
+        _join_or_start_ray()  # before any gRPC server or channel: Ray forks
+    async with AsyncExitStack() as ending:
+        ending.push_async_callback(_end_ray)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
         def start(name: str) -> Any:
@@ -96,20 +110,41 @@ async def local_cluster(
 
         learning = None
         if trainer is not None:
-            learning = await asyncio.to_thread(_start_trainer, verifier.model_id, trainer, here)
+            with stage(f"loading the trainer of {trainer.drafter}"):
+                learning = await asyncio.to_thread(_start_trainer, verifier.model_id, trainer, here)
         actors = {name: start(name) for name in (f"{verifier.name}-{i}" for i in range(verifiers))}
-        infos = {name: await asyncio.to_thread(wait_until_loaded, name, actor) for name, actor in actors.items()}
-        server = CoordinatorServer(coordinator_config, RayCluster(respawn=start))
-        try:
-            address = await server.start()
-            metrics = {"coordinator": server.metrics_address}
-            metrics |= {name: info["metrics_address"] for name, info in infos.items()}
-            yield LocalCluster(address, metrics, actors, learning)
-        finally:
-            await server.stop()
-    finally:
-        if not WATCH.number:  # or this process ends at once, and what it has started with it
-            await asyncio.to_thread(ray.shutdown)
+        with stage(f"loading the target {verifier.target}" + (f" {verifiers} times" if verifiers > 1 else "")):
+            infos = {name: await asyncio.to_thread(wait_until_loaded, name, actor) for name, actor in actors.items()}
+        # What is relayed passes the link in front of the coordinator.
+        shape = LinkShape.of(**asdict(link)) if link else None
+        far = FarFleet(shape, start) if shape is not None and not coordinator_config.relay else None
+        listen = coordinator_config.listen
+        if shape is not None:
+            coordinator_config = replace(coordinator_config, listen="127.0.0.1:0")
+        server = CoordinatorServer(coordinator_config, far or RayCluster(respawn=start))
+        ending.push_async_callback(server.stop)
+        address = own_address = await server.start()
+        if shape is not None:
+            address = (await ending.enter_async_context(LinkProcess(own_address, shape, listen=listen))).address
+
+        async def near() -> str:
+            if far is not None:
+                far.near = True
+            await asyncio.to_thread(ray.get, [actor.set_pace.remote(0.0) for actor in actors.values()])
+            assert server.service is not None  # noqa: S101 - it runs
+            await server.service.refresh()
+            return own_address
+
+        metrics = {"coordinator": server.metrics_address}
+        metrics |= {name: info["metrics_address"] for name, info in infos.items()}
+        yield LocalCluster(address, metrics, actors, learning, near)
+
+
+async def _end_ray() -> None:
+    import ray
+
+    if not WATCH.number:  # or this process ends at once, and what it has started with it
+        await asyncio.to_thread(ray.shutdown)
 
 
 def catalogue_folders(more: Sequence[Path], trainer: TrainerSettings | None) -> tuple[Path, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
 from outrider.deploy.end_watch import WATCH
+from outrider.deploy.progress import waiting
 from outrider.deploy.termination import has_terminal, on_signals
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
@@ -17,6 +19,7 @@ from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.deploy.learn_here import LearningHere
+    from outrider.edge.daemon.server import Daemon
 
 
 def edge(given: Given) -> int:
@@ -53,13 +56,30 @@ async def _edge(given: Given) -> int:
     WATCH.leave_to_command()
     on_signals(stop, signal.SIGINT, signal.SIGTERM)
     print(f"edge daemon on {address}", flush=True)
+    waits = asyncio.create_task(_until_ready(daemon, client, address, given))
     learns = asyncio.create_task(learning.run()) if learning is not None else None
     await stopping.wait()
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
     if learns is not None:
         learns.cancel()
         await asyncio.gather(learns, return_exceptions=True)
     await daemon.stop()
     return 0
+
+
+async def _until_ready(daemon: Daemon, client: Client, address: str, given: Given) -> None:
+    """Say on standard error what is waited for, and what is served then."""
+    fields = given.fields(EdgeConfig)
+    where = f"coordinator at {fields['coordinator']}" if fields["coordinator"] else f"verifier at {fields['verifier']}"
+    with waiting(f"waiting for the {where}"):
+        await daemon.cloud.found.wait()
+    print(
+        f"ready: {client.ready.model if client.ready else ''}, drafter {client.drafter_name}; "
+        f"the page: {address}/   OpenAI's API: {address}/v1",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _learning(given: Given, client: Client) -> LearningHere | None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from outrider.deploy.arguments import Given, read_stdin
 from outrider.deploy.commands.edge import GrammarSettings, MarkSettings, PromptSettings, StopSettings
 from outrider.deploy.credentials import api_key
+from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, read_prompts
 from outrider.deploy.show import LiveText, Marks
 from outrider.deploy.termination import temporary_folder
@@ -33,10 +34,14 @@ def generate(given: Given) -> int:
 @asynccontextmanager
 async def _local_client(given: Given) -> AsyncIterator[Client]:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.server import VerifierServer
+    from outrider.cloud.family_index import find_target
 
     config = given(VerifierConfig)
-    server = VerifierServer(config)
+    find_target(config.target)
+    with waiting(f"loading the target {config.target}"):
+        from outrider.cloud.server import VerifierServer  # imports torch
+
+        server = VerifierServer(config)
     address = await server.start()
     try:
         with temporary_folder("outrider-run-") as folder:

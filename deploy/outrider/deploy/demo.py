@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.family_index import find_target
 from outrider.deploy.arguments import Given
-from outrider.deploy.cluster import LocalCluster, local_cluster
+from outrider.deploy.cluster import local_cluster
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.decoding import BuiltInPrompts, DemoSettings
 from outrider.deploy.commands.edge import StopSettings
+from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.deploy.show import LiveText
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.edge.control import CoordinatorClient
+from outrider.proto.types import VerifierStatus
+
+BUSY = 2.0  # load of each core, from which results say more about the machine
 
 
 @dataclass(slots=True)
@@ -34,11 +43,10 @@ class ComparedTexts:
         hits, compared = sum(s.hits for s in statistics), sum(s.compared for s in statistics)
         up, down = sum(s.uplink_bytes for s in statistics), sum(s.downlink_bytes for s in statistics)
         down_cloud = sum(c.statistics.downlink_bytes for c in self.cloud)
-        speed, speed_of_cloud = _tokens_per_s(self.outrider), _tokens_per_s(self.cloud)
         return (
-            f"{speed:.1f}",
-            f"{speed_of_cloud:.1f}",
-            f"{speed / speed_of_cloud:.2f}",
+            f"{_tokens_per_s(self.outrider):.1f}",
+            f"{_tokens_per_s(self.cloud):.1f}",
+            f"{self.ratio:.2f}",
             f"{sum(s.steps for s in statistics) / tokens:.3f}",
             f"{hits / compared:.3f}" if compared else "-",
             f"{up / tokens:.1f}",
@@ -46,6 +54,11 @@ class ComparedTexts:
             f"{down_cloud / tokens:.1f}",
             f"{self.identical}/{len(self.outrider)}",
         )
+
+    @property
+    def ratio(self) -> float:
+        """Speed of Outrider over that of cloud streaming."""
+        return _tokens_per_s(self.outrider) / _tokens_per_s(self.cloud)
 
     @property
     def identical(self) -> int:
@@ -60,61 +73,104 @@ def demo(given: Given) -> int:
 
 async def _demo(given: Given) -> int:
     console = Console(highlight=False)
-    console.print("starting a local Ray cluster, a verifier and the coordinator …")
-    async with local_cluster(given(VerifierConfig), verifiers=given(DemoSettings).verifiers) as cluster:
-        console.print(f"coordinator on {cluster.coordinator}; verifiers: {', '.join(cluster.actors)}\n")
-        accumulators = await _compare(cluster, given, console)
-        precision = await _precision(cluster)
-    console.print(_table(accumulators, given, precision))
-    if any(accumulator.identical < len(accumulator.outrider) for accumulator in accumulators.values()):
+    config, conditions = given(VerifierConfig), given(ConditionSettings)
+    find_target(config.target)
+    console.print(f"Outrider and plain cloud streaming: {conditions.words}", style="bold")
+    emulated = bool(conditions.pace or conditions.link)
+    if emulated:
+        console.print("(emulated, in place of a larger target far away; --pace 0 --link 0: neither)")
+    config = replace(config, min_step_s=conditions.pace / 1e3)
+    bare = None
+    async with local_cluster(config, verifiers=given(DemoSettings).verifiers, link=conditions.link) as cluster:
+        compared = await _compare(cluster.coordinator, given, console)
+        if emulated and cluster.near is not None:
+            with waiting("the same on bare loopback, at the target's own speed"):
+                near = await cluster.near()
+                bare = _together(await _compare(near, given, None))
+        verifiers = await _verifiers(cluster.coordinator)
+    console.print(_table(compared, bare, given, ", ".join(sorted({each.precision for each in verifiers}))))
+    if not all(texts.identical == len(texts.outrider) for texts in (*compared.values(), *([bare] if bare else []))):
         console.print("the texts differ from cloud streaming", style="bold red")
         return 1
     console.print("every text is identical to cloud streaming of the same target")
+    step_ms = 1e3 * max(each.step_s for each in verifiers)
+    for line in _reasons(_together(compared), bare, conditions, step_ms):
+        console.print(line)
     return 0
 
 
-async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dict[str, ComparedTexts]:
-    live = LiveText(console)
-    accumulators: dict[str, ComparedTexts] = {}
-    sampling, stop, quiet = given(Sampling), given(StopSettings).stop, given(DemoSettings).quiet
-    speculating = given(EdgeConfig, coordinator=cluster.coordinator)
-    streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", drafts_here=0, cache=speculating.cache)
+def _reasons(
+    compared: ComparedTexts, bare: ComparedTexts | None, conditions: ConditionSettings, step_ms: float
+) -> Iterator[str]:
+    """Yield what the ratios mean; `step_ms` is the time of a step of the target at its own speed."""
+    yield f"{conditions.words}: {compared.ratio:.2f} times the speed of cloud streaming"
+    if bare is not None:
+        yield f"bare loopback, target at its own speed: {bare.ratio:.2f} times"
+    cheap = not conditions.pace if bare is None else bare.ratio < compared.ratio
+    if cheap:
+        yield (
+            f"A step of this small target takes about {step_ms:.0f} ms on these cores, which drafts share: little to "
+            "save. Those of larger targets take tens of ms, on cores of their own, which is what --pace stands for."
+        )
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores:
+        yield f"This machine is busy, which slows drafts more than paced steps: load {load:.1f} on {cores} cores."
+
+
+async def _compare(coordinator: str, given: Given, console: Console | None) -> dict[str, ComparedTexts]:
+    """Decode all prompts both ways, and show them on `console`; None: nowhere."""
+    live = LiveText(console) if console is not None and not given(DemoSettings).quiet else None
+    compared: dict[str, ComparedTexts] = {}
+    sampling, stop = given(Sampling), given(StopSettings).stop
+    speculating = given(EdgeConfig, coordinator=coordinator)
+    streaming = EdgeConfig(coordinator=coordinator, drafter="none", drafts_here=0, cache=speculating.cache)
     async with Client(speculating) as ours, Client(streaming) as cloud:
         await ours.complete("warming up", Sampling(max_tokens=16))
         await cloud.complete("warming up", Sampling(max_tokens=16))
-        if not quiet:
-            console.print(f"drafter {ours.drafter_name}; {live.legend}")
+        if live is not None and console is not None:
+            console.print(f"drafter {ours.drafter_name}" + (f"; {live.legend}" if live.legend else ""))
         for prompt in _prompts(given(BuiltInPrompts)):
-            accumulator = accumulators.setdefault(prompt.domain or "prompts", ComparedTexts())
-            if quiet:
-                accumulator.outrider.append(await ours.complete(prompt.text, sampling, stop=stop))
+            texts = compared.setdefault(prompt.domain or "prompts", ComparedTexts())
+            if live is None or console is None:
+                texts.outrider.append(await ours.complete(prompt.text, sampling, stop=stop))
             else:
                 console.rule(f"{prompt.domain} {prompt.id}".strip())
-                accumulator.outrider.append(await live.decode(ours, prompt, sampling, stop, prompt.text[-400:]))
-            accumulator.cloud.append(await cloud.complete(prompt.text, sampling, stop=stop))
-    return accumulators
+                texts.outrider.append(await live.decode(ours, prompt, sampling, stop, prompt.text[-400:]))
+            with waiting("the same by cloud streaming") if live is not None else nullcontext():
+                texts.cloud.append(await cloud.complete(prompt.text, sampling, stop=stop))
+            if live is not None and console is not None:
+                plain = texts.cloud[-1]
+                line = f"by cloud streaming: {plain.seconds:.2f} s ({len(plain.tokens) / plain.seconds:.1f}/s)"
+                console.print(line, style="dim", markup=False)
+    return compared
 
 
 def _prompts(settings: BuiltInPrompts) -> list[Prompt]:
     return held_out(settings.per_domain) if settings.prompts is None else read_prompts(settings.prompts)
 
 
-async def _precision(cluster: LocalCluster) -> str:
-    """Return what the verifiers compute in, which `--dtype auto` has chosen."""
-    coordinator = CoordinatorClient(cluster.coordinator)
+async def _verifiers(address: str) -> Sequence[VerifierStatus]:
+    coordinator = CoordinatorClient(address)
     try:
-        status = await coordinator.status()
+        return (await coordinator.status()).verifiers
     finally:
         await coordinator.close()
-    return ", ".join(sorted({verifier.precision for verifier in status.verifiers}))
 
 
-def _table(accumulators: dict[str, ComparedTexts], given: Given, precision: str) -> Table:
+def _together(compared: Mapping[str, ComparedTexts]) -> ComparedTexts:
+    return ComparedTexts(
+        [text for texts in compared.values() for text in texts.outrider],
+        [text for texts in compared.values() for text in texts.cloud],
+    )
+
+
+def _table(compared: Mapping[str, ComparedTexts], bare: ComparedTexts | None, given: Given, precision: str) -> Table:
     sampling = given(Sampling)
     table = Table(
         box=box.SIMPLE,
         padding=0,
-        title=f"T = {sampling.temperature:g}, {sampling.max_tokens} tokens per prompt, {precision}",
+        title=f"{given(ConditionSettings).words}; T = {sampling.temperature:g}, "
+        f"{sampling.max_tokens} tokens per prompt, {precision}",
         caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
         "up, down, cloud B: bytes per token; same: texts identical to cloud streaming",
     )
@@ -122,15 +178,14 @@ def _table(accumulators: dict[str, ComparedTexts], given: Given, precision: str)
     table.add_column("domain")
     for heading in headings:
         table.add_column(heading, justify="right")
-    for domain, accumulator in accumulators.items():
-        table.add_row(domain, *accumulator.row())
-    if len(accumulators) > 1:
-        together = ComparedTexts(
-            [c for accumulator in accumulators.values() for c in accumulator.outrider],
-            [c for accumulator in accumulators.values() for c in accumulator.cloud],
-        )
+    for domain, texts in compared.items():
+        table.add_row(domain, *texts.row())
+    if len(compared) > 1:
         table.add_section()
-        table.add_row("all", *together.row())
+        table.add_row("all", *_together(compared).row())
+    if bare is not None:
+        table.add_section()
+        table.add_row("bare loopback", *bare.row())
     return table
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.family_index import find_target
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
 from outrider.deploy.cluster import catalogue_folders, embedded_drafters, local_cluster
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.serving import (
     ActorSettings,
     FixedVerifierSettings,
@@ -23,10 +25,14 @@ from outrider.deploy.commands.serving import (
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
 from outrider.deploy.descendants import descendants, kill, until_gone
+from outrider.deploy.next_steps import next_steps
+from outrider.deploy.ports import check_port
+from outrider.deploy.progress import waiting
 from outrider.deploy.termination import set_when_asked_to_end
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
+from outrider.proto.plumbing.serving import GrpcServerSettings
 from outrider.proto.plumbing.tls import ClientTls
 
 logger = logging.getLogger(__name__)
@@ -43,24 +49,36 @@ def up(given: Given) -> int:
 
 async def _up(given: Given) -> int:
     asked = given.fields(CoordinatorConfig)
-    verifiers = given(UpSettings).verifiers
-    config = given(VerifierConfig, metrics_listen="127.0.0.1:0" if asked["metrics_listen"] else "", **given.logging)
+    verifiers, conditions = given(UpSettings).verifiers, given(ConditionSettings)
+    config = given(
+        VerifierConfig,
+        metrics_listen="127.0.0.1:0" if asked["metrics_listen"] else "",
+        min_step_s=conditions.pace / 1e3,
+        **given.logging,
+    )
+    find_target(config.target)
     tls = serving_tls(given)
     if not (asked["relay"] or is_local_address(asked["listen"], "listen")):
         logger.warning("the verifiers listen on 127.0.0.1: edges on other machines need --relay")
     learning = given(TrainerSettings) if config.learn else None
     if learning is not None and not asked["api_keys"]:
         learning = replace(learning, min_keys=1, key_share=1.0)  # all texts are one key's, and all edges are
-    coordinator = asked | {"tls": tls}
-    async with local_cluster(config, verifiers=verifiers, coordinator=coordinator, trainer=learning) as running:
+    async with local_cluster(
+        config,
+        verifiers=verifiers,
+        coordinator=asked | {"tls": tls},
+        trainer=learning,
+        link=conditions.link,
+    ) as running:
         stop = set_when_asked_to_end()
-        print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")
-        needs = (" --tls-ca FILE" if tls else "") + (" --api-key-file FILE" if asked["api_keys"] else "")
-        print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
+        print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}", flush=True)
+        if conditions.pace or conditions.link:
+            print(f"{conditions.words}: emulated, to show what a larger and a farther target is like", flush=True)
         for name, address in running.metrics_addresses.items():
             _print_metrics(name, address)
         if learning is not None:
             print(f"edges with --share-texts teach {learning.drafter}; versions in {learning.folder}", flush=True)
+        print(*next_steps(running.coordinator, config.model_id, f"{config.name}-0", given), sep="\n", flush=True)
         with LoopWatch("the coordinator", _end_with_cluster):
             lost = await _stopped_or_lost(stop)
         if lost:
@@ -93,7 +111,9 @@ def coordinator(given: Given) -> int:
 async def _coordinator(given: Given) -> int:
     from outrider.coordinator.server import CoordinatorServer
 
-    server = CoordinatorServer(coordinator_config(given))
+    config = coordinator_config(given)
+    _check_ports(config)
+    server = CoordinatorServer(config)
     address = await server.start()
     stop = set_when_asked_to_end()
     print(f"coordinator on {address}", flush=True)
@@ -143,8 +163,8 @@ def verifier(given: Given) -> int:
 
 
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
-    from outrider.cloud.server import VerifierServer
-
+    find_target(config.target)
+    _check_ports(config)
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
     end = threading.Timer(END_WITHIN_S, end_process)
@@ -154,7 +174,10 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
         loop.call_soon_threadsafe(failed.set)
         end.start()  # the loop itself may stand still
 
-    server = VerifierServer(config, secret, on_failure)
+    with waiting(f"loading the target {config.target}"):
+        from outrider.cloud.server import VerifierServer  # imports torch
+
+        server = VerifierServer(config, secret, on_failure)
     address = await server.start()
     stop = set_when_asked_to_end()
     print(f"verifier {config.name} of {config.model_id} on {address}", flush=True)
@@ -189,7 +212,8 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
 
     connect_ray(settings.ray_address)
     actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
-    info = wait_until_loaded(config.name, actor)
+    with waiting(f"loading the target {config.target}"):
+        info = wait_until_loaded(config.name, actor)
     print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
     _print_metrics(config.name, info["metrics_address"])
     return 0
@@ -208,11 +232,17 @@ def trainer(given: Given) -> int:
     connect_ray(cluster.ray_address)
     settings = replace(settings, folder=folder.parent)
     actor = start_trainer_actor(model, settings, ray_options={"num_cpus": cluster.cpus}, **given.logging)
-    info = wait_until_loaded(f"trainer of {model}", actor)
+    with waiting(f"loading the trainer of {settings.drafter}"):
+        info = wait_until_loaded(f"trainer of {model}", actor)
     print(f"trainer of {info['drafter']} for {model}, after {info['steps']} steps; versions in {folder}", flush=True)
     _, *folders = catalogue_folders((), settings)  # a coordinator has the embedded ones
     print(f"give the coordinator --drafters {' '.join(map(str, folders))}", flush=True)
     return 0
+
+
+def _check_ports(config: GrpcServerSettings) -> None:
+    for name in ("listen", "metrics_listen"):
+        check_port(getattr(config, name), name)
 
 
 def _print_metrics(name: str, address: str) -> None:

@@ -207,7 +207,7 @@ def up_options(given: Given) -> Iterator[str]:
     The edge speaks to the coordinator alone, which relays, so that one link carries all that it sends and fetches.
     """
     fixed = {"listen": "127.0.0.1:0", "learn": True, "relay": True, "draft-here": "off"}
-    fixed |= {"min-step-seconds": given(LearnDemoSettings).min_step / 1e3}
+    fixed |= {"pace": given(LearnDemoSettings).min_step}
     chosen = {
         argument.flag if argument.field.name != "threads" else "target-threads": given.values[argument.name]
         for argument in given.arguments

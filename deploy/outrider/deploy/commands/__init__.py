@@ -2,6 +2,7 @@
 
 edge       generate, edge, doctor
 decoding   run, demo
+conditions the price of a local cluster's target and the link to it, for up and demo
 serving    up, coordinator, verifier
 training   train, export, models
 operating  status, drain, scale, certs, key, link, submit, completion

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from outrider.cloud.config import TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, part
+from outrider.deploy.commands.conditions import Cable, ConditionSettings
 from outrider.deploy.commands.edge import TEXTS, StopSettings, edge_part
 from outrider.edge.config import DRAFTING
 from outrider.proto.settings import Settings, at_least, option
@@ -18,7 +19,7 @@ class BuiltInPrompts(Settings):
     """Built-in prompts, or others."""
 
     prompts: Path | None = option(None, "file of prompts instead of the built-in ones")
-    per_domain: int = option(2, "built-in prompts per domain", check=at_least(1))
+    per_domain: int = option(1, "built-in prompts per domain", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,11 @@ RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), part(V
 DEMO = Command(
     "outrider.deploy.demo:demo",
     (
+        part(ConditionSettings, defaults={"pace": 30.0, "link": Cable(20.0)}),
         part(BuiltInPrompts),
         part(DemoSettings),
         edge_part("cache"),
-        part(Sampling),
+        part(Sampling, defaults={"max_tokens": 96}),
         part(StopSettings),
         edge_part(DRAFTING),
         part(VerifierConfig, TARGET),

@@ -9,6 +9,7 @@ from outrider.cloud.config import ENGINE, HERE, LEARNING, TARGET, VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, part
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option
@@ -80,7 +81,8 @@ UP = Command(
         ),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
-        part(VerifierConfig, TARGET, "min_step_s", ENGINE, HERE, LEARNING),
+        part(ConditionSettings),
+        part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
         part(TrainerSettings),
     ),
 )

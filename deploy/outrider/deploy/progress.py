@@ -1,0 +1,78 @@
+"""Words on standard error about what a command waits for, so that nothing is silent for long.
+
+On a terminal a line says what goes on, and for how long already. Elsewhere, as in a log, it is a plain line, once what
+goes on has taken two seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+SILENT_S = 2.0
+LOOKS_A_SECOND = 4.0
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say what goes on inside the `with` block, and nothing afterwards."""
+    with _said(what):
+        yield
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Do what `waiting` does, and leave a line with the time that it took."""
+    began = time.monotonic()
+    with _said(what):
+        yield
+    _say(f"{what}: {time.monotonic() - began:.1f} s")
+
+
+def _said(what: str) -> AbstractContextManager[object]:
+    if sys.stderr is None or sys.stderr.closed:
+        return nullcontext()
+    return _shown(what) if sys.stderr.isatty() else _logged(what)
+
+
+@contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """Keep a line up to date on a terminal, below whatever is written to standard error meanwhile."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    began = time.monotonic()
+
+    def line() -> Text:
+        return Text(f"{what} … {time.monotonic() - began:.0f} s", style="dim", no_wrap=True, overflow="ellipsis")
+
+    # Standard output may be a file, whose text has no place on the terminal.
+    showing = Live(
+        get_renderable=line,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
+        refresh_per_second=LOOKS_A_SECOND,
+    )
+    with showing:
+        yield
+
+
+@contextmanager
+def _logged(what: str) -> Iterator[None]:
+    late = threading.Timer(SILENT_S, _say, (f"{what} …",))
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")  # at once, since others may write there too
+    sys.stderr.flush()

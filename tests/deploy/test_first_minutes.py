@@ -1,0 +1,138 @@
+"""The first minutes with a command: what it says while it works, what it refuses at once, and what to type next."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import socket
+import time
+
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.deploy import progress
+from outrider.deploy.cli import main, parse
+from outrider.deploy.next_steps import next_steps
+from outrider.deploy.ports import check_port
+from outrider.proto.errors import ConfigError
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def taken() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", ["up", "coordinator", "verifier"])
+@pytest.mark.parametrize("option", ["listen", "metrics-listen"])
+def test_a_taken_port_is_refused_before_anything_starts(command, option, taken, tmp_path, monkeypatch, capfd) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 64)
+    more = ["--lease-secret-file", str(secret), "--ray-address", ""] if command == "coordinator" else []
+    monkeypatch.setattr("outrider.deploy.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr("outrider.cloud.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
+    assert main([command, f"--{option}", taken, *more]) == 1
+    line = capfd.readouterr().err
+    port = taken.rpartition(":")[2]
+    assert line.startswith(f"outrider {command}: {option}: port {port} of 127.0.0.1 is taken")
+    assert len(line.splitlines()) == 1
+
+
+def test_a_port_that_is_free_or_chosen_later_may_be_used(taken) -> None:
+    check_port("", "listen")
+    check_port("127.0.0.1:0", "listen")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        was_taken = f"127.0.0.1:{server.getsockname()[1]}"
+    check_port(was_taken, "listen")
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid:1", "192.0.2.1:50050"])
+def test_an_address_of_another_machine_is_refused(address) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_port(address, "listen")
+    assert refused.value.field == "listen"
+
+
+@pytest.mark.parametrize("command", ["run", "up", "demo", "verifier"])
+def test_an_unknown_target_is_refused_before_anything_loads(command, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("outrider.deploy.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr("outrider.cloud.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
+    assert main([command, "--target", "nosuch", *(["text"] if command == "run" else [])]) == 1
+    line = capfd.readouterr().err
+    assert "target: there is no target 'nosuch'" in line
+    assert "reference" in line
+    assert "Qwen/Qwen3-8B" in line
+
+
+def test_a_log_has_a_line_for_what_takes_long_and_none_for_what_does_not(monkeypatch, capfd) -> None:
+    monkeypatch.setattr(progress, "SILENT_S", 0.05)
+    with progress.waiting("loading this"):
+        until_said = time.monotonic() + 30
+        said = ""
+        while not said and time.monotonic() < until_said:
+            said = capfd.readouterr().err
+    assert said == "loading this …\n"
+    monkeypatch.setattr(progress, "SILENT_S", 30.0)
+    with progress.waiting("loading that"):
+        pass
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_shows_what_goes_on_and_keeps_how_long_it_took(monkeypatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.stage("starting Ray"):
+        pass
+    shown = terminal.getvalue()
+    assert "starting Ray … 0 s" in shown
+    assert shown.endswith("starting Ray: 0.0 s\n")
+
+
+def test_a_failure_leaves_no_line_that_says_it_was_done(monkeypatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with pytest.raises(KeyError), progress.stage("starting Ray"):
+        raise KeyError
+    assert "starting Ray: " not in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ([], "--coordinator 127.0.0.1:7000"),
+        (["--tls-cert", "c", "--tls-key", "k"], "--coordinator 127.0.0.1:7000 --tls-ca FILE"),
+        (
+            ["--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a", "--api-keys", "keys"],
+            "--coordinator 127.0.0.1:7000 --tls-ca FILE --tls-cert FILE --tls-key FILE --api-key-file FILE",
+        ),
+        (["--api-keys", "keys"], "--coordinator 127.0.0.1:7000 --api-key-file FILE"),
+        (
+            ["--api-keys", "keys", "--listen", "0.0.0.0:7000", "--insecure-listen"],
+            "--coordinator HOST:7000 --api-key-file FILE --plaintext",
+        ),
+    ],
+    ids=["plain", "TLS", "everything", "keys", "everywhere"],
+)
+def test_what_to_type_next_fits_the_options_and_is_understood(options, needed) -> None:
+    address = "0.0.0.0:7000" if "--listen" in options else "127.0.0.1:7000"
+    lines = list(next_steps(address, "reference", "verifier-0", parse(["up", *options])))
+    typed = [shlex.split(line) for line in lines if line.startswith("  outrider")]
+    assert [words[1] for words in typed] == ["edge", "generate", "status", "drain"]
+    assert f"  outrider generate {needed} 'Once upon a time'" in lines
+    assert f"  outrider drain verifier-0 {needed}" in lines
+    assert f"  outrider edge {needed.replace('--tls-', '--cloud-tls-')}" in lines
+    for words in typed:
+        parse(words[1:])
+    assert any(line.startswith("HOST is") for line in lines) == ("HOST" in needed)
+
+
+def test_the_target_of_a_verifier_can_be_named_by_its_own_id() -> None:
+    given = parse(["up"])
+    lines = next_steps("127.0.0.1:7000", "mine", VerifierConfig().name + "-0", given)
+    assert any('"model": "mine"' in line for line in lines)
