@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -83,30 +83,45 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@lru_cache(maxsize=4)
+def _loaded(target: str, exact: str, device: str, dtype: str) -> tuple[Any, str, dict[str, Any]]:
+    """Return model, tokenizer and what loading has found out, which does not depend on the size of the KV cache."""
+    from outrider.cloud.target import load_target
+
+    first = load_target(target, exact=exact, device=device, dtype=dtype, kv_tokens=4096)
+    return first.model, first.tokenizer_json, {name: getattr(first, name) for name in ("passes", "packing", "straight")}
+
+
+def _shared_target(
+    target: str = "reference", *, exact: str = "auto", device: str = "cpu", dtype: str = "float32", **sizes: int
+) -> Any:
+    from outrider.cloud.target import Target
+
+    model, tokenizer, parts = _loaded(target, exact, device, dtype)
+    return Target(model, tokenizer, **{"kv_tokens": 4096, "page_size": 16, **sizes}, **parts)
+
+
+@pytest.fixture(scope="session")
+def shared_target() -> Callable[..., Any]:
+    """Load and check an embedded target once for all tests of this process; each gets a KV cache of its own.
+
+    Tests of loading, and those that change the model, call `load_target` itself.
+    """
+    return _shared_target
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _verifiers_share_the_embedded_target() -> Iterator[None]:
-    """Load and check the embedded target once for all verifiers of this process that have the same options.
-
-    Each has a `Target` with a KV cache of its own. Tests of loading call `load_target` itself.
-    """
+    """Let verifiers of this process have the shared target."""
     backends = sys.modules.get("outrider.cloud.backends")
     if backends is None:  # no collected test has verifiers
         yield
         return
     from outrider.cloud.family_index import embedded_targets
-    from outrider.cloud.target import Target, load_target
+    from outrider.cloud.target import load_target
 
-    @lru_cache(maxsize=3)
-    def loaded(target: str, **options: Any) -> tuple[Any, str, dict[str, Any]]:
-        first = load_target(target, **options)
-        parts = {name: getattr(first, name) for name in ("passes", "packing", "straight")}
-        return first.model, first.tokenizer_json, parts
-
-    def load(target: str, *, exact: str, device: str, dtype: str, **sizes: int) -> Target:
-        if target not in embedded_targets():
-            return load_target(target, exact=exact, device=device, dtype=dtype, **sizes)
-        model, tokenizer, parts = loaded(target, exact=exact, device=device, dtype=dtype, **sizes)
-        return Target(model, tokenizer, **sizes, **parts)
+    def load(target: str, **options: Any) -> Any:
+        return (_shared_target if target in embedded_targets() else load_target)(target, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "load_target", load)

@@ -126,8 +126,8 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_sixteen_sessions_take_few_more_calls_than_one():
-    target = load_target("reference", kv_tokens=4096)
+def test_sixteen_sessions_take_few_more_calls_than_one(shared_target):
+    target = shared_target()
     caches = [target.pool.allocate(64) for _ in range(16)]
     for i, cache in enumerate(caches):
         target.forward([SessionRows(cache, tuple(range(3, 20 + i)), 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from outrider.cloud.backend import Backend, Handle, StepOutput, StepRow
-from outrider.cloud.target import load_target
+from outrider.cloud.target import Target, load_target
 from outrider.cloud.testing.conformance import CHECKS, Suite
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.cloud.transformers_backend import TransformersBackend
@@ -30,8 +31,22 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-def suite_of(folder: Path, oracle: Oracle, made: Callable[..., Backend] = TransformersBackend, **options: Any) -> Suite:
-    target = load_target(str(folder), kv_tokens=2048, **options)
+@lru_cache(maxsize=2)
+def loaded(folder: Path, exact: str) -> Target:
+    return load_target(str(folder), kv_tokens=2048, exact=exact)
+
+
+def suite_of(
+    folder: Path,
+    oracle: Oracle,
+    made: Callable[..., Backend] = TransformersBackend,
+    *,
+    page_size: int = 16,
+    exact: str = "auto",
+) -> Suite:
+    first = loaded(folder, exact)
+    parts = {"passes": first.passes, "packing": first.packing, "straight": first.straight}
+    target = Target(first.model, first.tokenizer_json, kv_tokens=2048, page_size=page_size, **parts)
     forward = target.forward
 
     def fail_next_step() -> None:

@@ -18,7 +18,7 @@ from outrider.cloud.engine import IDLE_S, Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
 from outrider.cloud.masks import MASKS_WITHIN_S
 from outrider.cloud.slots import Slot
-from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.target import SessionRows
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import ConfigError, Internal, InvalidArgument, Unavailable
 from outrider.proto.session import VerifierRules
@@ -37,9 +37,9 @@ class Collected(CollectingOutbox):
 
 
 @pytest.fixture
-def engine_at_rest() -> Engine:
+def engine_at_rest(shared_target) -> Engine:
     """Its thread does not run."""
-    target = load_target("reference", kv_tokens=4096)
+    target = shared_target()
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
     engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=4))
     forward = target.forward
@@ -133,8 +133,8 @@ def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
     assert isinstance(box.until_end()[-1], Commit)
 
 
-def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_target() -> None:
-    target = load_target("reference", kv_tokens=4096)
+def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_target(shared_target) -> None:
+    target = shared_target()
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
     engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, min_step_s=0.03))
     engine.start()

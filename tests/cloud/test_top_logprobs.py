@@ -19,7 +19,7 @@ from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.engine import Engine
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.sampling import Sampler
-from outrider.cloud.target import load_model, load_target
+from outrider.cloud.target import load_model
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
@@ -143,8 +143,8 @@ class Collected(CollectingOutbox):
 
 
 @pytest.fixture(scope="module")
-def engine() -> Any:
-    target = load_target("reference", kv_tokens=4096)
+def engine(shared_target) -> Any:
+    target = shared_target()
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
     engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=5))
     engine.start()
