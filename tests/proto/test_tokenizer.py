@@ -18,6 +18,15 @@ def test_white_space_order_and_padding_do_not_change_the_hash_and_a_token_does()
     assert tokenizer_hash(json.dumps(other)) != of_tokenizer
 
 
+def test_a_file_that_drafters_share_is_parsed_once(monkeypatch) -> None:
+    tokenizer = json.dumps({"model": {"type": "WordLevel", "vocab": {"shared": 0}}})
+    of_tokenizer = tokenizer_hash(tokenizer)
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was parsed again"))
+    assert tokenizer_hash(tokenizer) == of_tokenizer
+    with pytest.raises(pytest.fail.Exception, match="parsed again"):
+        tokenizer_hash(tokenizer + " ")
+
+
 def test_a_shipped_tokenizer_is_the_one_with_the_hash_that_is_asked_for(tokenizer_file) -> None:
     sha256 = tokenizer_hash(tokenizer_file.read_text(encoding="utf-8"))
     found = shipped_tokenizer(sha256)

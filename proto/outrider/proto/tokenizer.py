@@ -11,6 +11,8 @@ from outrider.proto.types.checks import SHA256
 # These decide how text becomes ids and back; padding, truncation and the file's layout do not.
 DECIDING_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
 TOKENIZER_FILE = "tokenizer.json"
+# By the hash of the whole file: drafters of one target share it, and parsing takes a hundred times as long as hashing.
+_HASHES: dict[bytes, str] = {}
 _SHIPPED = Path(__file__).parent / "tokenizers"
 
 
@@ -19,6 +21,13 @@ def tokenizer_hash(tokenizer_json: str) -> str:
 
     Two tokenizers of equal vocabulary size can still map text to different ids, so sizes are never compared.
     """
+    content = hashlib.sha256(tokenizer_json.encode()).digest()
+    if content not in _HASHES:
+        _HASHES[content] = _hash_of_parts(tokenizer_json)
+    return _HASHES[content]
+
+
+def _hash_of_parts(tokenizer_json: str) -> str:
     parsed = json.loads(tokenizer_json)
     deciding = {part: parsed.get(part) for part in DECIDING_PARTS}
     canonical = json.dumps(deciding, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
