@@ -55,7 +55,7 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 
 # With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
 # many quick files come last, so that the workers end together.
-check: lint
+check: lint $(SUPPLY)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak)"
 
 lint: $(READY)
@@ -88,15 +88,16 @@ locks: $(SUPPLY)/.ready
 	echo torch | $(PIN) - $(if $(TORCH_CPU),--find-links $(TORCH_CPU)) --output-file $(PINS)/torch-cpu.txt >/dev/null
 
 # Lists what is in each image, as CycloneDX in dist.
-sbom: $(READY)
+sbom: $(SUPPLY)/.ready
 	mkdir -p dist
 	for image in edge coordinator cloud; do \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" deploy/docker/sbom.sh $$image > dist/outrider-$$image.cdx.json || exit 1; \
+	  PATH="$(CURDIR)/$(SUPPLY)/bin:$$PATH" deploy/docker/sbom.sh $$image > dist/outrider-$$image.cdx.json || exit 1; \
 	done
 
+# Apart from .venv: what cyclonedx-bom brings makes each process that imports Ray build a grammar for 2 s.
 $(SUPPLY)/.ready: constraints.txt
 	$(PYTHON) -m venv $(SUPPLY)
-	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt uv
+	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt cyclonedx-bom uv
 	touch $@
 
 # Pip shows what it fetches on a terminal, and is quiet in a log.
