@@ -60,7 +60,7 @@ from outrider.proto.types import (
 
 TEXTS = 7
 ENOUGH_S = 400.0
-QUICK, LONG = 16, 120
+QUICK, LONG = 10, 120
 # A seed, on average.
 LEAST = {
     "texts": 5,
