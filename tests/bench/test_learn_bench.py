@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,13 +120,14 @@ def test_the_command_runs_each_arm_once_and_goes_on_where_it_ended(tmp_path: Pat
 
     monkeypatch.setattr(learning, "TEXT_TOKENS", 1000)  # ten texts
     monkeypatch.setattr(learning, "REHEARSED_TEXTS", 2)
+    monkeypatch.setattr(learning, "StreamPlan", partial(StreamPlan, prompt=16, length=24))
     sums, talk, record = corpus(tmp_path, "sums"), corpus(tmp_path, "talk"), tmp_path / "record.json"
     line = ["learn-bench", str(sums), "--kept", str(talk), "--output", str(tmp_path / "out"), "--tokens", "10000"]
     line += ["--fresh", "4", "--seeds", "1", "--json", str(record), "--plot", str(tmp_path / "curves.png")]
     assert main([*line, "--losses", "kl"]) == 0
     (run,) = json.loads(record.read_text())["runs"]
     assert (run["arm"], run["start"], run["steps"]) == ("kl", "warm", 1)
-    assert [point[0] for point in run["curve"]] == [768]
+    assert [point[0] for point in run["curve"]] == [192]
     assert set(run["kept_after"]) == set(run["kept_errors"]) == {"talk"}
     assert (tmp_path / "curves.png").stat().st_size > 5000
     assert main([*line, "--losses", "kl,ce"]) == 0
