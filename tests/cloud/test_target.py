@@ -213,10 +213,12 @@ def of_one_session(target, tokens, seed, kept):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *embedded_targets()])
-def test_a_row_has_the_same_bits_in_any_pieces_and_company(architecture, dtype, folders):
+def test_a_row_has_the_same_bits_in_any_pieces_and_company(architecture, dtype, folders, shared_target):
     embedded = architecture in embedded_targets()
-    source = architecture if embedded else folders(architecture)[0]
-    target = load(source, dtype=dtype, kv_tokens=2048, page_size=16 if embedded else 4)
+    if embedded:
+        target = shared_target(architecture, dtype=dtype, kv_tokens=2048)
+    else:
+        target = load(folders(architecture)[0], dtype=dtype, kv_tokens=2048)
     assert target.passes.guarantee is Guarantee.BYTES
     tokens = text(5, 600 if embedded else 120)
     alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))[-60:]
