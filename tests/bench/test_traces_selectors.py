@@ -79,7 +79,7 @@ def stage_of(recording: Recording, link: BenchLink) -> Stage:
     return rounds_of(recording.costs.of("coder"), link)
 
 
-def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 4) -> Pool:
+def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 2) -> Pool:
     return Pool(recording, {link_of().record: stage_of(recording, link_of())}, selectors.split(","), seeds)
 
 
@@ -193,8 +193,8 @@ def test_a_cell_compares_cloud_streaming_with_its_drafter_on_the_same_texts(rows
         cell = rows["code"].of(DRAFTER, drafter)
         # The verifier's measurements of earlier texts make a little difference.
         assert cell.speed_up == pytest.approx(cloud_s / seconds, rel=0.02)
-        assert cell.seconds == pytest.approx(2 * seconds, rel=0.02)  # four runs, two texts of each prompt
-        assert cell.tokens == 4 * 3 * 90
+        assert cell.seconds == pytest.approx(seconds, rel=0.02)  # two runs, two texts of each prompt
+        assert cell.tokens == 2 * 3 * 90
         assert cell.interval.low < cell.speed_up < cell.interval.high
         assert cell.shares == tuple(float(i == arm) for i in range(2))
         assert cell.switches == 0
@@ -208,7 +208,7 @@ def test_no_way_of_choosing_beats_the_oracle(rows) -> None:
         for cell in row.cells:
             assert cell.of_oracle == pytest.approx(oracle.seconds / cell.seconds)
             assert sum(cell.shares) == pytest.approx(1.0)
-            assert cell.regret_s[-1] == pytest.approx((cell.seconds - oracle.seconds) / 4)
+            assert cell.regret_s[-1] == pytest.approx((cell.seconds - oracle.seconds) / 2)
             if cell.kind == DRAFTER:
                 assert cell.of_oracle < 1.0 + 1e-9
     assert rows["code"].of(ORACLE, ORACLE).seconds == pytest.approx(rows["code"].of(DRAFTER, "coder").seconds)
@@ -248,11 +248,11 @@ def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) ->
         return made[-1]
 
     monkeypatch.setitem(SELECTORS, "mine", make)
-    list(pool_of(recording_of(), "mine", seeds=2).rows(lambda: None))
+    list(pool_of(recording_of(1, 2), "mine").rows(lambda: None))
     assert len(made) == 2 * 5
     assert len({round(sum(selector.pulls)) for selector in made[:2]}) == 2
-    # All tokens of a run: nine texts of 90, some of 180 midway, at most five a round.
-    assert min(sum(selector.pulls) for selector in made[8:]) > 9 * 180 / 5
+    # All tokens of a run: three texts of 90, some of 180 midway, at most five a round.
+    assert min(sum(selector.pulls) for selector in made[8:]) > 3 * 180 / 5
 
 
 def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_noted() -> None:
@@ -327,7 +327,7 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
 
 
 def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> None:
-    path = written(recording_of(2, 1), tmp_path)
+    path = written(recording_of(1, 1), tmp_path)
     outputs = ["--json", str(tmp_path / "r.json")]
     names = "static,random,metasd-bd"
     arguments = [
