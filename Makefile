@@ -72,20 +72,21 @@ docs: $(READY)
 	$(BIN)/python -m outrider.deploy.reference > docs/cli.md
 
 # Pins every package of the images with the hashes of its files; a test fails if the pins no longer fit pyproject.toml and
-# constraints.txt. TORCH_CPU: page or folder with torch's build without CUDA, if the default index has none.
+# constraints.txt. TORCH_CPU: folder with torch's build without CUDA; without one, uv fetches it from torch's own index.
 TORCH_CPU ?=
 PINS := deploy/docker/locks
 PIN := $(SUPPLY)/bin/uv pip compile --quiet --constraint constraints.txt --generate-hashes --python-version 3.11 \
   --python-platform x86_64-manylinux_2_28 --no-annotate --no-header
 locks: $(SUPPLY)/.ready
 	printf 'build\nhatchling\n' | $(PIN) - --output-file $(PINS)/wheel.txt >/dev/null
+	echo uv | $(PIN) - --output-file $(PINS)/uv.txt >/dev/null
 	$(PIN) pyproject.toml --extra edge --output-file $(PINS)/edge.txt >/dev/null
 	$(PIN) pyproject.toml --extra coordinator --extra edge --output-file $(PINS)/coordinator.txt >/dev/null
 	echo torch > $(SUPPLY)/torch
 	$(PIN) pyproject.toml --extra cloud --extra coordinator --extra edge --extra jobs --excludes $(SUPPLY)/torch \
 	  --output-file $(PINS)/cloud.txt >/dev/null
 	echo torch | $(PIN) - --output-file $(PINS)/torch-cuda.txt >/dev/null
-	echo torch | $(PIN) - $(if $(TORCH_CPU),--find-links $(TORCH_CPU)) --output-file $(PINS)/torch-cpu.txt >/dev/null
+	echo torch | $(PIN) - $(if $(TORCH_CPU),--find-links $(TORCH_CPU),--torch-backend cpu) --output-file $(PINS)/torch-cpu.txt >/dev/null
 
 # Lists what is in each image, as CycloneDX in dist.
 sbom: $(SUPPLY)/.ready

@@ -33,6 +33,10 @@ FORBIDDEN = {
 
 
 MAX_TRACKED_BYTES = 60 << 20
+PACKAGE_INDEX = re.compile(
+    rb"\b(?:pypi\.org|pythonhosted\.org|pypi\.nvidia\.com|(?:download|download-r2)\.pytorch\.org|wheels\.vllm\.ai"
+    rb"|npmjs\.(?:org|com)|anaconda\.(?:org|com)|yarnpkg\.com|(?:deb|security)\.debian\.org)\b"
+)
 SMALL_BYTES = 4096
 
 
@@ -241,6 +245,14 @@ def tracked(root) -> list[Path]:
     """The files that a clone brings."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     return [root / name for name in names.split("\0") if name and (root / name).is_file()]
+
+
+def test_no_package_index_is_named_by_its_host(tracked) -> None:
+    """The tools' defaults serve, or the machine's own settings: a mirror, or a folder of wheels."""
+    assert PACKAGE_INDEX.search(b"--extra-index-url https://" + b".".join((b"download", b"pytorch", b"org")) + b"/whl/cpu")
+    held_out = "heldout"  # texts to decode
+    read = [path for path in tracked if held_out not in path.parts]
+    assert [path for path in read if PACKAGE_INDEX.search(path.read_bytes())] == []
 
 
 def test_a_clone_stays_small(tracked) -> None:

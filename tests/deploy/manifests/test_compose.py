@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +127,22 @@ def test_every_container_is_read_only_without_capabilities(services) -> None:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_secrets_are_made_by_a_user_without_privileges() -> None:
+    """That user cannot open a file for writing that it has made read-only, as root could."""
+    program = merged(PLAIN)["services"]["secrets"]["command"][0]
+    as_user = {"user": 10001, "group": 10001} if os.geteuid() == 0 else {}
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to other users
+        if as_user:
+            os.chown(place, as_user["user"], as_user["group"])
+        for _ in range(2):
+            command = ["/usr/bin/env", "python3", "-c", program.replace("/etc/outrider/secrets", place)]
+            subprocess.run(command, check=True, cwd="/", **as_user)
+        made = {path.name: path for path in Path(place).iterdir()}
+        assert made.keys() == {"lease", "ray-token"}
+        assert len({path.read_text() for path in made.values()}) == 2
+        assert {path.stat().st_mode & 0o777 for path in made.values()} == {0o400}
 
 
 def test_an_edge_gets_neither_the_lease_secret_nor_a_private_key() -> None:

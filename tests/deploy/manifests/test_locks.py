@@ -43,6 +43,16 @@ def test_the_wheel_is_built_with_locked_tools() -> None:
     assert complaints(locked, ["build", *PYPROJECT["build-system"]["requires"]], CONSTRAINED) == []
 
 
+def test_uv_fetches_torch_where_pip_finds_none_and_is_locked_too() -> None:
+    """Its index is uv's to know, so that no host stands here; it needs the hashes of the lock all the same."""
+    assert complaints(pins((LOCKS / "uv.txt").read_text(encoding="utf-8")), ["uv"], CONSTRAINED) == []
+    (fetched,) = (run for run in STAGES["cloud-environment"].all("RUN") if "--torch-backend cpu" in run)
+    first, then = fetched.split("||")
+    assert "pip install" in first
+    assert "uv pip install" in then
+    assert all("--require-hashes" in part and "torch-${TORCH}.txt" in part for part in (first, then))
+
+
 def test_the_images_differ_in_torchs_build_alone() -> None:
     cpu, cuda = (
         {pin.name: pin for pin in pins((LOCKS / f"torch-{build}.txt").read_text(encoding="utf-8"))}
