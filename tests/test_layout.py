@@ -249,7 +249,7 @@ def tracked(root) -> list[Path]:
 
 def test_no_package_index_is_named_by_its_host(tracked) -> None:
     """The tools' defaults serve, or the machine's own settings: a mirror, or a folder of wheels."""
-    assert PACKAGE_INDEX.search(b"--extra-index-url https://" + b".".join((b"download", b"pytorch", b"org")) + b"/whl/cpu")
+    assert PACKAGE_INDEX.search(b"--index-url https://" + b".".join((b"download", b"pytorch", b"org")) + b"/whl/cpu")
     held_out = "heldout"  # texts to decode
     read = [path for path in tracked if held_out not in path.parts]
     assert [path for path in read if PACKAGE_INDEX.search(path.read_bytes())] == []
