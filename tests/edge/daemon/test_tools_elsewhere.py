@@ -33,7 +33,7 @@ MESSAGES_TOOLS = [
 
 @pytest.fixture(scope="module")
 def _hermes(start, scripted) -> Iterator[Any]:
-    template = json.dumps({"chat_template": TEMPLATES["hermes"], "bos_token": "<s>", "eos_token": "</s>"})
+    template = json.dumps({"chat_template": TEMPLATES["qwen"], "bos_token": "<s>", "eos_token": "</s>"})
     with start(scripted(chat_template=template)) as live:
         yield live
 
