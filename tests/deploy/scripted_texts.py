@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from scripted_cloud import EOS, ScriptedChannels, scripted_client
+from scripted_cloud import EOS, scripted_client
 from tokenizers import Tokenizer
 
 from outrider.cloud.family_index import target_folder, tokenizer_file
@@ -14,7 +14,7 @@ from outrider.edge import Client
 from outrider.proto.types import CommittedToken, Open
 
 FILE = tokenizer_file(target_folder("reference"))
-TEMPLATE = target_folder("reference") / "tokenizer_config.json"
+TEMPLATE = target_folder("reference") / "chat_template.jinja"
 TOKENIZER = Tokenizer.from_file(str(FILE))
 
 
@@ -24,32 +24,31 @@ def tokens_of(text: str) -> list[CommittedToken]:
 
 
 class ScriptedTexts:
-    """A cloud that gives these texts one after the other, or what `script` answers.
+    """A cloud that gives these texts one after the other.
 
     Attributes:
-        opened: prompt of each text, as the verifier got it.
+        opened: prompt of each text, as the verifier got it, and the sampling's seed.
     """
 
     def __init__(self, texts: Sequence[str], *, sizes: Sequence[int] = (), template: bool = False) -> None:
-        self.opened: list[str] = []
+        self.opened: list[tuple[str, int]] = []
         self._left = list(texts)
-        self._template = template
+        self._config = {"chat_template": TEMPLATE} if template else {}
         self._sizes = sizes
-        self.channels: ScriptedChannels | None = None
 
-    def script(self, frame: Open) -> list[CommittedToken]:
-        self.opened.append(TOKENIZER.decode(list(frame.prompt), skip_special_tokens=False))
-        return tokens_of(self._left.pop(0))
+    async def make_client(self, _: Given) -> Client:
+        """Return a client of this cloud, in place of a command's own."""
+        client, channels = scripted_client(FILE, **self._config)
+        channels.script = self._script
+        channels.sizes = self._sizes
+        return client
 
-    def opening(self) -> Callable[[Given], object]:
-        """Return what opens a command's client."""
+    def opening(self) -> Callable[[Given], AbstractAsyncContextManager[Client]]:
+        """Return what opens and closes such a client."""
 
         @asynccontextmanager
-        async def opened(_: Given) -> AsyncIterator[Client]:
-            more = {"chat_template": TEMPLATE} if self._template else {}
-            client, self.channels = scripted_client(FILE, **more)
-            self.channels.script = self.script
-            self.channels.sizes = self._sizes
+        async def opened(given: Given) -> AsyncIterator[Client]:
+            client = await self.make_client(given)
             await client.find()
             try:
                 yield client
@@ -57,3 +56,8 @@ class ScriptedTexts:
                 await client.close()
 
         return opened
+
+    def _script(self, frame: Open) -> list[CommittedToken]:
+        prompt = TOKENIZER.decode(list(frame.prompt), skip_special_tokens=False)
+        self.opened.append((prompt, frame.sampling.seed))
+        return tokens_of(self._left.pop(0))

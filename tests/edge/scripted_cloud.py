@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,19 @@ from outrider.edge.link import Connection
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, DraftToken, EdgeFrame, Noise, Open, Opened
+from outrider.proto.types import (
+    Cancel,
+    CloudFrame,
+    Commit,
+    CommittedToken,
+    Continue,
+    DraftToken,
+    EdgeFrame,
+    Noise,
+    Open,
+    Opened,
+    token_ids,
+)
 
 EOS = 1
 VOCABULARY = CONTEXT = 8192
@@ -39,7 +52,7 @@ def commits(frame: Open, tokens: Sequence[CommittedToken], sizes: Sequence[int])
 
 
 class ScriptedStream:
-    """Answers an Open with all commits of its text, or waits for the edge's answer to each where it is `paced`."""
+    """Answers a text with all of its commits, or waits for the edge's answer to each where it is `paced`."""
 
     def __init__(self, channels: ScriptedChannels, statistics: EdgeStatistics) -> None:
         self.statistics = statistics
@@ -48,6 +61,9 @@ class ScriptedStream:
         self._channels = channels
         self._frames: asyncio.Queue[CloudFrame] = asyncio.Queue()
         self._cancelled = False
+        self._last: Open | None = None
+        self._transcript: list[int] = []
+        self._turn = 0
 
     def send(self, frame: EdgeFrame) -> None:
         self._cancelled |= isinstance(frame, Cancel)
@@ -60,11 +76,22 @@ class ScriptedStream:
                     "scripted",
                     CONTEXT,
                     vocab_size=VOCABULARY,
+                    keep_s=frame.keep_s,
                     noise=self._channels.noise,
+                    epoch=frame.epoch,
                 )
             )
-            for commit in commits(frame, self._channels.script(frame), self._channels.sizes):
-                self._frames.put_nowait(commit)
+            self._answer(frame)
+        elif isinstance(frame, Continue) and self._last is not None:
+            prompt = (*self._transcript[: frame.start], *frame.prompt)
+            self._turn += 1
+            self._answer(replace(self._last, prompt=prompt, sampling=frame.sampling or self._last.sampling))
+
+    def _answer(self, frame: Open) -> None:
+        self._last, self._transcript = frame, list(frame.prompt)
+        for commit in commits(frame, self._channels.script(frame), self._channels.sizes):
+            self._transcript += token_ids(commit.tokens)
+            self._frames.put_nowait(replace(commit, epoch=frame.epoch, turn=self._turn))
 
     async def frames(self) -> AsyncIterator[CloudFrame]:
         while not self._cancelled:

@@ -53,6 +53,7 @@ COMMANDS = {
     "verifier": Entry("serve a target, here or as an actor in a Ray cluster", f"{SERVING}:VERIFIER"),
     "trainer": Entry("train a drafter on what verifiers log, as an actor in their Ray cluster", f"{SERVING}:TRAINER"),
     "generate": Entry("decode prompts on a running cluster", f"{EDGE}:GENERATE"),
+    "chat": Entry("chat with a running cluster in this terminal", f"{EDGE}:CHAT"),
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
     "train": Entry("train drafters, or rules for the length of drafts"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),

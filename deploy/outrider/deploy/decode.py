@@ -15,7 +15,7 @@ from outrider.deploy.commands.edge import GrammarSettings, MarkSettings, PromptS
 from outrider.deploy.credentials import api_key
 from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, read_prompts
-from outrider.deploy.show import LiveText, Marks
+from outrider.deploy.show import LiveText, marks_of
 from outrider.deploy.termination import temporary_folder
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
@@ -102,13 +102,6 @@ async def _decode_live(
         await live.decode(client, prompt, sampling, stop, prompt.text)
     legend = f"{live.legend}; " if live.legend else ""
     notes.print(f"({legend}drafter {client.drafter_name})")
-
-
-def marks_of(console: Console, marking: MarkSettings) -> Marks | None:
-    """Return the marks that the options choose; None: the default."""
-    if marking.no_marks:
-        return Marks.NONE
-    return Marks.on(console) if marking.marks else None
 
 
 def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from enum import Enum
 from rich.console import Console
 from rich.text import Text
 
+from outrider.deploy.commands.edge import MarkSettings
 from outrider.deploy.prompts import Prompt
 from outrider.edge import Client, Completion, Finished, Provenance, Sampling, Tokens
 
@@ -32,11 +33,19 @@ class Marks(Enum):
         return cls.BOLD if console.no_color else cls.COLOUR
 
 
+def marks_of(console: Console, marking: MarkSettings) -> Marks | None:
+    """Return the marks that the options choose; None: the default."""
+    if marking.no_marks:
+        return Marks.NONE
+    return Marks.on(console) if marking.marks else None
+
+
 class LiveText:
     """Printer of texts as they come: on a terminal after their prompts, elsewhere alone, byte for byte.
 
     Attributes:
         marks: marks of the target's own tokens.
+        possible_marks: the marks that the console can show.
 
     Args:
         console: console of the texts.
@@ -46,6 +55,7 @@ class LiveText:
 
     def __init__(self, console: Console, notes: Console | None = None, marks: Marks | None = None) -> None:
         self.marks = marks or (Marks.on(console) if console.is_terminal else Marks.NONE)
+        self.possible_marks = Marks.on(console)
         self._console = console
         self._notes = notes or console
 
@@ -73,6 +83,10 @@ class LiveText:
         for piece, provenance in zip(event.pieces, event.provenance, strict=True):
             if piece:
                 self._print(*self._marked(piece, provenance))
+
+    def break_line(self) -> None:
+        """End the line of a text that was left early."""
+        self._print("\n")
 
     def summarise(self, completion: Completion) -> None:
         """Print a line of metrics."""

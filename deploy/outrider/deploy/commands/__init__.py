@@ -1,6 +1,6 @@
 """Options of each command: its own settings, and the fields of shared settings that it takes.
 
-edge       generate, edge, doctor
+edge       generate, chat, edge, doctor
 decoding   run, demo
 conditions the price of a local cluster's target and the link to it, for up and demo
 serving    up, coordinator, verifier

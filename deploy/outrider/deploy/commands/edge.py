@@ -1,4 +1,4 @@
-"""Commands of an edge alone: generate, edge, doctor."""
+"""Commands of an edge alone: generate, chat, edge, doctor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, between, option
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
+ANSWER_TOKENS = 1024
 LEARNING_HERE = "learning on this machine"
 GRAMMAR = "grammar (the text follows it, and ends where it does; give one)"
 
@@ -54,6 +55,14 @@ class StopSettings(Settings):
     """Stop strings."""
 
     stop: tuple[str, ...] = option((), "string that ends the text", group="sampling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TalkSettings(Settings):
+    """A chat in the terminal."""
+
+    system: str = option("", "system prompt; empty: none")
+    no_history: bool = option(False, "keep nothing of what is typed for the next chat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +151,17 @@ GENERATE = Command(
         edge_part("coordinator", "model", "cache", DRAFTING, SHARING, CONNECTION, required=("coordinator",)),
         part(KeySettings),
         *TEXTS,
+    ),
+)
+CHAT = Command(
+    "outrider.deploy.chat.command:chat",
+    (
+        part(TalkSettings),
+        part(MarkSettings),
+        edge_part(*WHERE, "chat_template", DRAFTING, SHARING, CONNECTION),
+        part(KeySettings),
+        part(Sampling, defaults={"max_tokens": ANSWER_TOKENS}),
+        part(StopSettings),
     ),
 )
 EDGE = Command(
