@@ -327,7 +327,7 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
 
 
 def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> None:
-    path = written(recording_of(1, 1), tmp_path)
+    path = written(recording_of(2, 1, 70), tmp_path)
     outputs = ["--json", str(tmp_path / "r.json")]
     names = "static,random,metasd-bd"
     arguments = [
