@@ -55,7 +55,7 @@ class TemplateProcess:
             raise
         return rendering
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """Return the prompt; see `ChatTemplate.render`.
 
         Raises:

@@ -40,6 +40,7 @@ class Answer(ABC):
         self.logprobs = request.logprobs
         self._prompt_tokens = request.prompt_tokens
         self._texts_per_prompt = request.texts_per_prompt
+        self._echo = request.echo
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._tokens = tokens
         self._created = int(time.time())
@@ -241,11 +242,21 @@ class CompletionAnswer(Answer):
     _prefix = "cmpl-"
     _object = _chunk_object = "text_completion"
 
+    def first_chunk(self, choice: int) -> dict[str, Any] | None:
+        """Return a chunk with the prompt, where it is to be repeated."""
+        if not self._echo:
+            return None
+        made = {"index": choice, "text": self._prompt_of(choice), "logprobs": None, "finish_reason": None}
+        return self._envelope(self._chunk_object, [made])
+
+    def _prompt_of(self, choice: int) -> str:
+        return self._echo[choice // self._texts_per_prompt] if self._echo else ""
+
     def _delta(self, choice: int, text: str) -> dict[str, Any]:  # noqa: ARG002 - a text is the same in all
         return {"text": text}
 
     def _message(self, choice: int) -> dict[str, Any]:
-        return {"text": self._texts[choice]}
+        return {"text": self._prompt_of(choice) + self._texts[choice]}
 
     def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
         made: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request, ResponseFormat
+from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request
 from outrider.edge.daemon.tools import ToolSupport, ToolUse, tool_use
 from outrider.edge.prediction import indexed_prediction
 from outrider.proto.errors import PromptTooLong
-from outrider.proto.types import Grammar, GrammarKind, Sampling
+from outrider.proto.types import Grammar, Sampling
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
@@ -48,6 +47,7 @@ class ParsedRequest:
         top_logprobs: number of likeliest tokens to name at each position.
         prediction: index of what the text may repeat; None: not known.
         tools: functions that the texts may call; None: none.
+        echo: prompts that are repeated before their texts; empty: none.
     """
 
     choices: tuple[Choice, ...]
@@ -59,6 +59,7 @@ class ParsedRequest:
     top_logprobs: int
     prediction: SuffixIndex | None = None
     tools: ToolUse | None = None
+    echo: tuple[str, ...] = ()
 
     @property
     def held_by_tools(self) -> bool:
@@ -77,9 +78,10 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
         message = f"{served.ready.model} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     tools = tool_use(request, served.tools, served.ready.model)
-    variables: dict[str, Any] = {"tools": [tool.for_template for tool in tools.tools]} if tools else {}
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
+    variables = request.model_dump(include={"reasoning_effort", "verbosity"}, exclude_none=True)
+    variables |= request.chat_template_kwargs or {}
+    if tools:
+        variables["tools"] = [tool.for_template for tool in tools.tools]
     turns = [_turn(message, served.tools) for message in request.messages]
     text = await served.template.render(turns, **variables)
     try:
@@ -99,7 +101,12 @@ async def parse_completion(request: CompletionRequest, served: Served) -> Parsed
     """Parse the request of a completion; raises `InvalidArgument`, also for a prompt that no context can hold."""
     prompts = [await served.ready.encode_prompt(prompt, special=True) for prompt in request.prompt]
     max_tokens = request.max_tokens or COMPLETION_TOKENS
-    return _parsed(request, prompts, max_tokens, request.logprobs is not None, request.logprobs)
+    parsed = _parsed(request, prompts, max_tokens, request.logprobs is not None, request.logprobs)
+    if not request.echo:
+        return parsed
+    given = zip(request.prompt, prompts, strict=True)
+    echo = tuple(text if isinstance(text, str) else served.ready.decode(tokens) for text, tokens in given)
+    return replace(parsed, echo=echo)
 
 
 def _parsed(
@@ -114,7 +121,7 @@ def _parsed(
         logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
         max_tokens=min(max_tokens, CONTEXT_TOKENS),
         stop_tokens=tuple(request.stop_token_ids or ()),
-        grammar=_grammar(request.response_format),
+        grammar=next((Grammar(*source) for source in request.grammars()), None),
     )
     each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
     return ParsedRequest(
@@ -126,14 +133,6 @@ def _parsed(
         logprobs=logprobs,
         top_logprobs=top_logprobs or 0,
     )
-
-
-def _grammar(form: ResponseFormat | None) -> Grammar | None:
-    if form is None or form.type == "text":
-        return None
-    if form.json_schema is None:
-        return Grammar(GrammarKind.JSON_OBJECT)
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(form.json_schema.schema_, ensure_ascii=False))
 
 
 def _held(choice: Choice, tools: ToolUse) -> Choice:

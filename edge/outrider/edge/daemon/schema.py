@@ -6,13 +6,15 @@ are refused unless they ask for nothing. What becomes of unknown fields is decid
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from outrider.edge.daemon.grammars import Lark, SchemaText, Source, StructuredOutputs, Words, sources_of
 from outrider.edge.daemon.strict import Strict, refuse
 from outrider.edge.daemon.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, as_choice
-from outrider.proto.types import MAX_TOKEN_ID
+from outrider.proto.types import MAX_TOKEN_ID, GrammarKind
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -108,6 +110,14 @@ def _predicted(value: Any) -> Any:
     return value
 
 
+def _for_template(value: Any) -> Any:
+    own = {"messages", "tools", "add_generation_prompt"} & set(value if isinstance(value, dict) else ())
+    if own:
+        raise refuse(f"holds {min(own)!r}, which the request itself gives; leave it out")
+    return value
+
+
+_NO_SUFFIX = "is not supported here: models have their own notations for a gap; write the prompt in that of the model"
 Ignored = Annotated[Any, Field(default=None)]
 Stops = Annotated[list[str] | None, BeforeValidator(_stop)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
@@ -204,6 +214,18 @@ class Request(Strict):
     repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaText = None
+    guided_regex: str | None = None
+    guided_choice: Words | None = None
+    guided_grammar: Lark = None
+    guided_decoding_backend: Ignored
+    prompt_logprobs: Annotated[Any, unless(why="is not supported here: only tokens of the answer have them")] = None
+    skip_special_tokens: Annotated[Any, unless(True, why="must be true: special tokens are no part of a text")] = None
+    spaces_between_special_tokens: Ignored
+    # llama.cpp's, which is as if true
+    cache_prompt: Ignored
     # OpenAI's book-keeping
     user: Ignored
     metadata: Ignored
@@ -213,6 +235,31 @@ class Request(Strict):
     prompt_cache_key: Ignored
     prompt_cache_options: Ignored
     prompt_cache_retention: Ignored
+
+    @model_validator(mode="after")
+    def _min_tokens_without_an_early_end(self) -> Self:
+        """Refuse `min_tokens` unless nothing ends a text early: no token can be forbidden for a while."""
+        if self.min_tokens and not (self.ignore_eos and not self.stop and not self.stop_token_ids):
+            raise refuse("min_tokens needs ignore_eos = true here, without stop and stop_token_ids; or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        if len(self.grammars()) > 1:
+            raise refuse("response_format and structured_outputs or guided_… give more than one grammar; give one")
+        return self
+
+    def grammars(self) -> list[Source]:
+        """Return the grammars of the answer, at most one of them in a request that was checked."""
+        made = sources_of(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if self.structured_outputs is not None:
+            made += self.structured_outputs.sources()
+        form = self.response_format
+        if form is not None and form.json_schema is not None:
+            made.append((GrammarKind.JSON_SCHEMA, json.dumps(form.json_schema.schema_, ensure_ascii=False)))
+        elif form is not None and form.type == "json_object":
+            made.append((GrammarKind.JSON_OBJECT, ""))
+        return made
 
     @property
     def choices(self) -> int:
@@ -245,13 +292,14 @@ class ChatRequest(Request):
     reasoning_effort: str | None = None
     prediction: Prediction | None = None
     moderation: Ignored
-    verbosity: Annotated[Any, unless("medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_for_template)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(as_choice)] = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, unless([], why=_OLD.format("tools"))] = None
     function_call: Annotated[Any, unless("none", "auto", why=_OLD.format("tool_choice"))] = None
-    modalities: Annotated[Any, unless(["text"])] = None
+    modalities: Annotated[Any, unless(["text"], why="asks for more than text, all that there is here")] = None
     audio: Annotated[Any, unless()] = None
     web_search_options: Annotated[Any, unless()] = None
 
@@ -300,14 +348,20 @@ class CompletionRequest(Request):
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt)]
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
-    echo: Annotated[Any, unless(False)] = None
-    suffix: Annotated[Any, unless("")] = None
+    echo: bool | None = None
+    suffix: Annotated[Any, unless("", why=_NO_SUFFIX)] = None
     best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _echo_has_no_logprobs(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise refuse("echo does not go with logprobs here: only tokens of the answer have them; leave one out")
+        return self
 
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
         if self.best_of is not None and self.best_of != self.choices:
-            raise refuse("best_of is not supported here beyond n; leave it out")
+            raise refuse("best_of is not supported here beyond n; ask for n texts and take the best")
         if len(self.prompt) * self.choices > MAX_CHOICES:
             raise refuse(f"prompt and n ask for more than {MAX_CHOICES} texts at once")
         return self

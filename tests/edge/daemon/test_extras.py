@@ -1,0 +1,108 @@
+"""Fields of vLLM and llama.cpp, each with its meaning or a refusal that says why."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from outrider.cloud.grammar_compiler import compile_grammar, make_tokenizer
+from outrider.edge.daemon.grammars import sources_of
+from outrider.proto.types import Grammar, GrammarKind
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TEXT = '{"type": "object", "properties": {"a": {"type": "string"}}}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar(GrammarKind.JSON_SCHEMA, TEXT)),
+        ({"structured_outputs": {"json": TEXT}}, Grammar(GrammarKind.JSON_SCHEMA, TEXT)),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar(GrammarKind.REGEX, "a+")),
+        ({"structured_outputs": {"choice": ["yes", "no."]}}, Grammar(GrammarKind.REGEX, "yes|no\\.")),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar(GrammarKind.LARK, 'start: "a"')),
+        ({"structured_outputs": {"json_object": True}}, Grammar(GrammarKind.JSON_OBJECT)),
+        ({"guided_json": SCHEMA, "guided_decoding_backend": "auto"}, Grammar(GrammarKind.JSON_SCHEMA, TEXT)),
+        ({"guided_regex": "a+"}, Grammar(GrammarKind.REGEX, "a+")),
+        ({"guided_choice": ["yes", "no"]}, Grammar(GrammarKind.REGEX, "yes|no")),
+        ({"guided_grammar": 'start: "a"'}, Grammar(GrammarKind.LARK, 'start: "a"')),
+        ({"structured_outputs": None, "guided_json": None, "response_format": {"type": "text"}}, None),
+    ],
+)
+def test_vllms_fields_for_structure_become_grammars(live, fields, grammar) -> None:
+    for reply in (live.complete(**fields), live.chat(**fields)):
+        assert (reply.status, reply.headers["X-Outrider-Ignored"]) == (200, None)
+        assert live.client.asked[-1][1].grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "response_format", "give one"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "one"),
+        ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "gbnf_to_lark"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_regex": " "}, "response_format", "is empty"),
+        ({"guided_json": 5}, "guided_json", "JSON schema"),
+        ({"min_tokens": 5}, "min_tokens", "ignore_eos"),
+        ({"min_tokens": 5, "ignore_eos": True, "stop": "x"}, "min_tokens", "without stop"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "must be true"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "only tokens of the answer"),
+        ({"echo": True, "logprobs": 1}, "echo", "leave one out"),
+        ({"suffix": "}"}, "suffix", "in that of the model"),
+        ({"best_of": 4}, "best_of", "take the best"),
+    ],
+)
+def test_what_would_mean_another_answer_is_refused_with_the_reason(live, fields, param, words) -> None:
+    reply = live.complete(**fields)
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert words in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"min_tokens": 16, "ignore_eos": True},
+        {"min_tokens": 0, "cache_prompt": True, "skip_special_tokens": True, "spaces_between_special_tokens": False},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+)
+def test_what_changes_nothing_here_is_taken_without_a_word(live, fields) -> None:
+    reply = live.complete(**fields)
+    assert (reply.status, reply.headers["X-Outrider-Ignored"]) == (200, None)
+
+
+def test_an_echoed_prompt_comes_before_each_text_whole_and_streamed(live) -> None:
+    text = "".join(live.client.pieces)
+    tokens = live.client.ready.tokenizer.encode("bcd", add_special_tokens=False).ids
+    for prompt, written in ((["abc", "d"], ["abc", "abc", "d", "d"]), (tokens, ["bcd", "bcd"])):
+        whole = live.complete(prompt=prompt, echo=True, n=2).json["choices"]
+        assert [choice["text"] for choice in whole] == [each + text for each in written]
+        streamed = [""] * len(written)
+        for event in live.complete(prompt=prompt, echo=True, n=2, stream=True).events[:-1]:
+            for choice in event["choices"]:
+                streamed[choice["index"]] += choice["text"]
+        assert streamed == [each + text for each in written]
+
+
+def test_template_variables_of_a_request_reach_the_template(start, scripted) -> None:
+    template = "{{ enable_thinking }} {{ verbosity }} {% for m in messages %}{{ m.content }}{% endfor %}{{ self }}"
+    with start(scripted(chat_template=template)) as live:
+        more = {"enable_thinking": False, "self": "x"}
+        assert live.chat(chat_template_kwargs=more, verbosity="low").status == 200
+        assert live.client.ready.tokenizer.decode(live.client.asked[-1][0]).startswith("False low hi")
+        for own in ("messages", "tools", "add_generation_prompt"):
+            reply = live.chat(chat_template_kwargs={own: 1})
+            assert (reply.status, reply.error["param"]) == (400, "chat_template_kwargs")
+
+
+def test_each_of_the_words_to_choose_from_is_matched_and_nothing_else(tokenizer_file) -> None:
+    words = ["a.b", "x|y", "1+1=2?", "[ok] (no) {z} \\d ^$", "#tag & ~ok / a-b", 'say "é🦉"', "two words\nmore"]
+    ((kind, pattern),) = sources_of(None, None, words, None)
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tries = make_tokenizer(tokenizer_file.read_text(), tokenizer.get_vocab_size(), {1})
+    matcher = compile_grammar(Grammar(kind, pattern), tries)
+    for word in (*words, "aXb", "x", "1+1=22"):
+        match = matcher.deep_copy()
+        fits = match.consume_tokens(tokenizer.encode(word, add_special_tokens=False).ids) and match.is_accepting()
+        assert fits == (word in words), word
