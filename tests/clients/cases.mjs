@@ -10,6 +10,19 @@ export function check(holds, otherwise) {
   if (!holds) throw new Error(otherwise);
 }
 
+// Returns a proof that holds at each daemon whose target calls functions, given its base URL; it names the format.
+export function eachToolUrl(proof) {
+  return async () => {
+    for (const [name, url] of Object.entries(JSON.parse(process.env.TOOL_URLS))) {
+      try {
+        await proof(`${url}/v1`);
+      } catch (error) {
+        throw new Error(`${name}: ${error.message}`, { cause: error });
+      }
+    }
+  };
+}
+
 // `cases` maps features to functions; the folder of the installed packages is in NODE_MODULES.
 export async function run(name, cases) {
   const { version } = JSON.parse(readFileSync(`${process.env.NODE_MODULES}/${name}/package.json`));

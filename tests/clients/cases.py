@@ -2,7 +2,8 @@
 
 A client's file begins with its packages, as inline metadata of Python scripts (`# dependencies = ["openai==2.54.0"]`;
 in JavaScript the same behind `//`), and ends with `run("openai")`. It finds the server in BASE_URL (it ends in `/v1`),
-MODEL and API_KEY, and needs nothing of Outrider. A case that raises has failed; the message becomes the table's reason.
+MODEL and API_KEY, servers whose targets call functions in TOOL_URLS, and needs nothing of Outrider. A case that raises
+has failed; the message becomes the table's reason.
 """
 
 from __future__ import annotations
@@ -30,6 +31,19 @@ def case(feature: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
         return proof
 
     return declare
+
+
+def each_tool_url(proof: Callable[[str], None]) -> Callable[[], None]:
+    """Return a proof that holds at every daemon whose target calls functions; it takes a base URL."""
+
+    def all_of_them() -> None:
+        for name, url in json.loads(os.environ["TOOL_URLS"]).items():
+            try:
+                proof(f"{url}/v1")
+            except Exception as error:
+                raise RuntimeError(f"{name}: {error!r}") from error
+
+    return all_of_them
 
 
 def run(package: str) -> None:

@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -137,6 +138,19 @@ def serving(url: str | None) -> Iterator[str]:
                 process.wait()
 
 
+@contextmanager
+def speaking() -> Iterator[str]:
+    """Yield the URLs of daemons whose scripted targets call functions, one for each format, as an object of JSON."""
+    INSTALLED.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, (INSTALLED / "speaking.log").open("w") as log:
+        command = [sys.executable, str(ROOT / "tests" / "edge" / "speaking_target.py"), folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            try:
+                yield process.stdout.readline().strip()  # type: ignore[union-attr]
+            finally:
+                process.terminate()
+
+
 def main() -> int:
     """Run the clients that the command line names, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -145,8 +159,8 @@ def main() -> int:
     arguments = parser.parse_args()
     files = {name: path for name, path in client_files().items() if name in (arguments.names or client_files())}
     broken = []
-    with serving(arguments.url) as url:
-        environment = os.environ | {"BASE_URL": f"{url}/v1", "PYTHONDONTWRITEBYTECODE": "1"}
+    with serving(arguments.url) as url, speaking() as tool_urls:
+        environment = os.environ | {"BASE_URL": f"{url}/v1", "TOOL_URLS": tool_urls, "PYTHONDONTWRITEBYTECODE": "1"}
         print("| client | version | works | fails |\n|---|---|---|---|")
         for name, path in files.items():
             result = try_client(name, path, environment)
