@@ -19,7 +19,7 @@ class BuiltInPrompts(Settings):
     """Built-in prompts, or others."""
 
     prompts: Path | None = option(None, "file of prompts instead of the built-in ones")
-    per_domain: int = option(1, "built-in prompts per domain", check=at_least(1))
+    per_domain: int = option(2, "built-in prompts per domain", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ DEMO = Command(
     "outrider.deploy.demo:demo",
     (
         part(ConditionSettings, defaults={"pace": 30.0, "link": Cable(20.0)}),
-        part(BuiltInPrompts),
+        part(BuiltInPrompts, defaults={"per_domain": 1}),
         part(DemoSettings),
         edge_part("cache"),
         part(Sampling, defaults={"max_tokens": 96}),
