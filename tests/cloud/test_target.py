@@ -444,6 +444,15 @@ def test_a_folder_that_does_not_exist_is_not_found(target):
     assert caught.value.field == "target"
 
 
+def test_weights_that_are_cut_off_are_refused(tmp_path):
+    save_model(tmp_path, "llama")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(ModelRefused, match="damaged or cut off") as caught:
+        load(tmp_path)
+    assert caught.value.field == "target"
+
+
 def test_a_hub_name_that_cannot_be_reached_is_not_found(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound) as caught:

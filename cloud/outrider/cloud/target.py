@@ -407,6 +407,7 @@ def _passes(target: Target, exact: str) -> Passes:
 
 def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
     """Load transformers' model of a folder or hub name, with the rules and errors of `load_target`."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -421,6 +422,9 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
             f"or one of {', '.join(embedded_targets())}",
             field="target",
         ) from error
+    except SafetensorError as error:
+        message = f"the weights of {target!r} are damaged or cut off ({_first_line(error)}); fetch or copy them again"
+        raise ModelRefused(message, field="target") from error
     except ValueError as error:
         raise ModelRefused(f"{target!r}: {_first_line(error)}", field="target") from error
     try:
@@ -436,7 +440,8 @@ def tokenizer_json(source: str, target: str) -> str:
     try:
         tokenizer = load_tokenizer(source)
     except (OSError, ValueError) as error:
-        raise NotFound(f"cannot load the tokenizer of {target!r}: {_first_line(error)}", field="target") from error
+        message = f"cannot load the tokenizer of {target!r}; is its tokenizer.json there? {_first_line(error)}"
+        raise NotFound(message, field="target") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
 from outrider.deploy.end_watch import WATCH
+from outrider.deploy.failures import machine_failure
+from outrider.deploy.progress import waiting
 from outrider.deploy.termination import handlers_restored
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure
@@ -158,6 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         option = given.flag_of(error.field)
         print(f"outrider {given.command}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
         return 1
+    except (MemoryError, OSError, RuntimeError) as error:
+        line = machine_failure(error)
+        if not line:
+            raise
+        logging.getLogger(__name__).debug("the failure", exc_info=True)
+        print(f"outrider {given.command}: {line}", file=sys.stderr)
+        return 1
 
 
 def parse(argv: Sequence[str]) -> Given:
@@ -202,7 +211,9 @@ def _run(given: Given) -> int:
     # Imported now, since `outrider generate` must not load torch.
     module, _, function = given.run.partition(":")
     try:
-        return int(getattr(importlib.import_module(module), function)(given))
+        with waiting("starting"):
+            run = getattr(importlib.import_module(module), function)
+        return int(run(given))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("outrider"):
             raise

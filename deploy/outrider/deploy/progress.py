@@ -11,8 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 SILENT_S = 2.0
+SHOWN_AFTER_S = 0.5  # what is quicker needs no words
 LOOKS_A_SECOND = 4.0
 
 
@@ -41,25 +46,38 @@ def _said(what: str) -> AbstractContextManager[object]:
 @contextmanager
 def _shown(what: str) -> Iterator[None]:
     """Keep a line up to date on a terminal, below whatever is written to standard error meanwhile."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
     began = time.monotonic()
+    showing: list[Live] = []
 
-    def line() -> Text:
-        return Text(f"{what} … {time.monotonic() - began:.0f} s", style="dim", no_wrap=True, overflow="ellipsis")
+    def show() -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
 
-    # Standard output may be a file, whose text has no place on the terminal.
-    showing = Live(
-        get_renderable=line,
-        console=Console(stderr=True),
-        transient=True,
-        redirect_stdout=False,
-        refresh_per_second=LOOKS_A_SECOND,
-    )
-    with showing:
+        def line() -> Text:
+            return Text(f"{what} … {time.monotonic() - began:.0f} s", style="dim", no_wrap=True, overflow="ellipsis")
+
+        # Standard output may be a file, whose text has no place on the terminal.
+        live = Live(
+            get_renderable=line,
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+            refresh_per_second=LOOKS_A_SECOND,
+        )
+        live.start(refresh=True)
+        showing.append(live)
+
+    soon = threading.Timer(SHOWN_AFTER_S, show)
+    soon.daemon = True
+    soon.start()
+    try:
         yield
+    finally:
+        soon.cancel()
+        soon.join()
+        for live in showing:
+            live.stop()
 
 
 @contextmanager

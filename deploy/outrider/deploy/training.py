@@ -8,6 +8,7 @@ from outrider.cloud.family_index import find_target
 from outrider.cloud.training.settings import AdapterTraining, DrafterShape, DrafterTraining, SteerTraining, Training
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ExportSettings, RateSettings
+from outrider.deploy.progress import waiting
 from outrider.deploy.termination import StopAtStep
 from outrider.proto.errors import ConfigError
 
@@ -16,7 +17,8 @@ HEAD_DIM = 32
 
 def train_drafter(given: Given) -> int:
     """Run `outrider train drafter`."""
-    from outrider.cloud.training.drafter import train_drafter
+    with waiting("starting"):
+        from outrider.cloud.training.drafter import train_drafter
 
     rate = given(RateSettings).rate
     training = given(
@@ -35,7 +37,8 @@ def train_drafter(given: Given) -> int:
 
 def train_adapter(given: Given) -> int:
     """Run `outrider train adapter`."""
-    from outrider.cloud.training.adapter import PACKAGE, train_adapter
+    with waiting("starting"):
+        from outrider.cloud.training.adapter import PACKAGE, train_adapter
 
     rate = given(RateSettings).rate
     training = given(AdapterTraining, other_lr=rate * AdapterTraining.other_lr, **_common(given, AdapterTraining))
@@ -50,7 +53,8 @@ def train_adapter(given: Given) -> int:
 
 def train_steer(given: Given) -> int:
     """Run `outrider train steer`."""
-    from outrider.cloud.training.steer import train_steering
+    with waiting("starting"):
+        from outrider.cloud.training.steer import train_steering
 
     target = given.values["target"]
     training = given(SteerTraining, model=target, **_common(given, SteerTraining))
@@ -83,7 +87,8 @@ def _shape(given: Given) -> DrafterShape:
 def export(given: Given) -> int:
     """Run `outrider export`."""
     options = given(ExportSettings)
-    from outrider.cloud.export import export_drafter
+    with waiting("starting"):
+        from outrider.cloud.export import export_drafter
     from outrider.cloud.steering import PROJECTION_FILE
 
     manifest = export_drafter(

@@ -16,6 +16,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.child import Child, answer_requests
+from outrider.deploy.progress import waiting
 
 
 class VerifierProcess(Child):
@@ -36,7 +37,8 @@ class VerifierProcess(Child):
     async def prepare(self) -> None:
         """Start the server, and write the file of the tokenizer."""
         config = base64.b64encode(pickle.dumps(self._config)).decode()
-        served = await self.ask({"config": config, "tokenizer": str(self.tokenizer)})
+        with waiting(f"loading the target {self._config.target}"):
+            served = await self.ask({"config": config, "tokenizer": str(self.tokenizer)})
         self.address, self.precision = served["address"], served["precision"]
 
     async def step_timings(self) -> list[StepTiming]:

@@ -28,6 +28,7 @@ from outrider.cloud.target import load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
+from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import ConfigError
@@ -60,7 +61,8 @@ class _Comparing:
         packages = find_packages(options.package, "package")
         if verifier.threads:
             torch.set_num_threads(verifier.threads)
-        self._target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
+        with waiting(f"loading the target {verifier.target}"):
+            self._target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
         self._drafters = load_drafters(packages, self._target.tokenizer_sha256, "package")
         self._console = Console(stderr=True, highlight=False)
         self._records = {label: _record_of(label, package) for label, package in packages.items() if package}

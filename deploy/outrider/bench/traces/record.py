@@ -32,6 +32,7 @@ from outrider.cloud.target import SessionRows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
+from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, steering_of
@@ -64,7 +65,8 @@ def record(given: Given) -> int:
     check_file(costs_file, "output")
     if verifier.threads:
         torch.set_num_threads(verifier.threads)
-    target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
+    with waiting(f"loading the target {verifier.target}"):
+        target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
     drafters = load_drafters(packages, target.tokenizer_sha256, "drafter")
     projections = _projections(target, drafters, verifier) if options.age >= 0 else {}
     seeds = range(1, options.seeds + 1)

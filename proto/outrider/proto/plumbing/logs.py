@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import textwrap
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from outrider.proto.errors import ConfigError
 
@@ -36,9 +37,21 @@ def configure(level: str, style: str) -> None:
         raise ConfigError(f"{level!r} is none of {', '.join(LEVELS)}", field="log_level")
     if style not in FORMATS:
         raise ConfigError(f"{style!r} is none of {', '.join(FORMATS)}", field="log_format")
-    handler = logging.StreamHandler()
+    handler = StandardError()
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+class StandardError(logging.StreamHandler[TextIO]):
+    """A handler of what is standard error when a line comes, which may be above what a terminal keeps up to date."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # an attribute there
+        """Standard error now."""
+        return sys.stderr
 
 
 class TextLines(logging.Formatter):
