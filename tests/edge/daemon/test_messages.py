@@ -166,6 +166,14 @@ def test_what_cannot_be_done_is_refused_in_anthropics_words(ask, fields, words) 
     assert error["request_id"] == reply.headers["request-id"] == reply.headers["X-Request-Id"]
 
 
+def test_a_thread_is_refused_so_that_clients_send_all_messages(ask) -> None:
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        error = ask(thread=thread).json["error"]
+        assert error["details"] == {"error_code": "thread_unsupported_request"}
+        assert "send all messages" in error["message"]
+    assert ask(thread=None).status == 200
+
+
 def test_other_errors_have_anthropics_statuses_and_types(live, ask, start, tmp_path) -> None:
     live.client.pieces, live.client.error = [], Unavailable("away")
     for stream in (False, True):

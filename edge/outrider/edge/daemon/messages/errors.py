@@ -10,6 +10,7 @@ from starlette.types import Scope
 from outrider.edge.daemon.errors import ApiError, json_response
 from outrider.edge.daemon.messages import MESSAGES
 
+NO_THREADS = "thread_unsupported_request"  # on which Anthropic's clients send whole conversations instead
 OVERLOADED = 529
 _STATUSES = {503: OVERLOADED}  # Anthropic's own status, which its clients try again
 _TYPES = {
@@ -41,4 +42,7 @@ def error_response(scope: Scope, error: ApiError) -> Response:
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return Anthropic's error object."""
     kind = _TYPES.get(_STATUSES.get(error.status, error.status), "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    made: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        made["details"] = {"error_code": NO_THREADS}
+    return {"type": "error", "error": made, "request_id": request_id}

@@ -94,6 +94,7 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None  # vLLM's
+    thread: Any = None
     container: Annotated[Any, unless()] = None
     mcp_servers: Annotated[Any, unless([])] = None
     # Anthropic's book-keeping

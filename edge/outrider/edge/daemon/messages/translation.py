@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.messages.content import as_messages
-from outrider.edge.daemon.messages.errors import error_body
+from outrider.edge.daemon.messages.errors import NO_THREADS, error_body
 from outrider.edge.daemon.messages.schema import CountRequest, MessagesRequest
 from outrider.edge.daemon.schema import ChatRequest
 from outrider.edge.daemon.translation import Piece, Translation, as_chat, called_arguments
@@ -130,6 +130,9 @@ def prompt_chat(request: CountRequest, **more: Any) -> ChatRequest:
 
 
 def _message_chat(request: MessagesRequest) -> ChatRequest:
+    if request.thread is not None:
+        message = "thread: conversations are not kept here; leave it out, and send all messages"
+        raise ApiError(400, message, param="thread", code=NO_THREADS)
     form = request.output_config.format if request.output_config is not None else None
     named = {"name": "answer", "schema": form.schema_} if form is not None else None
     return prompt_chat(
