@@ -330,6 +330,14 @@ def test_a_commit_before_anything_is_known_leaves_no_estimate() -> None:
     assert not any(math.isnan(v) for samples in values(metrics).values() for v in samples.values())
 
 
+def test_a_stream_says_which_accepted_drafts_were_made_here_and_which_in_the_cloud() -> None:
+    observer = TextObserver(EdgeMetrics(), "id", lambda _: None)
+    assert (observer.live()["accepted"], observer.live()["accepted_cloud"]) == (0, 0)
+    observer.machine = machine_of(EdgeMetrics())[1]
+    observer.machine.statistics.accepted, observer.machine.statistics.accepted_here = 9, 2
+    assert (observer.live()["accepted"], observer.live()["accepted_cloud"]) == (7, 2)
+
+
 def test_an_answers_histogram_counts_up_to_the_most_that_a_step_verified() -> None:
     def observer(accepted_of: dict[int, int], max_verified: int) -> TextObserver:
         made = TextObserver(EdgeMetrics(), "id", lambda _: None)

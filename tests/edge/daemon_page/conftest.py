@@ -27,6 +27,8 @@ def speculation(pieces: list[Piece], tokens: int, **others: Any) -> dict[str, An
     return {
         "pieces": [{"text": text, "accepted": accepted} for text, accepted in pieces],
         "tokens": tokens,
+        "accepted": max(0, tokens - max(1, tokens // 2)),
+        "accepted_cloud": 0,
         "tokens_per_second": 48.0,
         "cloud_tokens_per_second": 20.0,
         "window": 7,
@@ -53,6 +55,7 @@ class FakeDaemon:
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     disconnects: int = 0
     key: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
     address: str = ""
 
     def routes(self) -> list[Route]:
@@ -87,7 +90,9 @@ class FakeDaemon:
         try:
             for i, piece in enumerate(self.pieces):
                 text = {"delta": {"content": piece[0]}} if chat else {"text": piece[0]}
-                yield _event({"choices": [{"index": 0, **text}], "speculation": speculation([piece], i + 1)})
+                yield _event(
+                    {"choices": [{"index": 0, **text}], "speculation": speculation([piece], i + 1, **self.figures)}
+                )
                 await asyncio.sleep(0.01)
             while self.hold:
                 yield ": still here\n\n"
@@ -101,7 +106,7 @@ class FakeDaemon:
             return
         done = {} if not chat else {"delta": {}}
         yield _event({"choices": [{"index": 0, "finish_reason": "stop", **done}]})
-        yield _event({"choices": [], "usage": {}, "speculation": speculation([], len(self.pieces))})
+        yield _event({"choices": [], "usage": {}, "speculation": speculation([], len(self.pieces), **self.figures)})
         yield "data: [DONE]\n\n"
 
 

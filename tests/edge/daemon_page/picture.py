@@ -23,12 +23,13 @@ from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 
 PROMPT = "It was late in the evening when the old man came to the house by the river."
+FIRST = "Describe a journey by train through the mountains."
 SETTINGS = {"temperature": "0.3", "seed": "4", "max-tokens": "80"}
 MIN_STEP_S = 0.03
 LINK = LinkShape.of(rtt_ms=20, up_mbit=20, down_mbit=100)
 
 
-async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
+async def picture(file: Path, prompt: str, scheme: str, marks: str, width: int) -> None:
     """Photograph the answer to `prompt` on a page whose daemon and target are set up here."""
     verifier = VerifierServer(VerifierConfig(threads=1, min_step_s=MIN_STEP_S))
     target = target_folder("reference")
@@ -41,12 +42,12 @@ async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
             chat_template=target / "chat_template.jinja",
         )
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))
-        await photograph(await daemon.start(), file, prompt, scheme, width)
+        await photograph(await daemon.start(), file, prompt, scheme, marks, width)
         await daemon.stop()
     await verifier.stop(0)
 
 
-async def photograph(url: str, file: Path, prompt: str, scheme: str, width: int) -> None:
+async def photograph(url: str, file: Path, prompt: str, scheme: str, marks: str, width: int) -> None:
     """Ask `prompt` in headless Chromium and write a picture of the answer to `file`."""
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
@@ -58,13 +59,15 @@ async def photograph(url: str, file: Path, prompt: str, scheme: str, width: int)
         for field, value in SETTINGS.items():
             await page.fill(f"#{field}", value)
         await page.click("#settings-close")
-        for question in ("Hello.", prompt):  # the first text teaches the policies what they measure
+        await page.click(f".segments label:has([value={marks}])")
+        for question in (FIRST, prompt):  # the first text teaches the policies what they measure
             await page.fill("#prompt", question)
             await page.press("#prompt", "Enter")
             await page.wait_for_selector("[aria-busy=false] >> nth=-1", timeout=120_000)
             await page.wait_for_selector("#send:visible", timeout=120_000)
             if question != prompt:
                 await page.click("#new-chat")
+        await page.locator("#prompt").blur()
         await page.wait_for_timeout(500)  # bars glide to their end
         await page.screenshot(path=file)
         await browser.close()
@@ -75,6 +78,7 @@ if __name__ == "__main__":
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
-    parser.add_argument("--width", type=int, default=1200)
+    parser.add_argument("--marks", choices=("on", "subtle", "off"), default="subtle")
+    parser.add_argument("--width", type=int, default=1280)
     options = parser.parse_args()
-    asyncio.run(picture(options.file, options.prompt, options.scheme, options.width))
+    asyncio.run(picture(options.file, options.prompt, options.scheme, options.marks, options.width))

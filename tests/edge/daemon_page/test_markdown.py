@@ -87,6 +87,16 @@ def test_marks_survive_markdown_inside_words_lists_tables_and_code(answer) -> No
     ]
 
 
+def test_what_a_model_thinks_first_is_folded_away_and_keeps_its_marks(page, answer) -> None:
+    text = answer("<think>\nFirst ", ("I *add*.", True), "\n</think>\n\nIt is **5**.")
+    expect(text.locator("strong")).to_have_text("5")
+    thought = text.locator("details p")
+    expect(thought).to_be_hidden()
+    text.get_by_text("Thinking").click()
+    expect(thought).to_have_text("First I *add*.")
+    expect(thought.locator(".draft")).to_have_text("I *add*.")
+
+
 def test_a_text_that_comes_letter_by_letter_looks_like_one_that_comes_at_once(answer) -> None:
     text = "# T\n\nA **b** `c`\n\n* x\n* y\n\n  z\n\n```js\nlet a = 1;\n```\n\n[later][1] and *unclosed\n\n[1]: https://a.test/\n"
     slowly = answer(*letters(text)).inner_html()

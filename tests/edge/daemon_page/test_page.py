@@ -77,6 +77,11 @@ def test_the_panels_say_what_the_daemon_says(page, daemon, ask) -> None:
         "uplink": "20 B",
         "downlink": "30 B",
         "steps": "0.50",
+        "steps-count": "10",
+        "tokens-count": "20",
+        "target": "reference",
+        "plain": "20 tokens, of which 10 cost no step of their own: "
+        "they were guessed on this machine, and the model agreed.",
     }.items():
         expect(page.locator(f"#{metric}")).to_have_text(text)
     expect(page.locator("#speed-chart .line.here")).to_have_count(1)
@@ -95,22 +100,23 @@ def test_empty_lines_before_an_answer_are_not_shown_but_stay_in_the_conversation
     assert daemon.requests[-1][1]["messages"][1]["content"] == "\n\n Once"
 
 
-def test_what_is_not_known_yet_is_shown_as_such(page, daemon, ask, monkeypatch) -> None:
+def test_who_drafted_and_why_little_was_gained_are_said_in_plain_words(page, daemon, ask) -> None:
+    daemon.pieces = [("la ", True)] * 20
+    daemon.figures = {"accepted": 7, "accepted_cloud": 3, "tokens_per_second": 201.0, "cloud_tokens_per_second": 200.0}
+    ask()
+    expect(page.locator("#plain")).to_have_text(
+        "20 tokens, of which 10 cost no step of their own: "
+        "7 were guessed on this machine, 3 by a drafter in the cloud, and the model agreed. "
+        "A step takes only about 5 ms here, so there is little time to save; a larger model gains more."
+    )
+    daemon.figures |= {"accepted": 1, "accepted_cloud": 0, "steps": 19}
+    ask()
+    expect(page.locator("#plain")).to_contain_text("Few guesses were right")
+
+
+def test_what_is_not_known_yet_is_shown_as_such(page, daemon, ask) -> None:
     daemon.pieces = [("x", True)]
-    unknown = {"cloud_tokens_per_second": None, "acceptance": None, "round_trip_ms": None, "drafter": ""}
-    events = daemon._events
-
-    async def sparse(chat):
-        import json
-
-        async for event in events(chat):
-            if '"speculation"' in event:
-                body = json.loads(event[6:])
-                body["speculation"] |= unknown
-                event = f"data: {json.dumps(body)}\n\n"
-            yield event
-
-    monkeypatch.setattr(daemon, "_events", sparse)
+    daemon.figures = {"cloud_tokens_per_second": None, "acceptance": None, "round_trip_ms": None, "drafter": ""}
     ask()
     expect(page.locator("#cloud-rate")).to_have_text("not known yet")
     expect(page.locator("#acceptance")).to_have_text("–")

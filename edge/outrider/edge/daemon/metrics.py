@@ -113,6 +113,7 @@ class TextObserver(SessionObserver):
 
         Both rates leave out the first commit, whose time is the prompt's. `cloud_tokens_per_second` is what the same
         tokens would have come at with one target step each, by the verifier's own times (`SessionObserver`).
+        `accepted` counts drafts of this machine that became text, `accepted_cloud` those of the verifier's own drafter.
         """
         statistics = self.statistics
         counted = statistics.committed - self._first_tokens
@@ -120,6 +121,8 @@ class TextObserver(SessionObserver):
         return {
             "pieces": _pieces(event),
             "tokens": statistics.committed,
+            "accepted": statistics.accepted - statistics.accepted_here,
+            "accepted_cloud": statistics.accepted_here,
             "tokens_per_second": round(counted / self.decoding_s, 2) if self.decoding_s else 0.0,
             "cloud_tokens_per_second": round(counted / self.cloud_s, 2) if self.cloud_s else None,
             "window": self.machine.in_flight if self.machine else 0,

@@ -37,8 +37,16 @@ class BoundedLexer extends Lexer {
   }
 }
 
-// The blocks of `source` from the character `start` on, as { token, start, end }.
+// The blocks of `source` from the character `start` on, as { token, start, end }. Some models think first, in tags.
 export function blocksOf(source, start) {
+  const thinking = /^<think>.*?(?:<\/think>|$)/s.exec(source.slice(start));
+  if (!thinking) return markdownOf(source, start);
+  const end = start + thinking[0].length;
+  const token = { type: "thinking", raw: thinking[0], text: thinking[0].replace(/^<think>\s*|\s*<\/think>$/g, "") };
+  return [{ token, start, end }, ...markdownOf(source, end)];
+}
+
+function markdownOf(source, start) {
   const text = source.slice(start).replace(/\r(?=\n)/g, " "); // marked drops it, which would move all that follows
   const blocks = [];
   let at = start;
@@ -82,6 +90,7 @@ class Painter {
       if (token.type === "list") return this.#list(token);
       if (token.type === "table") return this.#table(token);
       if (token.type === "hr") return make("hr");
+      if (token.type === "thinking") return make("details", [make("summary", ["Thinking"]), make("p", this.#leaf(token.text), "plain")]);
       if (token.type === "text") return make("span", this.#inline(token.tokens ?? [token]));
       return make("p", this.#leaf(token.raw.trimEnd()), "plain"); // HTML and definitions of links
     });

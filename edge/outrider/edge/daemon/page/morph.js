@@ -20,7 +20,7 @@ export function patch(shown, fresh) {
 function isLike(shown, fresh) {
   if (shown.nodeName !== fresh.nodeName) return false;
   if (shown.nodeType === Node.TEXT_NODE) return true;
-  const names = shown.getAttributeNames();
+  const names = shown.getAttributeNames().filter((name) => name !== "open"); // the reader's choice
   return (
     names.length === fresh.getAttributeNames().length &&
     names.every((name) => shown.getAttribute(name) === fresh.getAttribute(name))

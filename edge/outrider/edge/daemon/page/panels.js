@@ -90,15 +90,16 @@ export class Panels {
     this.#set("ratio-text", "as fast as the cloud alone");
   }
 
-  #steps({ tokens, steps }, rate, cloud) {
+  #steps({ tokens, steps, accepted, accepted_cloud: inCloud }, rate, cloud) {
     const most = Math.max(tokens, steps, 1);
     this.#set("steps-count", String(steps));
     this.#set("tokens-count", String(tokens));
     this.#fill("steps-here", steps / most);
     this.#fill("steps-cloud", tokens / most);
-    const saved = Math.max(0, tokens - steps);
+    const saved = accepted + inCloud;
+    const who = inCloud ? `${accepted} were guessed on this machine, ${inCloud} by a drafter in the cloud` : "they were guessed on this machine";
     const why = rate && cloud && tokens >= MIN_TOKENS && rate < LITTLE * cloud ? littleWords(saved / most, cloud) : "";
-    this.#set("plain", `${count(tokens, "token")}, of which ${saved} cost no step of their own: they were guessed here, and the cloud’s model agreed.${why}`);
+    this.#set("plain", saved ? `${count(tokens, "token")}, of which ${saved} cost no step of their own: ${who}, and the model agreed.${why}` : PLAIN);
   }
 
   #empty() {
