@@ -114,8 +114,8 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
+@pytest.fixture(scope="package")
+def served() -> Iterator[FakeDaemon]:
     fake = FakeDaemon()
     config = uvicorn.Config(Starlette(routes=fake.routes()), host="127.0.0.1", port=0, log_level="error")
     server = uvicorn.Server(config)
@@ -125,9 +125,16 @@ def daemon() -> Iterator[FakeDaemon]:
         thread.join(0.01)
     fake.address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     yield fake
-    fake.hold = False
     server.should_exit = True
     thread.join(10)
+
+
+@pytest.fixture
+def daemon(served: FakeDaemon) -> Iterator[FakeDaemon]:
+    """The daemon, as if it were new."""
+    vars(served).update(vars(FakeDaemon(address=served.address)))
+    yield served
+    served.hold = False
 
 
 @pytest.fixture(scope="package")
@@ -143,17 +150,28 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+@pytest.fixture(scope="package")
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab of the browser, which notes in `complaints` what its console complains of."""
+    tab = browser.new_page()
+    tab.complaints = []
+    tab.on("pageerror", lambda error: tab.complaints.append(str(error)))
+    tab.on("console", lambda line: tab.complaints.append(line.text) if line.type == "error" else None)
+    yield tab
+    tab.close()
+
+
 @pytest.fixture
-def page(browser: Any, daemon: FakeDaemon) -> Iterator[Any]:
-    """The page, open; whatever its console complains of fails the test."""
-    complaints: list[str] = []
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
-    page.goto(daemon.address)
-    yield page
-    page.close()
-    assert [c for c in complaints if "Failed to load resource" not in c] == []
+def page(tab: Any, daemon: FakeDaemon) -> Iterator[Any]:
+    """The page, open as if for the first time; whatever its console complains of fails the test."""
+    tab.set_viewport_size({"width": 1200, "height": 800})
+    tab.emulate_media(color_scheme="light")
+    tab.goto(f"{daemon.address}/health")
+    tab.evaluate("localStorage.clear()")
+    tab.complaints.clear()
+    tab.goto(daemon.address)
+    yield tab
+    assert [complaint for complaint in tab.complaints if "Failed to load resource" not in complaint] == []
 
 
 @pytest.fixture

@@ -201,6 +201,7 @@ def test_hostile_text_stays_text_wherever_it_comes_from(page, daemon, ask) -> No
     daemon.pieces = [(HOSTILE, True), (HOSTILE, False)]
     daemon.health = (200, {"status": "degraded", "reason": HOSTILE})
     ask(HOSTILE)
+    expect(page.locator(".message.answer .foot")).not_to_be_empty()
     assert page.locator(".message.answer .text").text_content() == HOSTILE * 2
     look_again(page)
     expect(page.locator("#health-text")).to_contain_text("<img")
