@@ -327,8 +327,8 @@ def test_a_job_has_its_inputs_and_its_output_place(tmp_path: Path, monkeypatch: 
     arguments = ["--wheel", "none", "--name", "j", "--env", "A=1"]
     server = sent(*arguments, "--input", "../c.txt", *TRAIN, "../c.txt")
     place = tmp_path / "here" / "j"
-    assert server.job["entrypoint"] == (
-        f"python -m outrider.deploy.submit.job --output {place} --inputs --mark j --resume run "
+    assert server.job["entrypoint"].endswith(
+        f"; exec python -m outrider.deploy.submit.job --output {place} --inputs --mark j --resume run "
         "-- train drafter --output run --steps 1 --corpus c.txt"
     )
     assert server.packed == {"c.txt": b"text"}

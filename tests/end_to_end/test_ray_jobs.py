@@ -126,6 +126,14 @@ def test_a_job_that_fails_ends_the_command_as_it_ended_itself(head: RayHead, tmp
     assert "failed with exit status 1" in failed.stderr
 
 
+def test_a_job_whose_path_has_another_python_says_how_to_start_ray(head: RayHead, tmp_path: Path) -> None:
+    path = ["--env", "PATH=/usr/bin:/bin"]  # as if Ray had been started by .venv/bin/ray alone
+    failed = head.outrider("--wheel", "none", *path, "--", "models", folder=tmp_path)
+    assert failed.returncode == 3, failed.stdout + failed.stderr
+    assert "start Ray there with its environment's bin folder first in PATH" in failed.stdout
+    assert "Traceback" not in failed.stdout
+
+
 def test_a_place_that_the_node_cannot_write_ends_the_job_before_its_command(head: RayHead, tmp_path: Path) -> None:
     failed = head.outrider("--wheel", "none", "--output", "/proc/here", "--", "models", folder=tmp_path)
     assert failed.returncode == 2

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import logging
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import SubmitSettings
+from outrider.deploy.submit.hurdles import agent_errors, entrypoint, not_run, reason
 from outrider.deploy.submit.job import Place
 from outrider.deploy.termination import temporary_folder
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unauthenticated, Unavailable
@@ -95,14 +95,14 @@ def ray_errors(address: str, action: str, known: Mapping[str, OutriderError] = M
         message = f"{address} wants Ray's token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE"
         raise Unauthenticated(message, field="address") from error
     except (requests.exceptions.RequestException, aiohttp.ClientError, ConnectionError) as error:
-        raise Unavailable(f"no job server answers at {address}", field="address") from error
+        message = f"no job server answers at {address}; it is on the dashboard's port of a head that has ray[default]"
+        raise Unavailable(message, field="address") from error
     except (RuntimeError, ValueError) as error:
         for part, meaning in known.items():
             if part in str(error):
                 raise meaning from error
-        lines = str(error).replace("\\n", "\n").split("\n")
-        reason = next((line.strip() for line in reversed(lines) if line.strip()), "it does not say why")
-        raise Unavailable(f"the job server at {address} cannot {action}: {reason[:300]}", field="address") from error
+        message = f"the job server at {address} cannot {action}: {reason(str(error))}"
+        raise Unavailable(message, field="address") from error
 
 
 def job_of(client: Any, job_id: str) -> Any:
@@ -135,9 +135,10 @@ def send(client: Any, arguments: list[str], written: list[str], options: SubmitS
             words += [word for name in written for word in ("--resume", name)]
         taken = ConfigError(f"there is a job {job_id!r} already", field="name")
         large = ConfigError("is more than Ray takes; put it on a shared store", field="input")
-        with ray_errors(options.address, "take the job", {"already exists": taken, "exceeds the maximum": large}):
+        known = {"already exists": taken, "exceeds the maximum": large, **agent_errors(options.address)}
+        with ray_errors(options.address, "take the job", known):
             client.submit_job(
-                entrypoint=shlex.join([*words, "--", *(inputs.get(word, word) for word in arguments)]),
+                entrypoint=entrypoint([*words, "--", *(inputs.get(word, word) for word in arguments)]),
                 submission_id=job_id,
                 runtime_env=environment,
                 metadata={OUTPUT_KEY: place} if options.output or written else {},
@@ -274,7 +275,7 @@ def _see_through(client: Any, job_id: str, address: str) -> int:
     if status := int(job.driver_exit_code or 0):
         _complain(f"job {job_id} failed with exit status {status}")
     else:
-        _complain(f"job {job_id} did not run: {(job.message or '').strip()}")
+        _complain(f"job {job_id} did not run: {not_run(job.message or '')}")
     return status or 1
 
 
