@@ -108,13 +108,17 @@ $(SUPPLY)/.ready: constraints.txt
 	$(SUPPLY)/bin/python -m pip install --quiet --constraint constraints.txt cyclonedx-bom uv
 	touch $@
 
-# Pip shows what it fetches on a terminal, and is quiet in a log.
+# Pip shows what it fetches on a terminal, and is quiet in a log. uv takes torch's build for this machine, without CUDA
+# where there is no NVIDIA driver; where it does not reach torch's own index, pip takes what its settings lead to.
 QUIET = $(shell test -t 2 || echo --quiet)
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing Outrider with torch, Ray, transformers and the tools of development into $(VENV), once: some minutes,"
 	@echo "and 2 GB of disk with the CPU build of torch, 6 GB or more with CUDA's."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt uv && UV_HTTP_RETRIES=1 \
+	  $(BIN)/uv pip install $(QUIET) --python $(BIN)/python --torch-backend auto --no-deps --constraint constraints.txt torch \
+	  || echo "uv could not fetch torch's build for this machine; pip's settings decide which one it is"
 	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[all]' --group dev
 	touch $(READY)
 
