@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
 SECRET = b"a secret of the two of them"
 MAX_MEGABYTES = 250
 MAX_WHEEL_BYTES = 55_000_000
+MAX_EDGE_BYTES = 400_000_000
 
 EDGE_PROGRAM = r"""
 import importlib.util, re, sys
@@ -85,6 +86,13 @@ def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_pytho
         print(f"peak memory of the edge: {megabytes} MB")
 
     asyncio.run(main())
+
+
+def test_the_environment_of_an_edge_stays_small_on_disk(edge_python) -> None:
+    files = [path.lstat() for path in edge_python.parents[1].rglob("*")]
+    size = 512 * sum(file.st_blocks for file in {(file.st_dev, file.st_ino): file for file in files}.values())
+    print(f"environment of the edge: {size / 1e6:.0f} MB")
+    assert 10_000_000 < size < MAX_EDGE_BYTES
 
 
 def test_what_the_edge_ships_for_tests_works_in_the_wheel_without_pytest(edge_python, tmp_path) -> None:
