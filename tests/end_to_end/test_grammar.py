@@ -8,6 +8,7 @@ import math
 import random
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import pytest
 from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.deploy.commands.edge import GrammarSettings
 from outrider.edge import FinishReason, Grammar, GrammarKind, Sampling, Tokens
+from outrider.edge.tool_calls.formats import FORMATS
+from outrider.edge.tool_calls.grammar import CallableFunction, CallRules, grammar_of
+from outrider.edge.tool_calls.parts import WrittenAnswer
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.types import Patience
 
@@ -62,6 +66,45 @@ def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(s
         assert verified
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_required_call_is_one_by_its_schema_whatever_is_drafted(name, serving, edge) -> None:
+    rules = CallRules([CallableFunction("save", SCHEMA, strict=True)], must_call=True, max_calls=1)
+    calls = Grammar(GrammarKind.LARK, grammar_of(name, rules))
+    free = Grammar(GrammarKind.LARK, grammar_of(name, replace(rules, must_call=False)))
+    wanted = [
+        (PROMPTS[0], Sampling(max_tokens=80, grammar=calls)),
+        (PROMPTS[1], Sampling(max_tokens=80, grammar=calls, temperature=1.0, seed=3)),
+        (PROMPTS[1], Sampling(max_tokens=12, grammar=free)),
+    ]
+
+    async def main() -> None:
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                expected = [await client.complete(*each) for each in wanted]
+                control = await client.complete(PROMPTS[0], max_tokens=12)
+            patience = Patience(math.inf, 3)
+            async with edge(address, drafter="general", window=4, patience=patience) as client:
+                drafted = await asyncio.gather(*(client.complete(*each) for each in wanted))
+        assert [each.ids for each in drafted] == [each.ids for each in expected]
+        assert sum(each.statistics.verified for each in drafted)
+        for each in drafted[:2]:
+            (call,) = read_calls(name, each.text).calls
+            assert call.name == "save"
+            jsonschema.validate(json.loads(call.arguments), SCHEMA)
+        assert not read_calls(name, control.text).calls
+        assert drafted[2].text == read_calls(name, drafted[2].text).text, "a free text is its own"
+
+    asyncio.run(main())
+
+
+def read_calls(name: str, text: str) -> WrittenAnswer:
+    parser = FORMATS[name].parser(["save"])
+    answer = WrittenAnswer()
+    answer.add([*parser.take(text), *parser.end()])
+    return answer
 
 
 def test_a_text_stays_valid_and_the_same_through_cut_streams(serving, edge, relay) -> None:
