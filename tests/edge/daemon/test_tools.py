@@ -35,6 +35,9 @@ CLOCK: dict[str, Any] = {
     "function": {"name": "now", "parameters": {"type": "object", "properties": {}}},
 }
 PARIS = {"city": 'Paris "é" </b>', "days": [1, 2]}
+DEEP: Any = []
+for _ in range(200):
+    DEEP = [DEEP]
 ASKED: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]
 CALLED: list[dict[str, Any]] = [
     *ASKED,
@@ -125,6 +128,13 @@ def test_tools_and_calls_reach_the_template_as_transformers_renders(name, messag
     live = speaking(name)
     assert live.chat(messages=messages, **({"tools": tools} if tools else {})).status == 200
     assert list(live.client.asked[-1][0]) == live.client.ready.tokenizer.encode(expected, add_special_tokens=False).ids
+
+
+def test_an_empty_list_of_calls_is_no_call_to_a_template(speaking) -> None:
+    live = speaking("llama3")
+    answered = [*ASKED, {"role": "assistant", "content": "No.", "tool_calls": []}, {"role": "user", "content": "Sure?"}]
+    assert live.chat(messages=answered).status == 200
+    assert "No." in live.client.ready.tokenizer.decode(live.client.asked[-1][0])
 
 
 def test_a_template_of_its_own_for_tools_is_used_with_tools_only(start, scripted) -> None:
@@ -305,6 +315,10 @@ def test_the_operator_may_name_the_format(start, scripted) -> None:
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": DEEP}}}]},
             "tools[0].function.parameters",
         ),
         ({"tools": [CLOCK, CLOCK]}, "tools"),

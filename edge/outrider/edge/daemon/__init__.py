@@ -5,6 +5,9 @@ origins         pages of other sites that may use the API (CORS)
 access          checks of every request, the limit on those that run, their lines in the log
 app             the routes, and the page at /, which is the files in page/
 schema          what requests may say, field by field
+tool_schema     what they may say about functions, and about calls in earlier turns
+strict          base of all these
+tools           functions that a chat's model may call, as its target calls them
 checking        checks of requests by their schema, and what becomes of unknown fields
 reading         bodies of requests, read and parsed within limits
 parsed_request  from what a request says to prompts in tokens and `Sampling`

@@ -145,6 +145,8 @@ def _held(choice: Choice, tools: ToolUse) -> Choice:
 def _turn(message: Message, tools: ToolSupport) -> dict[str, Any]:
     """Return a turn as templates know it: `developer` is OpenAI's newer name for their `system`."""
     turn = message.model_dump(exclude_none=True)
+    if not message.tool_calls:
+        turn.pop("tool_calls", None)  # to some templates an empty list is a turn with calls
     if tools.format is not None:
         for call in turn.get("tool_calls", ()):
             call["id"] = tools.format.old_id(call["id"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -10,7 +11,22 @@ from pydantic import BeforeValidator, Field
 from outrider.edge.daemon.strict import Strict, refuse
 
 MAX_TOOLS = 128
+MAX_DEPTH = 100  # of schemas and arguments
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def _shallow(value: Any) -> Any:
+    """Refuse JSON that is nested too deeply for all that walks through it later."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level for inner in _inside(each)]
+        if not level:
+            return value
+    raise refuse(f"is nested deeper than {MAX_DEPTH} levels; make it flatter")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 class Function(Strict):
@@ -18,7 +34,7 @@ class Function(Strict):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_shallow)] = None
     strict: bool | None = None
 
 
@@ -77,7 +93,7 @@ def _arguments(value: Any) -> Any:
             value = None
     if not isinstance(value, dict):
         raise refuse("must be a JSON object, as a string")
-    return value
+    return _shallow(value)
 
 
 class Called(Strict):
