@@ -53,6 +53,12 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _no_translations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare argparse the search for translations, half of the time of the thousand parsers that are built here."""
+    monkeypatch.setattr("argparse._", str)
+
+
 def text_for(argument: Argument) -> str:
     """Return a value that is not the argument's default."""
     field = argument.field
