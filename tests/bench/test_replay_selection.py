@@ -276,7 +276,7 @@ def test_the_default_stays_above_every_single_drafter_over_many_texts() -> None:
 @pytest.mark.parametrize("domain", range(4))
 def test_the_default_is_near_the_best_drafter_of_an_unknown_domain(domain) -> None:
     rng = np.random.default_rng(domain)
-    texts = [text_of(rng, [(domain, 300)]) for _ in range(3)]
+    texts = [text_of(rng, [(domain, 300)]) for _ in range(2)]
     arm, runs = best_single(texts, FAMILY, link(50))
     assert arm == domain + 1
     assert sum(run.seconds for run in runs) > 0.95 * seconds_of(texts, default_selector(5), 50)
@@ -284,7 +284,7 @@ def test_the_default_is_near_the_best_drafter_of_an_unknown_domain(domain) -> No
 
 def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
     mine = best = stuck = 0.0
-    for seed in range(6):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         before, after = (int(domain) for domain in rng.permutation(4)[:2])
         text = text_of(rng, [(before, 160), (after, 224)])
@@ -329,7 +329,7 @@ def test_alignment_alone_takes_the_slower_drafter_on_a_short_link_too() -> None:
 
 def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() -> None:
     shares = []
-    for seed in range(4):
+    for seed in range(2):
         text = text_of(np.random.default_rng(seed), [(0, 800)], np.array([[0.6], [0.9]]))
         changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].at_s[400]
         shape_at = lambda time, at=changes_at_s: LinkShape.of(rtt_ms=2 if time < at else 200)  # noqa: E731
@@ -342,19 +342,15 @@ def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() 
 
 def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> None:
     arms = [Arm(name, 0.0006, 0.0) for name in ("best", "middle", "worst")]
-    early, late = (dict.fromkeys(("ucb", "random", "default"), 0.0) for _ in range(2))
-    for seed in range(2):
-        text = text_of(np.random.default_rng(seed), [(0, 8_000)], np.array([[0.85], [0.7], [0.55]]))
-        best = play([text], arms, StaticSelector(0), link(50))[0].at_s
-        selectors = {
-            "ucb": MetaSdUcb(arms=3, strength=0.6, objective=Alignment()),
-            "random": RandomSelector(3, np.random.default_rng(seed)),
-            "default": default_selector(3),
-        }
-        for name, selector in selectors.items():
-            regret = play([text], arms, selector, link(50))[0].at_s - best
-            early[name] += regret[799]
-            late[name] += regret[-1]
+    text = text_of(np.random.default_rng(0), [(0, 8_000)], np.array([[0.85], [0.7], [0.55]]))
+    best = play([text], arms, StaticSelector(0), link(50))[0].at_s
+    selectors = {
+        "ucb": MetaSdUcb(arms=3, strength=0.6, objective=Alignment()),
+        "random": RandomSelector(3, np.random.default_rng(0)),
+        "default": default_selector(3),
+    }
+    regret = {name: play([text], arms, each, link(50))[0].at_s - best for name, each in selectors.items()}
+    early, late = ({name: each[token] for name, each in regret.items()} for token in (799, -1))
     assert late["ucb"] < 5 * early["ucb"], "from 800 to 8000 tokens"
     assert late["random"] > 8 * early["random"]
     assert early["default"] < 0.7 * early["ucb"]
