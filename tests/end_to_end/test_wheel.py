@@ -45,9 +45,10 @@ def edge_python(tmp_path_factory, root, request) -> Path:
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n{wheel.name}: {size / 1e6:.1f} MB")
     assert size < MAX_WHEEL_BYTES
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[edge]"], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", f"{wheel}[edge]"], check=True)
     return python
 
 
