@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anthropic import Anthropic, BadRequestError, NotFoundError
-from cases import API_KEY, BASE_URL, MODEL, QUESTION, case, run
+from anthropic import Anthropic, BadRequestError, NotFoundError, beta_tool
+from cases import API_KEY, BASE_URL, MODEL, QUESTION, case, each_tool_url, run
 
 client = Anthropic(base_url=BASE_URL.removesuffix("/v1"), api_key=API_KEY, max_retries=0)
 
@@ -84,6 +84,41 @@ def _errors() -> None:
         except expected:
             continue
         raise AssertionError(f"{options} was taken")
+
+
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Say what the weather is like in a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+WARM = [{"role": "user", "content": "Is it warm in Paris?"}]
+
+
+@case("tools")
+@each_tool_url
+def _tools(url: str) -> None:
+    at = Anthropic(base_url=url.removesuffix("/v1"), api_key=API_KEY, max_retries=0)
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "tools": [WEATHER]}
+    with at.messages.stream(messages=WARM, **asked) as stream:
+        called = stream.get_final_message()
+    (use,) = [block for block in called.content if block.type == "tool_use"]
+    assert (use.name, use.input, called.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "warm"}
+    turns: list[Any] = [*WARM, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+    assert "warm" in at.messages.create(messages=turns, **asked).content[0].text
+
+
+@case("tool runner")
+@each_tool_url
+def _tool_runner(url: str) -> None:
+    @beta_tool
+    def get_weather(city: str) -> str:
+        """Say what the weather is like in a city."""
+        return f"warm in {city}"
+
+    at = Anthropic(base_url=url.removesuffix("/v1"), api_key=API_KEY, max_retries=0)
+    runner = at.beta.messages.tool_runner(model=MODEL, max_tokens=200, messages=WARM, tools=[get_weather])
+    assert "warm in Paris" in runner.until_done().content[0].text
 
 
 if __name__ == "__main__":

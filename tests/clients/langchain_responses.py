@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import API_KEY, BASE_URL, MODEL, case, run
+from cases import API_KEY, BASE_URL, MODEL, case, each_tool_url, run
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 TURNS = [SystemMessage("Add numbers."), HumanMessage("2 + 3?"), AIMessage("5"), HumanMessage("4 + 4?")]
@@ -38,6 +39,26 @@ def _previous_response_id() -> None:
     first = chat().invoke("2 + 3?")
     second = chat(use_previous_response_id=True).invoke([HumanMessage("2 + 3?"), first, HumanMessage("And 4?")])
     assert second.text
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Say what the weather is like in a city."""
+    return f"warm in {city}"
+
+
+@case("bind_tools")
+@each_tool_url
+def _bind_tools(url: str) -> None:
+    bound = chat(base_url=url, max_tokens=200).bind_tools([get_weather])
+    turns: list[Any] = [HumanMessage("Is it warm in Paris?")]
+    pieces = list(bound.stream(turns))
+    called = pieces[0]
+    for piece in pieces[1:]:
+        called += piece
+    assert [call["args"] for call in called.tool_calls] == [{"city": "Paris"}]
+    turns += [called, *(get_weather.invoke(call) for call in called.tool_calls)]
+    assert "warm in Paris" in bound.invoke(turns).text
 
 
 if __name__ == "__main__":

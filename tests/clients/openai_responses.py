@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cases import API_KEY, BASE_URL, MODEL, case, run
+from cases import API_KEY, BASE_URL, MODEL, case, each_tool_url, run
 from openai import NotFoundError, OpenAI
 
 client = OpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
@@ -66,6 +66,22 @@ def _json_schema() -> None:
 def _logprobs() -> None:
     part = respond(include=["message.output_text.logprobs"], top_logprobs=2).output[0].content[0]
     assert len(part.logprobs[0].top_logprobs) == 2
+
+
+@case("tools")
+@each_tool_url
+def _tools(url: str) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = {"type": "function", "name": "get_weather", "description": "Say.", "parameters": city}
+    at = OpenAI(base_url=url, api_key=API_KEY, max_retries=0)
+    asked: dict[str, Any] = {"model": MODEL, "tools": [weather]}
+    with at.responses.stream(input="Is it warm in Paris?", **asked) as stream:
+        called = stream.until_done().get_final_response()
+    (call,) = called.output
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "warm"}
+    answer = at.responses.create(input=[output], previous_response_id=called.id, **asked)
+    assert "warm" in answer.output_text
 
 
 if __name__ == "__main__":
