@@ -25,6 +25,7 @@ RUNNABLE = [name for name, entry in COMMANDS.items() if entry.declared]
 HEAVY = ("torch", "ray", "onnxruntime", "transformers", "tokenizers", "numpy", "matplotlib", "pydantic", "rich", "grpc")
 # Texts that these options take and that are not their defaults.
 TEXTS = {
+    **dict.fromkeys(("coordinator", "verifier", "listen", "metrics-listen", "to"), "some:1"),
     "drafter": "ngram",
     "selector": "exp3",
     "window": "7",

@@ -265,7 +265,7 @@ def test_where_the_extra_is_missing_one_line_says_how_to_get_it(monkeypatch) -> 
     for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ConfigError, match=r"pip install 'outrider\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"needs the extra \[tracing\]"):
         Tracing.to("http://localhost:4317", 1.0)
 
 

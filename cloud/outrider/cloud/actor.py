@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.cloud.family_index import chat_template_json
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.logs import configure
 from outrider.proto.plumbing.loop_watch import end_process
 
@@ -237,7 +238,7 @@ def start_verifier_actor(
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("needs Ray; pip install 'outrider[cloud]'", field="ray") from error
+        raise ConfigError(lacking("cloud", "ray"), field="ray") from error
     if not ray.is_initialized():
         raise ConfigError("this process is in no Ray cluster; call ray.init first", field="ray")
     options = {

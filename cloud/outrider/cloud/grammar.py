@@ -27,6 +27,7 @@ import numpy as np
 from outrider.cloud.grammar_compiler import FIELD, STACK_BYTES, compile_grammar, make_tokenizer, one_line
 from outrider.cloud.grammar_trial import TRIAL_S, GrammarTrial, TooCostly
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from outrider.proto.plumbing.extras import lacking
 from outrider.proto.types import Grammar
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Grammars:
             try:
                 self._tokenizer = make_tokenizer(self._tokenizer_json, self._vocab_size, self._eos_tokens)
             except ImportError as error:
-                raise FailedPrecondition("needs llguidance; pip install 'outrider[cloud]'", field=FIELD) from error
+                raise FailedPrecondition(lacking("cloud", "llguidance"), field=FIELD) from error
             except ValueError as error:
                 message = f"the target's tokenizer cannot serve grammars: {one_line(str(error))}"
                 raise FailedPrecondition(message, field=FIELD) from error

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
+from outrider.proto.near import did_you_mean
 
 RETRY_WHEN_FULL_S = 2.0
 RETRY_WHEN_DOWN_S = 1.0
@@ -89,8 +90,11 @@ def _with_model(verifiers: Sequence[VerifierInfo], model: str) -> list[VerifierI
     # A verifier that never answered may serve it, so that a retry may succeed.
     if not known or len(known) < len(verifiers):
         raise Unavailable(f"no verifier of {wanted or 'any model'!r} has come up yet", retry_after_s=RETRY_WHEN_DOWN_S)
-    models = ", ".join(sorted({v.model for v in known}))
-    raise NotFound(f"no verifier serves {model!r}; there is {models}", field="lease_request.model")
+    models = sorted({v.model for v in known})
+    raise NotFound(
+        f"no verifier serves {model!r}; there is {', '.join(models)}{did_you_mean(model, models)}",
+        field="lease_request.model",
+    )
 
 
 def _with_tokenizer(serving: list[VerifierInfo], tokenizer_sha256: str) -> list[VerifierInfo]:

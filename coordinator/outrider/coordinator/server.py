@@ -26,6 +26,7 @@ from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
+from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
@@ -161,7 +162,7 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
         from outrider.coordinator.ray_cluster import RayCluster, connect_ray
     except ImportError as error:
         raise ConfigError(
-            f"needs Ray ({error}); pip install 'outrider[coordinator]', or list fixed verifiers", field="ray_address"
+            f"{lacking('coordinator', error.name or 'ray')}, or list fixed verifiers", field="ray_address"
         ) from error
     connect_ray(config.ray_address)
     return RayCluster(drain_grace_s=config.drain_grace_s)

@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.bench.record import write
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.extras import lacking
 
 DPI = 150
 PALETTE = 32  # colours of a PNG
@@ -50,7 +51,7 @@ def check_drawing(field: str) -> None:
     try:
         import matplotlib  # noqa: F401, ICN001 - only whether it is there
     except ImportError as error:
-        raise ConfigError(f"needs {error.name}; pip install 'outrider[bench]', or leave it out", field=field) from error
+        raise ConfigError(f"{lacking('bench', error.name or '')}, or leave it out", field=field) from error
 
 
 @contextmanager

@@ -8,7 +8,6 @@ that over the default.
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import sys
 import tomllib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.near import did_you_mean
 from outrider.proto.settings import REQUIRED, Declared, declared
 
 T = TypeVar("T")
@@ -29,6 +29,25 @@ _MADE_BY = "_made_by"  # in the namespace that a parser makes: the parser, its c
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line that names the help."""
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse a command line; an option that the command does not have ends the process, and a near one is named."""
+        line, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser, command, _ = getattr(line, _MADE_BY)
+            options = (f"--{argument.flag}" for argument in command.arguments if not argument.field.option.positional)
+            near = did_you_mean(unknown[0].partition("=")[0], options) if unknown[0].startswith("-") else ""
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return line
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a command that there is not by naming a near one, rather than all."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = did_you_mean(str(value), action.choices)
+            raise argparse.ArgumentError(None, f"there is no command {value!r}{near}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         """Print the message to standard error and end the process with status 2."""
@@ -289,8 +308,7 @@ def _read_table(parser: Parser, path: Path, table: str, command: Command) -> dic
     written = {key.replace("_", "-"): value for key, value in keys.items()}
     for key in written:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            parser.error(f"{path}: [{table}] has no option {key}{f'; did you mean {near[0]}?' if near else ''}")
+            parser.error(f"{path}: [{table}] has no option {key}{did_you_mean(key, known)}")
     return written
 
 

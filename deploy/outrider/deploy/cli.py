@@ -16,7 +16,9 @@ from outrider.deploy.failures import machine_failure
 from outrider.deploy.progress import waiting
 from outrider.deploy.termination import handlers_restored
 from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure
+from outrider.proto.release import release
 from outrider.proto.settings import Settings, option
 
 
@@ -41,6 +43,7 @@ class Entry:
         return command
 
 
+ON_EDGES = ("generate", "chat", "edge", "doctor", "status", "drain")  # need less than the others
 EDGE = "outrider.deploy.commands.edge"
 DECODING = "outrider.deploy.commands.decoding"
 SERVING = "outrider.deploy.commands.serving"
@@ -188,6 +191,7 @@ def build_parser(words: Iterable[str]) -> Parser:
     )
     for argument in LOGS:
         argument.add_to(parser)
+    parser.add_argument("--version", action="version", version=f"outrider {release()}", help="print the release")
     groups = {"": _subcommands(parser, "COMMAND", "command")}
     for name, entry in COMMANDS.items():
         group, _, last = name.rpartition(" ")
@@ -217,7 +221,7 @@ def _run(given: Given) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("outrider"):
             raise
-        raise ConfigError(f"needs the package {error.name}; pip install 'outrider[all]'") from error
+        raise ConfigError(lacking("edge" if given.command in ON_EDGES else "all", error.name)) from error
 
 
 def completion(given: Given) -> int:

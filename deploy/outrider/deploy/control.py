@@ -17,6 +17,7 @@ from outrider.deploy.credentials import security
 from outrider.deploy.status import as_json, tables
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
+from outrider.proto.address import address_of_server
 from outrider.proto.errors import Unavailable
 from outrider.proto.types import ClusterStatus
 
@@ -60,7 +61,9 @@ async def _drain(given: Given) -> int:
 
 @contextlib.asynccontextmanager
 async def _coordinator(given: Given, **options: Any) -> AsyncIterator[CoordinatorClient]:
-    client = CoordinatorClient(given.fields(EdgeConfig)["coordinator"], security=security(given), **options)
+    fields = given.fields(EdgeConfig)
+    address = address_of_server(fields["coordinator"], "coordinator", has_tls=fields["tls_ca"] is not None)
+    client = CoordinatorClient(address, security=security(given), **options)
     try:
         yield client
     finally:

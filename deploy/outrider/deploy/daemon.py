@@ -16,6 +16,7 @@ from outrider.deploy.termination import has_terminal, on_signals
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.extras import lacking
 
 if TYPE_CHECKING:
     from outrider.deploy.learn_here import LearningHere
@@ -33,7 +34,7 @@ async def _edge(given: Given) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("outrider"):
             raise
-        raise ConfigError(f"needs the package {error.name}; pip install 'outrider[edge]'") from error
+        raise ConfigError(lacking("edge", error.name)) from error
 
     client = Client(given(EdgeConfig, api_key=api_key(given)))
     learning = _learning(given, client)

@@ -23,6 +23,7 @@ from outrider.deploy.termination import temporary_folder
 from outrider.drafters.packages import DrafterPackage
 from outrider.edge.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
+from outrider.proto.plumbing.extras import lacking
 from outrider.proto.salts import salted
 
 NEEDED = ("torch", "transformers", "onnx", "safetensors")
@@ -38,9 +39,7 @@ def check_packages() -> None:
     """Raise ConfigError unless what training needs is installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"needs the packages {', '.join(missing)}; pip install 'outrider[edge,cloud]'", field="learn_here"
-        )
+        raise ConfigError(lacking("edge,cloud", *missing), field="learn_here")
 
 
 class _TrainerProcess(Child):

@@ -18,6 +18,7 @@ from typing import Any
 
 from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
+from outrider.proto.near import did_you_mean
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
 from outrider.proto.types import RemoteFile
 from outrider.proto.types.checks import NAME, SHA256
@@ -282,7 +283,10 @@ def find_folder(name_or_path: str | Path) -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     names = ", ".join(embedded_packages()) or "none"
-    raise NotFound(f"no drafter {str(name_or_path)!r}: give a folder with a {MANIFEST}, or an embedded name ({names})")
+    near = did_you_mean(str(name_or_path), embedded_packages())
+    raise NotFound(
+        f"no drafter {str(name_or_path)!r}: give a folder with a {MANIFEST}, or an embedded name ({names}){near}"
+    )
 
 
 def _files(files: _Fields) -> tuple[RemoteFile, ...]:

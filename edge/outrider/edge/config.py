@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.edge.security import Security
+from outrider.proto.address import address_of_server, without_http
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.settings import Settings, above, at_least, between, option
@@ -71,8 +72,12 @@ class EdgeConfig(Settings):
     `silence` when a silent one is left, and `api_key` the secret for the coordinator.
     """
 
-    coordinator: str = option("", "address of the coordinator, which assigns a verifier", metavar=ADDRESS)
-    verifier: str = option("", "address of a fixed verifier, without a coordinator", metavar=ADDRESS)
+    coordinator: str = option(
+        "", "address of the coordinator, which assigns a verifier", metavar=ADDRESS, parse=without_http
+    )
+    verifier: str = option(
+        "", "address of a fixed verifier, without a coordinator", metavar=ADDRESS, parse=without_http
+    )
     model: str = option("", "target; empty: the one that the coordinator offers", metavar="NAME")
     tokenizer: Path | None = option(
         None, "the target's tokenizer.json, for --verifier and a drafter whose package lacks it"
@@ -181,6 +186,8 @@ class EdgeConfig(Settings):
         if bool(self.coordinator) == bool(self.verifier):
             raise ConfigError("give either a coordinator or a verifier, as host:port", field="coordinator")
         for name in ("coordinator", "verifier"):
+            address = address_of_server(getattr(self, name), name, has_tls=self.tls_ca is not None)
+            object.__setattr__(self, name, address)  # as it is used, however it was written
             if getattr(self, name) and ":" not in getattr(self, name):
                 raise ConfigError(f"{getattr(self, name)!r} is not host:port", field=name)
         if self.verifier and not self.model:

@@ -7,6 +7,29 @@ import ipaddress
 from outrider.proto.errors import ConfigError
 
 
+def without_http(address: str) -> str:
+    """Return an address without `http://` and a slash at its end, with which people copy it from elsewhere."""
+    return address.removeprefix("http://").removesuffix("/")
+
+
+def address_of_server(address: str, field: str, *, has_tls: bool) -> str:
+    """Return the `host:port` of a server, which may be written as a URL.
+
+    Raises:
+        ConfigError: it is `https://`, and the client has no authority to check the server by.
+    """
+    plain = without_http(address)
+    if not plain.startswith("https://"):
+        return plain
+    if not has_tls:
+        raise ConfigError(
+            f"{address!r} is for TLS, which is not set up; give the authority's certificate with --tls-ca "
+            "(--cloud-tls-ca of `outrider edge`), `public` for a public one",
+            field=field,
+        )
+    return plain.removeprefix("https://")
+
+
 def split_address(address: str, field: str) -> tuple[str, int]:
     """Split `host:port` or `[v6]:port`; raise `ConfigError` about `field` where it is neither."""
     host, colon, port = address.rpartition(":")

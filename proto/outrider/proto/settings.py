@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.near import did_you_mean
 
 REQUIRED: Any = dataclasses.MISSING
 Check = Callable[[Any], object]
@@ -148,7 +149,7 @@ class Declared:
         if self.option.parse is not None:
             return self.option.parse(text)
         if self.choices and text not in self.choices:
-            raise ValueError(f"{text!r} is none of {', '.join(self.choices)}")
+            raise ValueError(f"{text!r} is none of {', '.join(self.choices)}{did_you_mean(text, self.choices)}")
         if issubclass(self.kind, Enum):
             return _words(self.kind)[text]
         if self.kind is bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from rich.console import Console
 from outrider.deploy.chat.turns import ChatTurns, Message
 from outrider.deploy.show import LiveText, Marks
 from outrider.edge import Finished
+from outrider.proto.near import did_you_mean
 
 HELP = {
     "/help": "list these commands",
@@ -94,8 +94,7 @@ class SlashCommands:
         rest = rest.strip()
         known = {"/exit": "/quit", "/?": "/help"}.get(word, word)
         if known not in WORDS:
-            near = difflib.get_close_matches(known, WORDS, 1)
-            self.say(f"there is no {word}; {f'did you mean {near[0]}?' if near else '/help lists what there is'}")
+            self.say(f"there is no {word}{did_you_mean(known, WORDS) or '; /help lists what there is'}")
             return ""
         return str(getattr(self, f"_{known[1:]}")(rest) or "")
 

@@ -104,7 +104,7 @@ class LearnHereSettings(Settings):
 
     learn_here: bool = option(
         False,
-        "train the drafter here, from texts that pass; nothing of them leaves this machine; needs 'outrider[cloud]'",
+        "train the drafter here, from texts that pass; nothing of them leaves this machine; needs the extra [cloud]",
         group=LEARNING_HERE,
     )
     learn_here_folder: Path | None = option(

@@ -10,6 +10,7 @@ from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.edge import KeySettings
 from outrider.deploy.loss import PacketLoss
 from outrider.edge.config import CONNECTION, EdgeConfig
+from outrider.proto.address import without_http
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, at_least, between, declared, option
 
@@ -81,8 +82,10 @@ class ForgetSettings(Settings):
 class LinkSettings(Settings):
     """An emulated link and its ends."""
 
-    to: str = option(REQUIRED, "address of a verifier, or of any TCP server", metavar=ADDRESS)
-    listen: str = option("127.0.0.1:0", "loopback address to listen on; port 0 takes a free one", metavar=ADDRESS)
+    to: str = option(REQUIRED, "address of a verifier, or of any TCP server", metavar=ADDRESS, parse=without_http)
+    listen: str = option(
+        "127.0.0.1:0", "loopback address to listen on; port 0 takes a free one", metavar=ADDRESS, parse=without_http
+    )
     rtt: float | None = option(None, "round trip time; not set: no delay", metavar="MS", check=at_least(0))
     jitter: float = option(0.0, "maximum random delay added each way, uniform", metavar="MS", check=at_least(0))
     up: float | None = option(

@@ -23,6 +23,7 @@ from outrider.deploy.submit.hurdles import agent_errors, entrypoint, not_run, re
 from outrider.deploy.submit.job import Place
 from outrider.deploy.termination import temporary_folder
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unauthenticated, Unavailable
+from outrider.proto.plumbing.extras import lacking
 
 OUTPUT_KEY = "outrider_output"  # in the job's metadata, for those who follow it later
 # Ray kills a job 3 s after it asks it to stop, too soon to copy a checkpoint; its supervisor reads this.
@@ -66,7 +67,7 @@ def connect(address: str) -> Any:
         import requests
         from ray.job_submission import JobSubmissionClient
     except ImportError as error:
-        raise ConfigError(f"needs the package {error.name}; pip install 'outrider[jobs]'", field="ray") from error
+        raise ConfigError(lacking("jobs", error.name or ""), field="ray") from error
     for name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
         logging.getLogger(name).setLevel(logging.WARNING)
     if not address.startswith(("http://", "https://")):
@@ -197,7 +198,7 @@ def _build(folder: Path) -> Path:
     if not (CHECKOUT / "pyproject.toml").is_file():
         raise ConfigError(
             "must be named, since this is no checkout to build one from; "
-            "`pip download --no-deps outrider` fetches one, and `none` uses what the cluster has installed",
+            "`python -m build --wheel` in a checkout makes one, and `none` uses what the cluster has installed",
             field="wheel",
         )
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "built"), str(CHECKOUT)]

@@ -191,9 +191,7 @@ async def compare_releases(visit: Visit) -> Finding:
     listed = ", ".join(f"{part} {version}" for part, version in releases.items())
     words = f"protocol {PROTOCOL_VERSION} on all sides; {listed}"
     if len(set(releases.values())) > 1:
-        return warning(
-            words, "they understand each other; `pip install --upgrade outrider` makes them alike", **metrics
-        )
+        return warning(words, "they understand each other; install the newer release on both sides", **metrics)
     return ok(words, **metrics)
 
 

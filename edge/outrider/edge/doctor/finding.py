@@ -14,7 +14,7 @@ Metric = float | str | bool
 
 LOG = "the logs say more: `outrider --log-level info`, on both sides"
 _REMEDIES = {
-    errors.UnsupportedProtocol: "bring both sides to one release: `pip install --upgrade outrider` on the older one",
+    errors.UnsupportedProtocol: "bring both sides to one release: install the newer one on the older side",
     errors.TokenizerMismatch: (
         "leave out --tokenizer and give `--drafter auto`, or the files of the target's own tokenizer"
     ),

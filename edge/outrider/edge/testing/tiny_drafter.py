@@ -1,6 +1,6 @@
 """A drafter's graph of short numbers whose every logit can be computed by hand, and its package.
 
-Writing graphs needs onnx, which `pip install 'outrider[cloud]'` brings; running them does not.
+Writing graphs needs onnx, which the extra [cloud] brings; running them does not.
 
 The cache entry of token t at position i is the row `E[t] * (i % 5 + 1)`, and where it is steered by a vector c the row
 `U c` besides; the logits after position i are `3 sin(S W)`, S being the sum of the entries 0..i. Sums of small whole

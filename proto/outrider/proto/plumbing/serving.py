@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.proto.address import is_loopback, split_address
+from outrider.proto.address import is_loopback, split_address, without_http
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, option
@@ -20,7 +20,9 @@ class ListeningSettings(Settings):
         tls: certificate and key; None: plain text.
     """
 
-    listen: str = option("127.0.0.1:0", "address to listen on; port 0 takes a free one", metavar=ADDRESS)
+    listen: str = option(
+        "127.0.0.1:0", "address to listen on; port 0 takes a free one", metavar=ADDRESS, parse=without_http
+    )
     insecure_listen: bool = option(
         False, "allow an address beyond loopback without TLS, readable by everybody on the network"
     )
@@ -43,7 +45,11 @@ class GrpcServerSettings(ListeningSettings):
     """Addresses at which a gRPC server and, on a port of their own, its metrics listen."""
 
     metrics_listen: str = option(
-        "", "address to serve /metrics for Prometheus on, without TLS; empty: none", metavar=ADDRESS, group="metrics"
+        "",
+        "address to serve /metrics for Prometheus on, without TLS; empty: none",
+        metavar=ADDRESS,
+        group="metrics",
+        parse=without_http,
     )
     insecure_metrics: bool = option(False, "allow metrics beyond loopback, without TLS and login", group="metrics")
 

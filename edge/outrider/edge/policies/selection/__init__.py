@@ -32,6 +32,7 @@ from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, default_selector
 from outrider.edge.policies.selection.rewards import BlockDivergence, BlockEfficiency
 from outrider.proto.errors import ConfigError
+from outrider.proto.near import did_you_mean
 from outrider.proto.policy.selection import Selector, StaticSelector
 
 HALVING_ROUNDS = 60  # over which Sequential Halving spreads its trials
@@ -62,5 +63,7 @@ def selector_named(name: str) -> MakeSelector:
         ConfigError: there is none.
     """
     if name not in SELECTORS:
-        raise ConfigError(f"{name!r} is none of {', '.join(SELECTORS)}", field="selector")
+        raise ConfigError(
+            f"{name!r} is none of {', '.join(SELECTORS)}{did_you_mean(name, SELECTORS)}", field="selector"
+        )
     return SELECTORS[name]
