@@ -14,7 +14,7 @@ Metric = float | str | bool
 
 LOG = "the logs say more: `outrider --log-level info`, on both sides"
 _REMEDIES = {
-    errors.UnsupportedProtocol: "bring both sides to one release: install the newer one on the older side",
+    errors.UnsupportedProtocol: "bring both sides to one release, which `outrider --version` shows on each",
     errors.TokenizerMismatch: (
         "leave out --tokenizer and give `--drafter auto`, or the files of the target's own tokenizer"
     ),
