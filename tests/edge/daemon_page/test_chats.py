@@ -195,7 +195,7 @@ def test_theme_marking_and_settings_persist_and_the_system_prompt_leads(page, da
 def test_a_key_is_asked_for_and_kept_only_where_that_is_wished(page, daemon, ask) -> None:
     daemon.key = "sk-secret"
     page.reload()
-    expect(page.locator("#banner")).to_contain_text("wants an API key")
+    expect(page.locator("#banner-text")).to_have_text("The daemon wants an API key. Enter yours in the settings.")
     page.get_by_role("button", name="Enter a key").click()
     page.get_by_label("API key", exact=True).fill("sk-secret")
     page.get_by_label("Keep the key").check()

@@ -29,10 +29,11 @@ export class Chats {
   save(chat) {
     if (!chat.named) chat.title = titleOf(chat.turns);
     const gone = [];
-    const others = this.list().filter(({ id }) => id !== chat.id);
-    while (others.length >= MAX_CHATS) gone.push(this.#drop(others));
+    let others = null; // to read them all takes time, which a chat that fits is spared
+    const oldest = () => (others ??= this.list().filter(({ id }) => id !== chat.id));
+    while (names("chat.").length >= MAX_CHATS && oldest().length >= MAX_CHATS) gone.push(this.#drop(others));
     while (!write(`chat.${chat.id}`, chat)) {
-      if (!others.length) return null;
+      if (!oldest().length) return null;
       gone.push(this.#drop(others));
     }
     return gone;

@@ -3,7 +3,7 @@
 const WORDS = {
   0: "The daemon does not answer. Is `outrider edge` still running?",
   400: "The daemon refuses this request.",
-  401: "The daemon wants an API key. Put yours under Settings.",
+  401: "The daemon wants an API key. Enter yours in the settings.",
   403: "The daemon takes no requests from this page.",
   404: "The daemon does not serve that.",
   413: "The conversation has grown too long. Begin a new chat.",
@@ -41,7 +41,8 @@ export class ApiError extends Error {
 
   get words() {
     const parts = [WORDS[this.status] ?? `The daemon answered with status ${this.status}.`];
-    if (this.message) parts.push(`“${this.message}”`); // the daemon's own words, which may begin with a field's name
+    // The daemon's own words may begin with a field's name; those about a missing key are for programs.
+    if (this.message && this.code !== "missing_api_key") parts.push(`“${this.message}”`);
     if (this.retryAfterS !== null) parts.push(`Try again in ${this.retryAfterS} s.`);
     return parts.join(" ");
   }
