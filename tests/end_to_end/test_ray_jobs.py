@@ -145,6 +145,6 @@ def test_a_cluster_in_a_job_joins_the_one_that_runs_it(head: RayHead, tmp_path: 
     up = ["up", "--listen", "127.0.0.1:0", "--target-threads", "1"]
     sent = head.outrider("--wheel", "none", "--name", "up", "--no-wait", "--", *up, folder=tmp_path)
     assert sent.returncode == 0, sent.stderr
-    head.wait_for_log("up", "try: outrider generate")
+    head.wait_for_log("up", "outrider generate")
     assert not (head.folder / "ray").exists(), "no other Ray was started"
     assert head.outrider("--stop", "up", folder=tmp_path).returncode == 0
