@@ -107,7 +107,7 @@ async def restarts_of(cluster: LocalCluster) -> int:
 
 async def all_ready_again(cluster: LocalCluster, restarts: int) -> None:
     control = CoordinatorClient(cluster.coordinator)
-    for _ in range(240):
+    for _ in range(600):
         verifiers = (await control.status()).verifiers
         if all(v.state == "ready" for v in verifiers) and sum(v.restarts for v in verifiers) >= restarts:
             await control.close()
