@@ -100,6 +100,17 @@ def test_what_was_not_used_for_long_is_forgotten_and_use_counts_for_all_before_i
     assert len(store) == 0
 
 
+def test_a_conversation_that_no_request_could_send_is_refused(monkeypatch) -> None:
+    store = ResponseStore()
+    for name, previous in (("a", None), ("b", "a"), ("c", "b")):
+        keep(store, name, previous)
+    monkeypatch.setattr("outrider.edge.daemon.responses.store.MAX_HISTORY_BYTES", store.num_bytes - 1)
+    assert len(texts(store, "b")) == 4
+    with pytest.raises(ApiError, match="begin another") as caught:
+        store.history("me", "c", 0.0)
+    assert (caught.value.status, caught.value.param) == (400, "previous_response_id")
+
+
 def test_an_owner_finds_nothing_of_another() -> None:
     store = ResponseStore()
     keep(store, "a")

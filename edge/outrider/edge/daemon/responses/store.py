@@ -13,6 +13,9 @@ from outrider.edge.daemon.responses.items import KeptItem
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
 MAX_AGE_S = 24 * 3600.0
+MAX_HISTORY_BYTES = 8 << 20  # as much as a request may send at once
+
+_FIELD = "previous_response_id"
 
 
 @dataclass(slots=True)
@@ -106,13 +109,16 @@ class ResponseStore:
         """Return the items of the conversation up to a response and with it, the earliest first.
 
         Raises:
-            ApiError: 404, a part of it is not here, or not this owner's.
+            ApiError: 404, a part of it is not here, or not this owner's; 400, it is longer than any request.
         """
         self._forget_old(now)
         chain = list(self._chain(owner, response_id, now))
         last = chain[-1].previous if chain else response_id
         if last is not None:
-            raise _not_found(last, param="previous_response_id")
+            raise _not_found(last, param=_FIELD)
+        if sum(kept.num_bytes for kept in chain) > MAX_HISTORY_BYTES:
+            message = f"{_FIELD}: its conversation has more than {MAX_HISTORY_BYTES} bytes; begin another"
+            raise ApiError(400, message, param=_FIELD, code="context_length_exceeded")
         return [item for kept in reversed(chain) for item in (*kept.items, *kept.body["output"])]
 
     def _chain(self, owner: str, response_id: str, now: float) -> Iterator[KeptResponse]:
