@@ -151,6 +151,17 @@ def speaking() -> Iterator[str]:
                 process.terminate()
 
 
+def write_tokenizer() -> Path:
+    """Write the embedded target's tokenizer as Hugging Face's libraries read it, for tools that make prompts by it."""
+    from outrider.cloud.family_index import target_folder, tokenizer_file
+
+    folder = INSTALLED / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(tokenizer_file(target_folder("reference")), folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
 def main() -> int:
     """Run the clients that the command line names, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -161,6 +172,7 @@ def main() -> int:
     broken = []
     with serving(arguments.url) as url, speaking() as tool_urls:
         environment = os.environ | {"BASE_URL": f"{url}/v1", "TOOL_URLS": tool_urls, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment["TOKENIZER"] = str(write_tokenizer())
         print("| client | version | works | fails |\n|---|---|---|---|")
         for name, path in files.items():
             result = try_client(name, path, environment)

@@ -1,0 +1,101 @@
+"""vLLM's extras: fields of vLLM's server, sent by openai-python as its users send them."""
+
+# /// script
+# dependencies = ["openai==2.54.0"]
+# ///
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cases import API_KEY, BASE_URL, MODEL, case, run
+from openai import BadRequestError, OpenAI
+
+client = OpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+SCHEMA["additionalProperties"] = False
+
+
+def text(max_tokens: int = 200, **extra: Any) -> str:
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt="x", max_tokens=max_tokens, temperature=0, extra_body=extra
+    )
+    assert "X-Outrider-Ignored" not in raw.headers
+    return raw.parse().choices[0].text
+
+
+@case("ignore_eos with min_tokens")
+def _ignore_eos() -> None:
+    assert text(20, ignore_eos=True, min_tokens=20, stop_token_ids=[])
+
+
+@case("structured_outputs")
+def _structured_outputs() -> None:
+    assert text(structured_outputs={"choice": ["yes", "no"]}) in ("yes", "no")
+    assert text(structured_outputs={"regex": "[0-9]{3}"}).isdigit()
+    assert text(structured_outputs={"grammar": 'start: "a" "b"'}) == "ab"
+    assert set(json.loads(text(structured_outputs={"json": SCHEMA}))) == {"ok"}
+
+
+@case("guided_json/regex/choice/grammar")
+def _guided() -> None:
+    assert text(guided_choice=["yes", "no"]) in ("yes", "no")
+    assert text(guided_regex="[0-9]{3}").isdigit()
+    assert text(guided_grammar='start: "a" "b"') == "ab"
+    assert set(json.loads(text(guided_json=SCHEMA))) == {"ok"}
+
+
+@case("chat_template_kwargs")
+def _chat_template_kwargs() -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    assert client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+
+
+@case("continuous_usage_stats")
+def _continuous_usage() -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(model=MODEL, prompt="x", max_tokens=8, stream=True, stream_options=options)
+    assert all(chunk.usage for chunk in stream)
+
+
+@case("skip_special_tokens and cache_prompt")
+def _without_effect() -> None:
+    text(2, skip_special_tokens=True, spaces_between_special_tokens=True, cache_prompt=True)
+
+
+@case("echo")
+def _echo() -> None:
+    assert text(2, echo=True).startswith("x")
+
+
+@case("min_tokens that forbids EOS")
+def _min_tokens() -> None:
+    refused(min_tokens=5)
+
+
+@case("prompt_logprobs")
+def _prompt_logprobs() -> None:
+    refused(prompt_logprobs=1)
+
+
+@case("echo with logprobs")
+def _echo_logprobs() -> None:
+    refused(echo=True, logprobs=1)
+
+
+@case("suffix")
+def _suffix() -> None:
+    refused(suffix="x")
+
+
+def refused(**extra: Any) -> None:
+    """Fail with the server's reason, which is the table's."""
+    try:
+        text(2, **extra)
+    except BadRequestError as error:
+        raise NotImplementedError(error.body["message"]) from None  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    run("openai")
