@@ -1,0 +1,53 @@
+"""What the demonstration says about its ratios."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.deploy import demo
+from outrider.deploy.commands.conditions import Cable, ConditionSettings
+from outrider.deploy.demo import ComparedTexts
+from outrider.edge import Completion
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.types import CommittedToken, FinishReason
+
+EMULATED = ConditionSettings(pace=30, link=Cable(20))
+
+
+def compared(ratio: float) -> ComparedTexts:
+    """Texts that Outrider decodes so many times as fast."""
+
+    def text(seconds: float) -> Completion:
+        tokens = (CommittedToken(1), CommittedToken(2))
+        return Completion(3, tokens, (), "", FinishReason.LENGTH, EdgeStatistics(), seconds, 0.1)
+
+    return ComparedTexts([text(1.0)], [text(ratio)])
+
+
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch) -> None:
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+def test_both_figures_stand_together_with_the_reason_of_the_lower_one() -> None:
+    lines = list(demo._reasons(compared(3.0), compared(1.0), EMULATED, 6.2))
+    assert lines[0] == "target paced at 30 ms, link 20 ms: 3.00 times the speed of cloud streaming"
+    assert lines[1] == "bare loopback, target at its own speed: 1.00 times"
+    assert "about 6 ms" in lines[2]
+    assert len(lines) == 3
+
+
+def test_no_reason_is_given_for_what_is_not_so() -> None:
+    assert len(list(demo._reasons(compared(1.5), compared(2.0), EMULATED, 6.2))) == 2
+
+
+def test_without_pace_and_link_the_reason_stands_alone() -> None:
+    ratio, reason = demo._reasons(compared(1.0), None, ConditionSettings(), 6.2)
+    assert ratio.startswith("target at its own speed, no link between: 1.00 times")
+    assert "larger targets" in reason
+
+
+def test_a_busy_machine_is_named_as_what_slows_drafts(monkeypatch) -> None:
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (100.0, 0.0, 0.0))
+    monkeypatch.setattr(demo.os, "cpu_count", lambda: 2)
+    assert "load 100.0 on 2 cores" in list(demo._reasons(compared(1.5), compared(1.4), EMULATED, 6.2))[-1]
