@@ -94,7 +94,8 @@ def refused(**extra: Any) -> None:
     try:
         text(2, **extra)
     except BadRequestError as error:
-        raise NotImplementedError(error.body["message"]) from None  # type: ignore[index]
+        message = error.body["message"]  # type: ignore[index]
+        raise NotImplementedError(message.removeprefix(f"{error.param}: ")) from None
 
 
 if __name__ == "__main__":
