@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,11 @@ def written(folder: str) -> list[Document]:
 
 
 def kustomized(folder: str | Path) -> list[Document]:
-    """Return the output of `kubectl kustomize` for a folder; skip the test if there is no kubectl."""
-    kubectl = shutil.which("kubectl")
+    """Return the output of `kubectl kustomize` for a folder; skip the test if there is no kubectl.
+
+    That of the development environment comes first, so that all machines have the same Kustomize.
+    """
+    kubectl = shutil.which("kubectl", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if kubectl is None:
         pytest.skip("needs kubectl, and this machine has none")
     return copy.deepcopy(_kustomize(kubectl, KUBERNETES / folder))
