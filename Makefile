@@ -47,7 +47,7 @@ vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM)/bin/python -m pytest tests/vllm/v2
 
 # The three images without Docker or a registry, and compose's services from them with TLS: for root, with buildah and
-# debootstrap; a quarter of an hour and 12 GB, which are given back. STORE keeps the layers for the next time.
+# debootstrap; some 20 minutes and 6 GB, which are given back. STORE keeps the layers for the next time.
 STORE ?=
 images: $(READY)
 	mkdir -p $(RECORDS)

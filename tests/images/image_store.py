@@ -87,7 +87,7 @@ class ImageStore:
     def build(self, image: str, arguments: dict[str, str]) -> None:
         """Build one image of the Dockerfile on the base, with this machine's settings of pip."""
         words = ["build", "--layers", "--isolation=chroot", "--format=docker", "--pull-never"]
-        words += [word for mount in self._pip_mounts() for word in ("--volume", f"{mount}:ro")]
+        words += [word for mount in self.pip_mounts() for word in ("--volume", f"{mount}:ro")]
         for name, value in {"PYTHON_IMAGE": BASE, **arguments}.items():
             words += ["--build-arg", f"{name}={value}"]
         words += ["--file", str(DOCKERFILE), "--target", image, "--tag", f"outrider-{image}", str(ROOT)]
@@ -113,13 +113,13 @@ class ImageStore:
         inspected = json.loads(self.buildah("inspect", "--type", "image", image))
         return Container(name, folder, inspected["Docker"]["config"])
 
-    def _pip_mounts(self) -> list[str]:
+    def pip_mounts(self) -> list[str]:
         """Write a pip.conf of all settings that pip has here, and return it and the local places that it names."""
         listed = subprocess.run(
             ["python3", "-m", "pip", "config", "list"], check=True, stdout=subprocess.PIPE, text=True
         )
         settings: dict[str, str] = {}
-        for line in listed.stdout.splitlines():
+        for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):  # which wins
             name, _, value = line.partition("=")
             settings[name.rpartition(".")[2]] = value.strip("'\"")
         conf = self.folder / "pip.conf"

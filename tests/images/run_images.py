@@ -26,7 +26,7 @@ APART = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mo
 def main() -> int:
     """Build, run, print a table, write the record, and return 1 if something was not as promised."""
     parser = argparse.ArgumentParser(description="Build the images by debootstrap and buildah, run them, and decode.")
-    parser.add_argument("--store", type=Path, default=Path("/var/tmp/outrider-images"), help="folder of images, ~8 GB")
+    parser.add_argument("--store", type=Path, default=Path("/var/tmp/outrider-images"), help="folder of images, 6 GB")
     parser.add_argument("--driver", default="overlay", choices=["overlay", "vfs"], help="vfs: slow, and works anywhere")
     parser.add_argument("--output", type=Path, required=True, help="file for the record")
     parser.add_argument("--keep", action="store_true", help="keep the store, so that the next run builds what changed")
@@ -45,7 +45,7 @@ def main() -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(_table(record))
-    broken = _broken(record["run"])
+    broken = broken_promises(record["run"])
     print("\n".join(f"NOT AS PROMISED: {text}" for text in broken), file=sys.stderr, end="\n" if broken else "")
     return 1 if broken else 0
 
@@ -75,7 +75,7 @@ def _run(store: ImageStore) -> dict[str, Any]:
     return seen
 
 
-def _broken(run: dict[str, Any]) -> list[str]:
+def broken_promises(run: dict[str, Any]) -> list[str]:
     """Return what the run shows that should not be."""
     checks = {
         "texts with and without drafts differ": run["same_text_without_drafts"],
