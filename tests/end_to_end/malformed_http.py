@@ -12,7 +12,7 @@ _DEEP = 100_000
 _NEVER: dict[str, list[Any]] = {  # values that a field never has
     "model": [None, 7, [], {}, "", "another", "x" * 10_000],
     "stream": ["yes", 1, [], {}],
-    "stream_options": [3, [], {"include_usage": True}, {"nothing": 1}],
+    "stream_options": [3, [], {"include_usage": 1}],
     "n": [0, -1, 129, 1.5, "2", True, [], 10**30],
     "max_tokens": [0, -5, 2.5, "many", True, 10**30, {}],
     "temperature": [-0.1, 2.1, "hot", [], {}, True, 10**400],
@@ -28,22 +28,22 @@ _NEVER: dict[str, list[Any]] = {  # values that a field never has
     "response_format": [3, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}}],
     "stop_token_ids": [3, [-1], ["x"], [1.5]],
     "ignore_eos": ["x", 2, []],
+    "min_tokens": [-1, 1, "x"],
+    "guided_grammar": ['root ::= "a"', 3],
+    "structured_outputs": [3, {"regex": 3}, {"choice": []}],
 }
 _NEVER_COMPLETION: dict[str, list[Any]] = {
     "prompt": [None, 7, {}, [], [[]], [["x"]], [1, "x"], [-1], [1.5], [True], [60_000], [1 << 40], "", "w5 " * 3000],
     "logprobs": [6, -1, "x", True],
-    "echo": [True, "x"],
+    "echo": [1, "x"],
     "suffix": ["x", 3],
     "best_of": [3, "x"],
-    "messages": [[]],
-    "no_such_field": [1],
 }
 _NEVER_CHAT: dict[str, list[Any]] = {
     "messages": [None, [], "hi", {}, [3], [{}], [{"role": "user"}], [{"role": "king", "content": "x"}]],
     "top_logprobs": [21, -1, "x", 3],
     "tools": [[{"type": "function"}], 3],
     "modalities": [["audio"]],
-    "prompt": ["x"],
 }
 _DEEP_BODIES = (b"[" * _DEEP, b'{"prompt":' * _DEEP, b'{"prompt":' + b"[" * _DEEP + b"]" * _DEEP + b"}")
 _NO_OBJECTS = (b"", b"null", b"3", b'"x"', b"[]", b"{", b"}", b"{]", b"\xff\xfe{}", b'{"a":NaN}', b'{"a":1e999}', b"\0")
