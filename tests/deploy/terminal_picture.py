@@ -1,0 +1,116 @@
+"""A picture of a terminal session, as SVG: `python tests/deploy/terminal_picture.py docs/figures/terminal.svg`.
+
+It shows what `outrider up`, `outrider generate` and `outrider chat` print in terminals of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import io
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+WIDTH = 100
+CHAT = ("What is 2 + 3?", "/stats")
+# What moves the cursor or switches a mode of the terminal, and so is no part of a still picture.
+MODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]|\x1b[>=]|\x1b\][^\x07]*\x07|\r(?!\n)|\x07")
+
+
+class RecordedCommand:
+    """An `outrider` in a terminal of its own; `shown` is all that it has printed."""
+
+    def __init__(self, words: Sequence[str], state: str) -> None:
+        self.terminal, inner = pty.openpty()
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 40, WIDTH, 0, 0))
+        rules = Path(state) / "inputrc"
+        rules.write_text("set enable-bracketed-paste off\n")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.deploy", *words],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "XDG_STATE_HOME": state, "INPUTRC": str(rules)},
+        )
+        os.close(inner)
+        self.shown = ""
+
+    def until(self, text: str) -> None:
+        """Read until a text has been printed after what was read before."""
+        seen = len(self.shown)
+        while text not in self.shown[seen:] and self._read():
+            pass
+
+    def rest(self) -> str:
+        """Read to the end, and return all that was printed."""
+        while self._read():
+            pass
+        self.process.wait()
+        os.close(self.terminal)
+        return self.shown
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal, text.encode())
+
+    def _read(self) -> bool:
+        try:
+            piece = os.read(self.terminal, 65536)
+        except OSError:
+            return False
+        self.shown += piece.decode(errors="replace")
+        return bool(piece)
+
+
+def record(state: str, address: str) -> list[tuple[str, str]]:
+    """Return commands and what they printed."""
+    up = RecordedCommand(["up", "--listen", address], state)
+    try:
+        up.until("curl")
+        generate = ["generate", "--coordinator", address, "--max-tokens", "64"]
+        generated = RecordedCommand([*generate, "def main(argv):"], state).rest()
+        chat = RecordedCommand(["chat", "--coordinator", address, "--max-tokens", "64"], state)
+        for line in CHAT:
+            chat.until("> ")
+            chat.type(f"{line}\n")
+        chat.until("> ")
+        chat.type("\x04")
+        return [
+            (f"outrider up --listen {address} &", up.shown),
+            (f"outrider {' '.join(generate)} 'def main(argv):'", generated),
+            (f"outrider chat --coordinator {address} --max-tokens 64", chat.rest()),
+        ]
+    finally:
+        up.process.send_signal(signal.SIGINT)
+        up.rest()
+
+
+def main() -> None:
+    """Record the session and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--port", type=int, default=50050, help="port of the coordinator")
+    options = parser.parse_args()
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    with tempfile.TemporaryDirectory() as state:
+        for command, shown in record(state, f"127.0.0.1:{options.port}"):
+            console.print(f"[bold blue]$[/] {command}", highlight=False)
+            console.print(Text.from_ansi(MODES.sub("", shown).replace("\r\n", "\n").rstrip()), soft_wrap=False)
+            console.print()
+    console.save_svg(str(options.file), title="outrider")
+
+
+if __name__ == "__main__":
+    main()
