@@ -1,6 +1,6 @@
 """A picture of a terminal session, as SVG: `python tests/deploy/terminal_picture.py docs/figures/terminal.svg`.
 
-It shows what `outrider up`, `outrider generate` and `outrider chat` print in terminals of their own.
+It shows what `outrider generate` and `outrider chat` print in terminals of their own, on a cluster that runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import io
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import sys
@@ -76,38 +75,36 @@ class RecordedCommand:
 
 def record(state: str, address: str) -> list[tuple[str, str]]:
     """Return commands and what they printed."""
-    up = RecordedCommand(["up", "--listen", address], state)
-    try:
-        up.until("curl")
-        generate = ["generate", "--coordinator", address, "--max-tokens", "64"]
-        generated = RecordedCommand([*generate, "def main(argv):"], state).rest()
-        chat = RecordedCommand(["chat", "--coordinator", address, "--max-tokens", "64"], state)
-        for line in CHAT:
-            chat.until("> ")
-            chat.type(f"{line}\n")
+    where = ["--coordinator", address, "--max-tokens", "64"]
+    generated = RecordedCommand(["generate", *where, "def main(argv):"], state).rest()
+    chat = RecordedCommand(["chat", *where], state)
+    for line in CHAT:
         chat.until("> ")
-        chat.type("\x04")
-        return [
-            (f"outrider up --listen {address} &", up.shown),
-            (f"outrider {' '.join(generate)} 'def main(argv):'", generated),
-            (f"outrider chat --coordinator {address} --max-tokens 64", chat.rest()),
-        ]
-    finally:
-        up.process.send_signal(signal.SIGINT)
-        up.rest()
+        chat.type(f"{line}\n")
+    chat.until("> ")
+    chat.type("\x04")
+    return [
+        (f"outrider generate {' '.join(where)} 'def main(argv):'", generated),
+        (f"outrider chat {' '.join(where)}", chat.rest()),
+    ]
+
+
+def _last_of_each_line(shown: str) -> str:
+    """Return what stays of each line where progress was written over it."""
+    return "\n".join(re.split(r"\r|\x1b\[2K", line)[-1] for line in shown.replace("\r\n", "\n").split("\n"))
 
 
 def main() -> None:
     """Record the session and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--port", type=int, default=50050, help="port of the coordinator")
+    parser.add_argument("--coordinator", default="127.0.0.1:50050", help="address of a running cluster")
     options = parser.parse_args()
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     with tempfile.TemporaryDirectory() as state:
-        for command, shown in record(state, f"127.0.0.1:{options.port}"):
+        for command, shown in record(state, options.coordinator):
             console.print(f"[bold blue]$[/] {command}", highlight=False)
-            console.print(Text.from_ansi(MODES.sub("", shown).replace("\r\n", "\n").rstrip()), soft_wrap=False)
+            console.print(Text.from_ansi(MODES.sub("", _last_of_each_line(shown)).rstrip()), soft_wrap=False)
             console.print()
     console.save_svg(str(options.file), title="outrider")
 
