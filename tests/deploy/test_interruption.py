@@ -60,6 +60,21 @@ def test_a_signal_while_a_coordinator_is_silent_is_one_line(number: int) -> None
     assert errors.count("\n") == 1
 
 
+@pytest.mark.soak
+@pytest.mark.ray
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("event", "nth"), [("ray", 1), ("subprocess.Popen", 1), ("subprocess.Popen", 3), ("subprocess.Popen", 5)])
+@pytest.mark.parametrize("words", [["up", "--listen", "127.0.0.1:0"], ["demo", "--per-domain", "1"]])
+def test_a_signal_while_ray_starts_leaves_one_line_and_no_process(
+    words: list[str], event: str, nth: int, number: int
+) -> None:
+    ending = interrupted(words, event=event, nth=nth, number=number)
+    assert ending.status == STATUS[number]
+    assert [line for line in ending.lines if line.startswith(f"outrider {words[0]}: ")] == ending.lines[-1:]
+    assert "Traceback" not in ending.output + ending.errors
+    assert not ending.survivors
+
+
 def test_what_a_command_has_started_ends_with_it() -> None:
     words = ["link", "--to", "127.0.0.1:1"]
     program = (
@@ -87,6 +102,23 @@ def test_a_main_thread_that_does_not_listen_is_ended_without_it() -> None:
         "command.link = link\n"
     )
     check(interrupted(["link", "--to", "127.0.0.1:1"], after="deaf", before=program), signal.SIGINT, "outrider link")
+
+
+def test_a_handler_of_rays_that_is_quicker_than_the_watch_is_no_end_of_its_own() -> None:
+    program = (
+        "import signal, sys, time\n"
+        "import outrider.deploy.link.command as command\n"
+        "from outrider.deploy.end_watch import EndWatch\n"
+        "seen = EndWatch._seen\n"
+        "EndWatch._seen = lambda watch, number: (time.sleep(0.1), seen(watch, number))  # the thread is late\n"
+        "def link(given):\n"
+        "    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))\n"
+        "    print('started', flush=True)\n"
+        "    while True: pass\n"
+        "command.link = link\n"
+    )
+    ending = interrupted(["link", "--to", "127.0.0.1:1"], after="started", before=program, number=signal.SIGTERM)
+    check(ending, signal.SIGTERM, "outrider link")
 
 
 def test_a_server_ends_in_order_at_the_first_signal() -> None:

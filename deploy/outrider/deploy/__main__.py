@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
 from outrider.deploy.end_watch import WATCH
 
 PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
+ENDED_BY_RAY = (signal.SIGTERM, 1)  # statuses with which Ray's own handlers of SIGTERM exit
 
 
 def main() -> NoReturn:
@@ -31,8 +33,8 @@ def _status() -> int:
 
     try:
         status = run()
-    except SystemExit as ended:  # of argparse, or of Ray's own handler of SIGTERM
-        if WATCH.number:
+    except SystemExit as ended:
+        if ended.code in ENDED_BY_RAY and WATCH.noted():
             WATCH.end()
         status = int(ended.code or 0)
     sys.stdout.flush()

@@ -69,6 +69,10 @@ class EndWatch:
         """Have `clean`, which must be quick, called where the process ends by a signal."""
         self._at_end.append(clean)
 
+    def noted(self) -> bool:
+        """Return whether a signal asks the process to end; the thread may note it later than a handler acts on it."""
+        return self._noted.wait(NOTED_WITHIN_S)
+
     def end_if_asked(self, status: int) -> None:
         """End the process of a command that has ended with `status`, and has said why, if a signal asked it to."""
         if self.number:
@@ -81,7 +85,7 @@ class EndWatch:
         self._end(None)
 
     def _end(self, status: int | None) -> NoReturn:
-        self._noted.wait(NOTED_WITHIN_S)  # the thread may be later than the handler in the main thread
+        self.noted()
         self._ending.acquire()  # for good
         if status is None:
             self._say(WORDS.get(signal.Signals(self.number or signal.SIGINT), "ended"))
