@@ -83,6 +83,14 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_progress() -> None:
+    """Have commands of this process say nothing about what they wait for, however slow the machine is."""
+    from outrider.deploy import progress
+
+    progress.SILENT_S = 3600.0
+
+
 @lru_cache(maxsize=4)
 def _loaded(target: str, exact: str, device: str, dtype: str) -> tuple[Any, str, dict[str, Any]]:
     """Return model, tokenizer and what loading has found out, which does not depend on the size of the KV cache."""

@@ -303,7 +303,7 @@ def test_a_folder_that_cannot_be_written_is_named(synthetic, tmp_path) -> None:
 
 def test_a_missing_matplotlib_is_named_with_its_extra(synthetic, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"outrider\[bench\]"):
+    with pytest.raises(ConfigError, match=r"the extra \[bench\]"):
         write_report(synthetic, tmp_path)
 
 

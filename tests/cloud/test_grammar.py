@@ -636,7 +636,7 @@ def test_a_target_without_eos_and_an_installation_without_the_library_say_so(mon
     with pytest.raises(FailedPrecondition, match="EOS"):
         Grammars(tiny_tokenizer(), VOCAB, frozenset()).begin(GRAMMAR).result()
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(FailedPrecondition, match=r"outrider\[cloud\]"):
+    with pytest.raises(FailedPrecondition, match=r"the extra \[cloud\]"):
         Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS})).begin(GRAMMAR).result()
 
 

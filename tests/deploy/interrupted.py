@@ -54,8 +54,8 @@ class Ending:
 
     @property
     def lines(self) -> list[str]:
-        """Lines on standard error."""
-        return self.errors.strip().splitlines()
+        """Lines on standard error, without those that say what is waited for."""
+        return [line for line in self.errors.strip().splitlines() if not line.endswith(" …")]
 
 
 def interrupted(

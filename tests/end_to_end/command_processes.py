@@ -40,6 +40,11 @@ def free_port() -> int:
     raise AssertionError("all ports are taken")
 
 
+def without_progress(errors: str) -> list[str]:
+    """Lines on standard error but for those by which a slow command says what it waits for."""
+    return [line for line in errors.strip().splitlines() if not line.endswith(" …")]
+
+
 class Command:
     """`outrider ARGUMENTS…`, not started yet.
 

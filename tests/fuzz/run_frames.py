@@ -21,7 +21,7 @@ sys.path += [str(ROOT / "tests" / name) for name in ("fuzz", "end_to_end", "prot
 
 import codec_door  # noqa: E402 - found by the path above
 import psutil  # noqa: E402
-from command_processes import Command, free_port  # noqa: E402
+from command_processes import Command, free_port, without_progress  # noqa: E402
 from hostile_streams import Canary, HostileStreams  # noqa: E402
 from http_streams import metric_value  # noqa: E402
 from machines_under_fire import Fire  # noqa: E402
@@ -110,8 +110,8 @@ async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
         end = command.resident_mib
         if (status := command.terminate()) != 0:
             streams.wrong.append(f"it ended with status {status}")
-        if command.errors:
-            streams.wrong.append(f"it logged {command.errors[-2000:]}")
+        if logged := "\n".join(without_progress(command.errors)):
+            streams.wrong.append(f"it logged {logged[-2000:]}")
     finally:
         command.end()
     return Part("verifier", streams.frames, seconds, warm, end, dict(streams.ends), streams.whole, streams.wrong)

@@ -114,7 +114,7 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served() -> Iterator[FakeDaemon]:
     fake = FakeDaemon()
     config = uvicorn.Config(Starlette(routes=fake.routes()), host="127.0.0.1", port=0, log_level="error")
@@ -137,7 +137,7 @@ def daemon(served: FakeDaemon) -> Iterator[FakeDaemon]:
     served.hold = False
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium, the system's."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
@@ -150,7 +150,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def tab(browser: Any) -> Iterator[Any]:
     """A tab of the browser, which notes in `complaints` what its console complains of."""
     tab = browser.new_page()
