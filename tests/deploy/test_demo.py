@@ -1,4 +1,4 @@
-"""What the demonstration says about its ratios."""
+"""The demonstration says why its two ratios differ."""
 
 from __future__ import annotations
 

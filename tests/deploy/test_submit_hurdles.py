@@ -1,4 +1,4 @@
-"""What stops a job before its first line: a wrong python, a missing agent, an environment that cannot be made."""
+"""A wrong python, a missing agent or an environment that cannot be made stops a job with one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of responses: within limits of number, size and age, whole conversations, and for one owner each."""
+"""The store of responses keeps whole conversations, within limits of number, size and age, for one owner each."""
 
 from __future__ import annotations
 

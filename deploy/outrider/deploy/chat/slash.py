@@ -67,7 +67,7 @@ class ChatTotals:
 
 @dataclass(slots=True)
 class SlashCommands:
-    """What the commands act on.
+    """Commands of a chat that begin with a slash, and what they act on.
 
     Attributes:
         chat: the chat.

@@ -1,4 +1,4 @@
-"""What stands between a job and its first line, on a node or in its agent, each as one line with the remedy."""
+"""Hurdles between a job and its first line, on a node or in its agent, each told in one line with the remedy."""
 
 from __future__ import annotations
 

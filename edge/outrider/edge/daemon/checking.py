@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class UnknownFields(Protocol):
-    """What becomes of fields that the schema does not know."""
+    """A rule for fields that the schema does not know."""
 
     def check(self, kind: type[R], body: dict[str, Any]) -> tuple[R, list[str]]:
         """Return the request in a JSON object, and the names of what was ignored.
