@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -10,12 +11,16 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted_texts import ScriptedTexts
 
 from outrider.deploy.chat import command
+from outrider.deploy.chat.command import LoopBeside
 from outrider.deploy.chat.lines import MAX_HISTORY, read_message
 from outrider.deploy.cli import main
 
@@ -163,7 +168,10 @@ main()
     def until(self, text: str) -> str:
         """Read until this is shown, and return all that is shown up to there."""
         while text not in self.shown:
-            self.shown += os.read(self.terminal, 4096).decode(errors="replace")
+            try:
+                self.shown += os.read(self.terminal, 4096).decode(errors="replace")
+            except OSError as error:
+                raise AssertionError(f"the chat has ended: {self.shown}") from error
         before, _, self.shown = self.shown.partition(text)
         return before
 
@@ -198,6 +206,31 @@ def test_ctrl_c_stops_an_answer_and_a_line_but_not_the_chat_and_ctrl_d_ends_it(t
     assert history.read_text() == "hello\nslow\nagain\n"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
+
+
+def test_ctrl_c_stops_an_answer_that_has_only_just_begun(monkeypatch) -> None:
+    begun, closed = threading.Event(), threading.Event()
+    really = asyncio.run_coroutine_threadsafe
+
+    async def answer() -> AsyncGenerator[Any]:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+            yield
+        finally:
+            closed.set()
+
+    def interrupted(*given: Any) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", really)
+        really(*given)
+        begun.wait()
+        raise KeyboardInterrupt
+
+    with LoopBeside() as loop:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(loop.each(answer()))
+    assert closed.is_set()
 
 
 def test_sigterm_ends_a_chat_that_waits_for_a_line(terminal) -> None:

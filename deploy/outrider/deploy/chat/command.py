@@ -9,7 +9,6 @@ import sys
 import termios
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -79,24 +78,25 @@ class LoopBeside:
 
     def each(self, events: AsyncGenerator[Event]) -> Generator[Event]:
         """Yield the events; leaving early closes their source."""
-        taking: Future[Event | None] | None = None
+        taking: list[asyncio.Task[Any]] = []  # kept by the loop: Ctrl-C may come before this thread has its future
         try:
-            while (
-                event := (taking := asyncio.run_coroutine_threadsafe(_next(events), self._loop)).result()
-            ) is not None:
+            while (event := asyncio.run_coroutine_threadsafe(_next(events, taking), self._loop).result()) is not None:
                 yield event
         finally:
             self.run(_closed(events, taking))
 
 
-async def _next(events: AsyncGenerator[Event]) -> Event | None:
+async def _next(events: AsyncGenerator[Event], taking: list[asyncio.Task[Any]]) -> Event | None:
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - this is one
+    taking[:] = [task]
     return await anext(events, None)
 
 
-async def _closed(events: AsyncGenerator[Event], taking: Future[Event | None] | None) -> None:
-    if taking is not None and not taking.done():
-        taking.cancel()
-        await asyncio.wait([asyncio.wrap_future(taking)])
+async def _closed(events: AsyncGenerator[Event], taking: list[asyncio.Task[Any]]) -> None:
+    for task in taking:
+        task.cancel()
+        await asyncio.wait([task])
     await events.aclose()
 
 
