@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import logging
 import re
 import shlex
@@ -19,7 +20,7 @@ from outrider.deploy.cli import main, parse
 from outrider.deploy.next_steps import next_steps
 from outrider.deploy.ports import check_port
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.logs import StandardError
+from outrider.proto.plumbing.logs import JsonLines, StandardError
 
 
 class Terminal(io.StringIO):
@@ -94,6 +95,19 @@ def test_a_log_has_a_line_for_what_takes_long_and_none_for_what_does_not(monkeyp
     with progress.waiting("loading that"):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_a_log_of_json_objects_has_no_plain_lines(monkeypatch, capfd) -> None:
+    handler = StandardError()
+    handler.setFormatter(JsonLines())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setattr(progress, "SILENT_S", 0.0)
+    with progress.stage("loading this"):
+        time.sleep(0.05)  # longer than a line would take to come
+    progress.say("ready")
+    logging.getLogger().warning("a line")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "a line"
 
 
 def test_a_terminal_shows_what_goes_on_and_keeps_how_long_it_took(monkeypatch) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
 from outrider.deploy.end_watch import WATCH
-from outrider.deploy.progress import waiting
+from outrider.deploy.progress import say, waiting
 from outrider.deploy.termination import has_terminal, on_signals
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
@@ -75,11 +74,9 @@ async def _until_ready(daemon: Daemon, client: Client, address: str, given: Give
     where = f"coordinator at {fields['coordinator']}" if fields["coordinator"] else f"verifier at {fields['verifier']}"
     with waiting(f"waiting for the {where}"):
         await daemon.cloud.found.wait()
-    print(
+    say(
         f"ready: {client.ready.model if client.ready else ''}, drafter {client.drafter_name}; "
-        f"the page: {address}/   OpenAI's API: {address}/v1",
-        file=sys.stderr,
-        flush=True,
+        f"the page: {address}/   OpenAI's API: {address}/v1"
     )
 
 

@@ -1,7 +1,7 @@
 """Words on standard error about what a command waits for, so that nothing is silent for long.
 
 On a terminal a line says what goes on, and for how long already. Elsewhere, as in a log, it is a plain line, once what
-goes on has taken two seconds.
+goes on has taken two seconds. In a log of JSON objects there is none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
+
+from outrider.proto.plumbing.logs import only_json
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -34,11 +36,11 @@ def stage(what: str) -> Iterator[None]:
     began = time.monotonic()
     with _said(what):
         yield
-    _say(f"{what}: {time.monotonic() - began:.1f} s")
+    say(f"{what}: {time.monotonic() - began:.1f} s")
 
 
 def _said(what: str) -> AbstractContextManager[object]:
-    if sys.stderr is None or sys.stderr.closed:
+    if sys.stderr is None or sys.stderr.closed or only_json():
         return nullcontext()
     return _shown(what) if sys.stderr.isatty() else _logged(what)
 
@@ -89,6 +91,12 @@ def _logged(what: str) -> Iterator[None]:
         yield
     finally:
         late.cancel()
+
+
+def say(line: str) -> None:
+    """Write a line to standard error, unless that is a log of JSON objects."""
+    if not only_json():
+        _say(line)
 
 
 def _say(line: str) -> None:

@@ -42,6 +42,11 @@ def configure(level: str, style: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
+def only_json() -> bool:
+    """Return whether standard error is a log of JSON objects, in which a plain line would be an error."""
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
 class StandardError(logging.StreamHandler[TextIO]):
     """A handler of what is standard error when a line comes, which may be above what a terminal keeps up to date."""
 
