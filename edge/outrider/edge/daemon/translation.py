@@ -152,6 +152,22 @@ def invalid(field: str, message: str) -> ApiError:
     return ApiError(400, f"{field}: {message}", param=field, code="invalid_value")
 
 
+def string_in(value: Mapping[str, Any], name: str, where: str) -> str:
+    """Return the string of a field of the object at `where`; raise `ApiError` 400 where it is none."""
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise invalid(f"{where}.{name}", "must be a string")
+    return text
+
+
+def type_of(value: Any, where: str) -> str:
+    """Return the `type` of the object at `where`; raise `ApiError` 400 where it has none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(where, "is no object with a type")
+    return kind
+
+
 def called_arguments(calls: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, str, str]]:
     """Return (id, name, arguments) of the calls in a delta; those that go on have neither id nor name."""
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from outrider.edge.daemon.translation import invalid
+from outrider.edge.daemon.translation import invalid, string_in, type_of
 
 _FAILED = "Error: "  # chats have no field for a tool that failed
 _SILENT = ("thinking", "redacted_thinking")  # of other models: this target's template says what becomes of its own
@@ -47,11 +47,11 @@ def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     made, texts = [], []
     for at, block in enumerate(blocks):
         here = f"{where}[{at}]"
-        if _kind(block, here) == "tool_result":
+        if type_of(block, here) == "tool_result":
             text = _text(block.get("content") or "", f"{here}.content")
             if block.get("is_error") is True:
                 text = _FAILED + text
-            made.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", here), "content": text})
+            made.append({"role": "tool", "tool_call_id": string_in(block, "tool_use_id", here), "content": text})
         else:
             texts.append(_block_text(block, here))
     if texts or not made:
@@ -63,13 +63,13 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
     texts, calls = [], []
     for at, block in enumerate(blocks):
         here = f"{where}[{at}]"
-        kind = _kind(block, here)
+        kind = type_of(block, here)
         if kind == "tool_use":
             if not isinstance(block.get("input"), dict):
                 raise invalid(f"{here}.input", "must be an object")
             arguments = json.dumps(block["input"], ensure_ascii=False)
-            function = {"name": _string(block, "name", here), "arguments": arguments}
-            calls.append({"id": _string(block, "id", here), "type": "function", "function": function})
+            function = {"name": string_in(block, "name", here), "arguments": arguments}
+            calls.append({"id": string_in(block, "id", here), "type": "function", "function": function})
         elif kind not in _SILENT:
             texts.append(_block_text(block, here))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
@@ -86,21 +86,7 @@ def _text(value: Any, where: str) -> str:
 
 
 def _block_text(block: Any, where: str) -> str:
-    kind = _kind(block, where)
+    kind = type_of(block, where)
     if kind != "text":
         raise invalid(where, f"is of type {kind[:40]!r}, which cannot stand here; this target reads text only")
-    return _string(block, "text", where)
-
-
-def _kind(block: Any, where: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(where, "is no object with a type")
-    return kind
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    text = block.get(name)
-    if not isinstance(text, str):
-        raise invalid(f"{where}.{name}", "must be a string")
-    return text
+    return string_in(block, "text", where)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.translation import invalid
+from outrider.edge.daemon.translation import invalid, string_in, type_of
 
 KeptItem = dict[str, Any]
 
@@ -74,13 +74,13 @@ def _item(value: Any, where: str) -> KeptItem | None:
         case "message":
             return _message(value, where, item_id)
         case "function_call":
-            call_id, name, arguments = (_string(value, name, where) for name in ("call_id", "name", "arguments"))
+            call_id, name, arguments = (string_in(value, name, where) for name in ("call_id", "name", "arguments"))
             _check_arguments(arguments, where)
             return function_call(item_id or new_id("fc"), call_id, name, arguments)
         case "function_call_output":
             output = _text(value.get("output"), f"{where}.output")
             kept = {"id": item_id or new_id("fco"), "type": "function_call_output", "status": "completed"}
-            return {**kept, "call_id": _string(value, "call_id", where), "output": output}
+            return {**kept, "call_id": string_in(value, "call_id", where), "output": output}
         case "reasoning":  # of another model: this target's template says what becomes of its own
             return None
         case "item_reference":
@@ -114,19 +114,10 @@ def _text(value: Any, where: str) -> str:
 
 
 def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        raise invalid(where, "is no object with a type")
+    kind = type_of(part, where)
     if kind not in _TEXTS:
         raise invalid(where, f"is of type {kind[:40]!r}; this target reads text only")
-    return _string(part, _TEXTS[kind], where)
-
-
-def _string(value: dict[str, Any], name: str, where: str) -> str:
-    text = value.get(name)
-    if not isinstance(text, str):
-        raise invalid(f"{where}.{name}", "must be a string")
-    return text
+    return string_in(part, _TEXTS[kind], where)
 
 
 def _check_arguments(arguments: str, where: str) -> None:
