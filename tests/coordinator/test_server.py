@@ -64,8 +64,13 @@ def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(serve: Serv
         assert [m.name for m in lease.drafters] == ["zzz", "aaa"], "the target's own first, no foreign tokenizer"
         assert lease.prior.step_s == 0.03
         assert lease.prior.acceptance == 0
+        assert lease.context_length == 4096
 
-    serve(scenario, ScriptedCluster(ready("a", address="127.0.0.1:7", step_s=0.03)), drafters=(drafters,))
+    serve(
+        scenario,
+        ScriptedCluster(ready("a", address="127.0.0.1:7", step_s=0.03, context_length=4096)),
+        drafters=(drafters,),
+    )
 
 
 def test_the_token_of_a_lease_verifies_for_its_session_only_and_until_it_expires(serve: Serve) -> None:

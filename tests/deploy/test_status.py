@@ -48,6 +48,7 @@ def cluster() -> ClusterStatus:
         "verified_here": 70_000,
         "accepted_here": 41_000,
         "drafting_here_s": 312.3456,
+        "context_length": 8192,
     }
     host, kept = "10.244.12.103:50061", ("bytes", "bfloat16")
     verifier = VerifierStatus(
@@ -108,6 +109,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "kv_pages_free": 1024,
         "guarantee": "bytes",
         "precision": "bfloat16",
+        "context_length": 8192,
         "drafter_here": "general@27a9646b40d5",
         "committed_tokens": 123_456,
         "drafted_here": 90_123,

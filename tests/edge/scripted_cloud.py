@@ -22,6 +22,7 @@ from outrider.proto.types import (
     Continue,
     DraftToken,
     EdgeFrame,
+    Lease,
     Noise,
     Open,
     Opened,
@@ -123,6 +124,9 @@ class ScriptedChannels:
 
     def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> ScriptedStream:
         return ScriptedStream(self, statistics)
+
+    async def described(self, lease: Lease, within_s: float) -> Lease:
+        return replace(lease, context_length=CONTEXT)
 
     async def close_stream(self, stream: ScriptedStream) -> None:
         pass

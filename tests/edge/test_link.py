@@ -15,11 +15,11 @@ from command_processes import free_port
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link import Channels, Connection, Stream
 from outrider.proto import codec
-from outrider.proto.channel import CONNECTION_WINDOW_BYTES
+from outrider.proto.channel import CONNECTION_WINDOW_BYTES, REPORT_METHOD
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import EdgeStatistics, RetryRules
-from outrider.proto.types import Cancel, Commit, CommittedToken, FinishReason, Open, Opened
+from outrider.proto.types import Cancel, Commit, CommittedToken, FinishReason, Lease, Open, Opened
 
 OPENED = Opened(0, 8, 16, "v", 512)
 COMMIT = Commit(start=4, tokens=tuple(map(CommittedToken, (5, 6))), accepted=1, credit=16)
@@ -120,6 +120,36 @@ def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
         assert len(set(verifier.peers)) == 1
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [
+        (b'{"context_length": 512}', 512),
+        (b"{}", 0),
+        (b"[", 0),
+        (b"null", 0),
+        (b'{"context_length": "many"}', 0),
+        (None, 0),
+    ],
+)
+def test_a_verifier_without_a_coordinator_says_its_context_where_it_can(said: bytes | None, known: int) -> None:
+    async def main() -> None:
+        async def report(request: bytes, context: Any) -> bytes:
+            return said or b""
+
+        verifier, channels = Verifier(), Channels()
+        if said is not None:  # else it is of a release that has no such service
+            service, method = REPORT_METHOD.strip("/").split("/")
+            handlers = {method: grpc.unary_unary_rpc_method_handler(report)}
+            verifier.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        await verifier.server.start()
+        lease = Lease(b"", "v", verifier.address, 1.0, "tiny", "")
+        assert await channels.described(lease, 30.0) == replace(lease, context_length=known)
+        await channels.close()
+        await verifier.server.stop(None)
+
+    asyncio.run(main())
 
 
 def test_after_a_loss_the_next_text_has_a_new_connection() -> None:

@@ -303,6 +303,8 @@ def test_a_client_that_leaves_frees_its_session_at_the_verifier(at, stream) -> N
 def test_a_drafter_that_fails_leaves_the_text_and_health_says_degraded(tokenizer_file) -> None:
     async def main() -> None:
         async with setting(tokenizer_file, drafter=FailingDrafter(0)) as at:
+            known = (await at.openai.models.retrieve(MODEL)).max_model_len
+            assert known == at.verifier.rules.context_length, "before any text"
             asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
             answer = await at.openai.completions.create(**asked)
             assert answer.metrics["drafter_error"]
@@ -365,7 +367,7 @@ def test_many_streams_at_once_are_all_whole_and_none_is_mixed(at) -> None:
     at.run(main())
 
 
-def test_the_chat_template_comes_with_the_lease(tokenizer_file, tmp_path) -> None:
+def test_chat_template_and_context_length_come_with_the_lease(tokenizer_file, tmp_path) -> None:
     async def main() -> None:
         secret = b"a secret of the two of them"
         verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=secret)
@@ -380,6 +382,7 @@ def test_the_chat_template_comes_with_the_lease(tokenizer_file, tmp_path) -> Non
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
         url = await daemon.start()
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=60) as openai:
+            assert (await openai.models.retrieve(MODEL)).max_model_len == verifier.rules.context_length
             answer = await openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
         assert answer.usage.completion_tokens == 4
         assert daemon.cloud.served.ready.chat_template == template

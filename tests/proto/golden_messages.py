@@ -222,6 +222,9 @@ EXAMPLES = {
         codec.encode_lease,
         codec.decode_lease,
     ),
+    "lease that says the context": Example(
+        t.Lease(b"", "v0", "", 0.0, "reference", HASH, context_length=4096), codec.encode_lease, codec.decode_lease
+    ),
     "lease, least": Example(t.Lease(b"", "", "", 0.0, "", ""), codec.encode_lease, codec.decode_lease),
     "drafters": Example(MANIFESTS, codec.encode_drafters, codec.decode_drafters),
     "drafter query": Example(HASH, codec.encode_drafter_query, codec.decode_drafter_query),
@@ -260,6 +263,11 @@ EXAMPLES = {
     ),
     "status with a precision": Example(
         t.ClusterStatus((t.VerifierStatus("v0", "", "reference", "down", precision="float32"),), (), 0, ()),
+        codec.encode_status,
+        codec.decode_status,
+    ),
+    "status with a context": Example(
+        t.ClusterStatus((t.VerifierStatus("v0", "", "reference", "down", context_length=4096),), (), 0, ()),
         codec.encode_status,
         codec.decode_status,
     ),

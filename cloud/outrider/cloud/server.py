@@ -219,6 +219,7 @@ class VerifierServer:
             kv_pages=self._backend.capacity.pages,
             guarantee=self.rules.guarantee.name.lower(),
             precision=self.rules.precision,
+            context_length=self.rules.context_length,
             **asdict(self._engine.metrics.own_drafts),
         )
 

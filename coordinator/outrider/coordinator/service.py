@@ -171,6 +171,7 @@ class ControlService:
                 verifier.model, fitting, verifier.step_s, request.prompt_class, request.link_class
             ),
             release=release(),
+            context_length=verifier.context_length,
         )
 
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> None:

@@ -5,7 +5,7 @@ The JSON object:
     verifiers       list, by name
         name, state (ready, sick, draining, down), model, address ("" while down), release
         sessions, max_sessions, load (sessions / max_sessions)
-        step_ms, restarts, kv_pages, kv_pages_free
+        step_ms, restarts, kv_pages, kv_pages_free, context_length (positions of a text; 0: not known yet)
         guarantee (bytes, bytes_by_tiles, distribution; "": not known yet): what a text keeps whatever shares its steps
         precision (such as bfloat16; "": not known yet): a text that has begun goes on in the same alone
         drafter_here (of its own, name@version; "": none that works), and since the verifier started: committed_tokens

@@ -132,7 +132,7 @@ class Client:
         """
         ready = self._prepared.ready_now()
         if self._coordinator is None:
-            return (await ready.route.lease("inquiry", ())).address
+            return await self._prepared.inquire(self._channels)
         return await self._coordinator.inquire(ready.model, ready.tokenizer_sha256)
 
     async def wake(self) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.proto.channel import (
     DECODING_WINDOW_BYTES,
     HEALTH_METHOD,
     HEALTHY,
+    REPORT_METHOD,
 )
 from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.lease import LEASE_METADATA
@@ -208,6 +210,19 @@ class Channels:
         check = self._by_address[lease.address].channel.unary_unary(HEALTH_METHOD)
         with suppress(grpc.aio.AioRpcError):
             await check(b"", timeout=within_s)  # an empty request asks for the health of all
+
+    async def described(self, lease: Lease, within_s: float) -> Lease:
+        """Return the lease with the context length of its verifier, where that says it within `within_s` seconds.
+
+        A verifier that asks for no leases reports to anybody.
+        """
+        self.connect(lease.address, lease.tls_name if lease.tls else None)
+        report: Any = self._by_address[lease.address].channel.unary_unary(REPORT_METHOD)
+        try:
+            said = json.loads(await report(b"{}", timeout=within_s))
+            return replace(lease, context_length=int(said["context_length"]))
+        except (grpc.aio.AioRpcError, ValueError, RecursionError, TypeError, KeyError):
+            return lease
 
     async def close_stream(self, stream: Stream) -> None:
         """Close a stream, and the connections that nobody uses any more."""

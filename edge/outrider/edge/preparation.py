@@ -237,7 +237,9 @@ class Preparation:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
         route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
         template = await asyncio.to_thread(self._fetch_chat_template, lease)
-        return _ready(route, lease.model, text, sha256, drafting, template)
+        ready = _ready(route, lease.model, text, sha256, drafting, template)
+        ready.prompts.meet(lease)
+        return ready
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """Return a lease, after waiting for as long as the coordinator promises one."""

@@ -16,6 +16,7 @@ from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import DrafterSteering
 from outrider.proto.types import DrafterManifest, Open, Sampling, SteeringRequest
 
+DESCRIBED_WITHIN_S = 1.0  # by a verifier without a coordinator; if not, its first text tells as much
 WATCH_AGAIN_S = 5.0  # after a coordinator went away, or cannot be watched
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,14 @@ class Prepared:
         """Find everything, and wait for the first drafter."""
         ready = await self.find(channels)
         return ready if self._loading is None else await asyncio.shield(self._loading)
+
+    async def inquire(self, channels: Channels) -> str:
+        """Return the address of the route's next text, and learn what its verifier says of its target."""
+        ready = self.ready_now()
+        lease = await ready.route.lease("inquiry", ())
+        if not ready.prompts.context_length:
+            ready.prompts.meet(await channels.described(lease, DESCRIBED_WITHIN_S))
+        return lease.address
 
     def open(self, prompt: tuple[int, ...], sampling: Sampling) -> Open:
         """Return the frame that opens a new session; raises `ConfigError` before anything is found."""

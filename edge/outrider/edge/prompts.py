@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tokenizers import Tokenizer
 
 from outrider.proto.errors import PromptTooLong
-from outrider.proto.types import Opened
+from outrider.proto.types import Lease, Opened
 
 MAX_CHARACTERS = 4 << 20
 IN_THREAD = 4096  # characters; shorter texts are encoded sooner than a thread takes over
@@ -35,9 +35,9 @@ class PromptEncoder:
         self.context_length = 0
         self._longest_token = 0  # 0: not known yet
 
-    def meet(self, opened: Opened) -> None:
-        """Take in how many positions a verifier's target holds."""
-        self.context_length = max(self.context_length, opened.context_length)
+    def meet(self, said: Opened | Lease) -> None:
+        """Take in how many positions a verifier's target holds, as its answer or its lease says; 0: it does not."""
+        self.context_length = max(self.context_length, said.context_length)
 
     async def encode(self, tokenizer: Tokenizer, prompt: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Return the token ids of a prompt, with the tokenizer's special tokens around it or not; token ids stay.

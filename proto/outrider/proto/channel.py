@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-REPORT_METHOD = "/outrider.Verifier/Report"  # by which a coordinator asks a verifier at a fixed address
+REPORT_METHOD = "/outrider.Verifier/Report"  # asked by coordinators and edges that have a verifier's address alone
 ENGINE_SERVICE = "outrider.Engine"  # of which a verifier says whether its engine is well, also while it drains
 HEALTHY = b"\x08\x01"  # a HealthCheckResponse that says SERVING
 KEEPALIVE_MS = 20_000

@@ -33,7 +33,7 @@ from outrider.proto.testing import write_keys
 def test_models_health_version_metrics_and_the_page_answer(start) -> None:
     with start() as live:
         assert live.get("/v1/models").json["data"][0]["id"] == "tiny"
-        assert live.get("/v1/models/tiny").json["max_model_len"] is None, "not known before the first text"
+        assert live.get("/v1/models/tiny").json["max_model_len"] is None, "no verifier has said it"
         live.client.ready.prompts.context_length = 4096
         assert live.get("/v1/models/tiny").json["max_model_len"] == 4096
         assert live.get("/v1/models/tiny").json["object"] == "model"

@@ -91,7 +91,7 @@ class Api:
         return json_response(self._card(served))
 
     def _card(self, served: Served) -> dict[str, Any]:
-        known = served.ready.prompts.context_length  # by the first text
+        known = served.ready.prompts.context_length
         return {
             "id": served.ready.model,
             "object": "model",

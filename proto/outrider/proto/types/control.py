@@ -134,6 +134,7 @@ class Lease:
         address: host:port of the verifier; empty with `relayed`, and then the coordinator's own.
         tls_name: name that the certificate at `address` must have; empty: its host.
         relayed: whether the coordinator passes the stream on; the token then goes into the call's metadata too.
+        context_length: positions that the target can hold there; 0: unknown.
     """
 
     token: bytes = field(repr=False)
@@ -150,6 +151,7 @@ class Lease:
     tls_name: str = ""
     relayed: bool = False
     release: str = ""
+    context_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,7 @@ class VerifierStatus:
         verified_here: those that its steps verified.
         accepted_here: those that became text.
         drafting_here_s: time that its own drafter has worked, over all its threads, in seconds.
+        context_length: positions that its target can hold; 0: unknown.
     """
 
     name: str
@@ -283,6 +286,7 @@ class VerifierStatus:
     verified_here: int = 0
     accepted_here: int = 0
     drafting_here_s: float = 0.0
+    context_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
