@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from outrider.cloud.grammar_compiler import compile_grammar, make_tokenizer
 from outrider.edge.daemon.grammars import sources_of
+from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -38,11 +39,16 @@ def test_vllms_fields_for_structure_become_grammars(live, fields, grammar) -> No
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "response_format", "give one"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "one"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "guided_regex and guided_choice give more"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "one",
+        ),
         ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "gbnf_to_lark"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
-        ({"guided_regex": " "}, "response_format", "is empty"),
+        ({"guided_regex": " "}, "guided_regex", "is empty"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
         ({"guided_json": 5}, "guided_json", "JSON schema"),
         ({"min_tokens": 5}, "min_tokens", "ignore_eos"),
         ({"min_tokens": 5, "ignore_eos": True, "stop": "x"}, "min_tokens", "without stop"),
@@ -57,6 +63,27 @@ def test_what_would_mean_another_answer_is_refused_with_the_reason(live, fields,
     reply = live.complete(**fields)
     assert (reply.status, reply.error["param"]) == (400, param)
     assert words in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": SCHEMA}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_grammar": "start: x"}, "guided_grammar"),
+        ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_a_grammar_that_the_verifier_refuses_is_named_as_the_client_gave_it(live, fields, param) -> None:
+    live.client.pieces = []
+    for ask in (live.complete, live.chat):
+        live.client.error = InvalidArgument("cannot be compiled", field="sampling.grammar")
+        reply = ask(**fields)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert reply.error["message"] == f"{param}: cannot be compiled"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +125,7 @@ def test_template_variables_of_a_request_reach_the_template(start, scripted) -> 
 
 def test_each_of_the_words_to_choose_from_is_matched_and_nothing_else(tokenizer_file) -> None:
     words = ["a.b", "x|y", "1+1=2?", "[ok] (no) {z} \\d ^$", "#tag & ~ok / a-b", 'say "é🦉"', "two words\nmore"]
-    ((kind, pattern),) = sources_of(None, None, words, None)
+    ((_, kind, pattern),) = sources_of("guided_", None, None, words, None)
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tries = make_tokenizer(tokenizer_file.read_text(), tokenizer.get_vocab_size(), {1})
     matcher = compile_grammar(Grammar(kind, pattern), tries)

@@ -86,13 +86,17 @@ class ApiError(Exception):
 DEFECT = ApiError(500, "the daemon failed on this request; its log says why", code="internal_error")
 
 
-def from_outrider(error: OutriderError) -> ApiError:
+def from_outrider(error: OutriderError, field: str = "") -> ApiError:
     """Return what an error of the tree is to a client of the daemon.
 
     The daemon's own credentials and its choice of tokenizer are the operator's affair: to the client the service is
     not available, and the message says what the operator has to mend.
+
+    Args:
+        error: what went wrong.
+        field: the client's own name of the field at fault; empty: as the contract's field is called in OpenAI's API.
     """
-    param = _PARAMS.get(error.field, error.field.rpartition(".")[2]) or None
+    param = field or _PARAMS.get(error.field, error.field.rpartition(".")[2]) or None
     match error:
         case PromptTooLong():
             return ApiError(400, str(error.message), param=param, code="context_length_exceeded")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
+from outrider.edge.daemon.errors import from_outrider
 from outrider.edge.daemon.strict import Strict, refuse
-from outrider.proto.types import GrammarKind
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import Grammar, GrammarKind
 
 MAX_WORDS = 1024  # to choose one of
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 
-Source = tuple[GrammarKind, str]
 Words = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_WORDS)]
 
 
@@ -38,6 +39,25 @@ SchemaText = Annotated[str | None, BeforeValidator(lambda value: None if value i
 Lark = Annotated[str | None, BeforeValidator(_lark)]
 
 
+class Source(NamedTuple):
+    """A grammar as a request gives it, and the name of the field that does."""
+
+    field: str
+    kind: GrammarKind
+    text: str
+
+    def grammar(self) -> Grammar:
+        """Return the grammar for the verifier.
+
+        Raises:
+            ApiError: 400 that names the field: it is empty or too long.
+        """
+        try:
+            return Grammar(self.kind, self.text)
+        except InvalidArgument as error:
+            raise from_outrider(error, self.field) from error
+
+
 class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: the grammar of an answer, in one of these notations."""
 
@@ -49,20 +69,23 @@ class StructuredOutputs(Strict):
 
     def sources(self) -> list[Source]:
         """Return the grammars that are given, of which a request may have one."""
-        made = sources_of(self.json_, self.regex, self.choice, self.grammar)
-        return [*made, *([(GrammarKind.JSON_OBJECT, "")] if self.json_object else [])]
+        made = sources_of("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
+        any_object = Source("structured_outputs.json_object", GrammarKind.JSON_OBJECT, "")
+        return [*made, *([any_object] if self.json_object else [])]
 
 
-def sources_of(schema: str | None, regex: str | None, choice: list[str] | None, lark: str | None) -> list[Source]:
-    """Return a grammar for each notation that is not None."""
+def sources_of(
+    prefix: str, schema: str | None, regex: str | None, choice: list[str] | None, lark: str | None
+) -> list[Source]:
+    """Return a grammar for each notation that is not None; the names of all their fields begin with `prefix`."""
     words = None if choice is None else "|".join(map(_escaped, choice))
     kinds = (
-        (GrammarKind.JSON_SCHEMA, schema),
-        (GrammarKind.REGEX, regex),
-        (GrammarKind.REGEX, words),
-        (GrammarKind.LARK, lark),
+        ("json", GrammarKind.JSON_SCHEMA, schema),
+        ("regex", GrammarKind.REGEX, regex),
+        ("choice", GrammarKind.REGEX, words),
+        ("grammar", GrammarKind.LARK, lark),
     )
-    return [(kind, text) for kind, text in kinds if text is not None]
+    return [Source(prefix + name, kind, text) for name, kind, text in kinds if text is not None]
 
 
 def _escaped(word: str) -> str:

@@ -13,7 +13,7 @@ from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message,
 from outrider.edge.daemon.tools import ToolSupport, ToolUse, tool_use
 from outrider.edge.prediction import indexed_prediction
 from outrider.proto.errors import PromptTooLong
-from outrider.proto.types import Grammar, Sampling
+from outrider.proto.types import Sampling
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
@@ -47,6 +47,7 @@ class ParsedRequest:
         top_logprobs: number of likeliest tokens to name at each position.
         prediction: index of what the text may repeat; None: not known.
         tools: functions that the texts may call; None: none.
+        grammar_field: field of the request that their grammar is made of; empty: they have none.
         echo: prompts that are repeated before their texts; empty: none.
     """
 
@@ -59,12 +60,8 @@ class ParsedRequest:
     top_logprobs: int
     prediction: SuffixIndex | None = None
     tools: ToolUse | None = None
+    grammar_field: str = ""
     echo: tuple[str, ...] = ()
-
-    @property
-    def held_by_tools(self) -> bool:
-        """Whether the grammar of the texts is that of their calls."""
-        return self.tools is not None and self.tools.grammar is not None
 
 
 async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
@@ -91,7 +88,7 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
     parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
     if tools is not None:
-        parsed = replace(parsed, tools=tools, choices=tuple(_held(choice, tools) for choice in parsed.choices))
+        parsed = _with_tools(parsed, tools)
     if request.prediction is None:
         return parsed
     return replace(parsed, prediction=await indexed_prediction(served.ready, request.prediction.content))
@@ -113,6 +110,7 @@ def _parsed(
     request: Request, prompts: list[tuple[int, ...]], max_tokens: int, logprobs: bool, top_logprobs: int | None
 ) -> ParsedRequest:
     seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % _SEEDS
+    source = next(iter(request.grammars()), None)
     given = request.model_dump(include=_SAME_IN_SAMPLING, exclude_none=True)
     sampling = Sampling(
         **{"temperature": 1.0, **given},
@@ -121,7 +119,7 @@ def _parsed(
         logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
         max_tokens=min(max_tokens, CONTEXT_TOKENS),
         stop_tokens=tuple(request.stop_token_ids or ()),
-        grammar=next((Grammar(*source) for source in request.grammars()), None),
+        grammar=source.grammar() if source is not None else None,
     )
     each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
     return ParsedRequest(
@@ -132,14 +130,18 @@ def _parsed(
         stop=tuple(request.stop or ()),
         logprobs=logprobs,
         top_logprobs=top_logprobs or 0,
+        grammar_field=source.field if source is not None else "",
     )
 
 
-def _held(choice: Choice, tools: ToolUse) -> Choice:
-    """Return a text that the grammar of its calls holds, if there is one; else a response format may."""
+def _with_tools(parsed: ParsedRequest, tools: ToolUse) -> ParsedRequest:
+    """Return texts that the grammar of their calls holds, if there is one; else a response format may."""
     if tools.grammar is None:
-        return choice
-    return replace(choice, sampling=replace(choice.sampling, grammar=tools.grammar))
+        return replace(parsed, tools=tools)
+    choices = tuple(
+        replace(choice, sampling=replace(choice.sampling, grammar=tools.grammar)) for choice in parsed.choices
+    )
+    return replace(parsed, tools=tools, choices=choices, grammar_field="tools")
 
 
 def _turn(message: Message, tools: ToolSupport) -> dict[str, Any]:

@@ -245,20 +245,22 @@ class Request(Strict):
 
     @model_validator(mode="after")
     def _one_grammar(self) -> Self:
-        if len(self.grammars()) > 1:
-            raise refuse("response_format and structured_outputs or guided_… give more than one grammar; give one")
+        fields = [source.field for source in self.grammars()]
+        if len(fields) > 1:
+            raise refuse(f"{' and '.join(fields)} give more than one grammar; give one")
         return self
 
     def grammars(self) -> list[Source]:
         """Return the grammars of the answer, at most one of them in a request that was checked."""
-        made = sources_of(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        made = sources_of("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if self.structured_outputs is not None:
             made += self.structured_outputs.sources()
         form = self.response_format
         if form is not None and form.json_schema is not None:
-            made.append((GrammarKind.JSON_SCHEMA, json.dumps(form.json_schema.schema_, ensure_ascii=False)))
+            schema = json.dumps(form.json_schema.schema_, ensure_ascii=False)
+            made.append(Source("response_format", GrammarKind.JSON_SCHEMA, schema))
         elif form is not None and form.type == "json_object":
-            made.append((GrammarKind.JSON_OBJECT, ""))
+            made.append(Source("response_format", GrammarKind.JSON_OBJECT, ""))
         return made
 
     @property

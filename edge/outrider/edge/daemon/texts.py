@@ -206,9 +206,10 @@ class Generation:
                 async for event in events:
                     await queue.put((choice, event))
         except Exception as error:  # whatever it is, it is for the reader
-            if isinstance(error, InvalidArgument) and error.field == _GRAMMAR and request.held_by_tools:
-                error.field = "tools"
-            await queue.put(error)
+            if isinstance(error, InvalidArgument) and error.field == _GRAMMAR:
+                await queue.put(from_outrider(error, request.grammar_field))
+            else:
+                await queue.put(error)
 
     async def _watch(self, queue: asyncio.Queue[Item | Exception]) -> None:
         """End the texts when the daemon ends, their key is revoked, or none begins while the cloud is away for long."""
