@@ -1,4 +1,4 @@
-"""Shells complete commands, options and their words, in a real bash."""
+"""Shells complete commands, options and their words, in a real bash; zsh and fish where they are installed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,26 @@ printf '%s\n' "${COMPREPLY[@]}"
 """
 
 
-@pytest.fixture
-def bash(tmp_path: Path):
-    shell = shutil.which("bash")
+def found(name: str) -> str:
+    shell = shutil.which(name)
     if shell is None:
-        pytest.skip("needs bash")
-    program = tmp_path / "bin" / "outrider"
+        pytest.skip(f"needs {name}")
+    return shell
+
+
+def with_outrider(folder: Path) -> dict[str, str]:
+    """Return an environment in whose PATH `outrider` is."""
+    program = folder / "bin" / "outrider"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\nimport sys\nfrom outrider.deploy.cli import main\nsys.exit(main())\n")
     program.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def bash(tmp_path: Path):
+    shell = found("bash")
+    environment = with_outrider(tmp_path)
 
     def complete(line: str) -> list[str]:
         ended = subprocess.run(
@@ -85,3 +95,18 @@ def test_each_shell_gets_its_code(shell, says, capsys) -> None:
     code = capsys.readouterr().out
     assert says in code
     assert "outrider" in code
+
+
+def test_a_zsh_whose_completion_nobody_has_started_takes_the_documented_line(tmp_path) -> None:
+    zsh, environment = found("zsh"), {**with_outrider(tmp_path), "ZDOTDIR": str(tmp_path)}
+    line = 'eval "$(outrider completion zsh)"; print $_comps[outrider]'
+    ended = subprocess.run([zsh, "-f", "-c", line], capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.strip() == "_python_argcomplete"
+    assert ended.stderr == ""
+
+
+def test_fish_takes_the_documented_line(tmp_path) -> None:
+    fish, environment = found("fish"), {**with_outrider(tmp_path), "HOME": str(tmp_path)}
+    line = 'outrider completion fish | source; complete -C "outrider ver"'
+    ended = subprocess.run([fish, "-N", "-c", line], capture_output=True, text=True, check=True, env=environment)
+    assert ended.stdout.split()[0] == "verifier"

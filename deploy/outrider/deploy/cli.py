@@ -51,6 +51,9 @@ TRAINING = "outrider.deploy.commands.training"
 OPERATING = "outrider.deploy.commands.operating"
 MEASURING = "outrider.bench.commands"
 
+# Without its completion system, which distributions' files start and an empty .zshrc does not, zsh knows no `compdef`.
+ZSH_COMPLETES = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
+
 COMMANDS = {
     "run": Entry("decode prompts with verifier and edge in this process", f"{DECODING}:RUN"),
     "up": Entry("run a local Ray cluster with verifiers and a coordinator", f"{SERVING}:UP"),
@@ -228,7 +231,9 @@ def completion(given: Given) -> int:
     """Run `outrider completion`."""
     from argcomplete.shell_integration import shellcode
 
-    print(shellcode(["outrider"], shell=given.values["shell"]))
+    shell = given.values["shell"]
+    head, mark, code = shellcode(["outrider"], shell=shell).partition("#compdef outrider\n")  # zsh reads it in line 1
+    print(head, mark, ZSH_COMPLETES if shell == "zsh" else "", code, sep="")
     return 0
 
 
