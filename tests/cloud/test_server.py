@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 import threading
 import time
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -810,6 +812,21 @@ def test_a_verifier_beyond_loopback_needs_a_secret(folder):
     with pytest.raises(ConfigError) as caught:
         VerifierServer(VerifierConfig(target=str(folder), listen="0.0.0.0:0", insecure_listen=True))
     assert caught.value.field == "lease_secret"
+
+
+def test_a_machine_whose_name_has_no_address_is_named_before_weights_are_read(tmp_path, monkeypatch):
+    def unknown(name):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere")
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    everywhere = VerifierConfig(target=str(tmp_path), listen="0.0.0.0:0", insecure_listen=True)
+    with pytest.raises(ConfigError, match="nowhere") as caught:
+        VerifierServer(everywhere, b"a secret")
+    assert caught.value.field == "advertise"
+    with pytest.raises(OutriderError) as caught:  # the folder is empty
+        VerifierServer(replace(everywhere, advertise="10.0.0.1"), b"a secret")
+    assert caught.value.field == "target"
 
 
 def test_a_taken_port_is_a_config_error(folder):

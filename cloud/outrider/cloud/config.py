@@ -211,11 +211,23 @@ class VerifierConfig(GrpcServerSettings):
 
     @property
     def host(self) -> str:
-        """Host under which edges reach it."""
+        """Host under which edges reach it.
+
+        Raises:
+            ConfigError: it is this machine's address, and the machine's name has none.
+        """
         listening = self.listen.rpartition(":")[0]
         if self.advertise or listening not in EVERYWHERE:
             return self.advertise or listening
-        return socket.gethostbyname(socket.gethostname())
+        name = socket.gethostname()
+        try:
+            return socket.gethostbyname(name)
+        except OSError as error:
+            message = (
+                f"is needed, since the name of the verifier's machine, {name}, has no address there: "
+                "give the host at which edges reach it, or add the name to /etc/hosts"
+            )
+            raise ConfigError(message, field="advertise") from error
 
     @property
     def model_id(self) -> str:

@@ -89,10 +89,12 @@ class VerifierServer:
 
         Raises:
             NotFound, ModelRefused: the target or a projection cannot be loaded.
-            ConfigError: it listens beyond loopback without a lease secret, or is to learn without a sink.
+            ConfigError: it listens beyond loopback without a lease secret, is to learn without a sink, or does not know
+                the host at which edges reach it.
         """
         if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
+        self._host = config.host  # before weights are read
         self._lessons = _lessons(config, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted))
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -144,7 +146,7 @@ class VerifierServer:
         self._server.add_generic_rpc_handlers((report_service(self, self._secret),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         port = bind(self._server, self._config.listen, self._config.tls)
-        self._address = f"{self._config.host}:{port}"
+        self._address = f"{self._host}:{port}"
         sys.setswitchinterval(SWITCH_S)
         self._engine.start()
         await self._server.start()
@@ -184,7 +186,7 @@ class VerifierServer:
     @property
     def tls_name(self) -> str:
         """Name to check its certificate for; empty: the host of its address."""
-        return "" if self._config.tls is None else name_to_expect(self._config.tls.cert, self._config.host)
+        return "" if self._config.tls is None else name_to_expect(self._config.tls.cert, self._host)
 
     @property
     def metrics_address(self) -> str:
