@@ -1,6 +1,6 @@
 """Cases of one client: small functions, each the proof of one feature; `run` prints a line of JSON for each.
 
-A client's file begins with its packages, as inline metadata of Python scripts (`# dependencies = ["openai==2.54.0"]`;
+A client's file begins with its packages, as inline metadata of Python scripts (`# dependencies = ["openai==3.54.0"]`;
 in JavaScript the same behind `//`), and ends with `run("openai")`. It finds the server in BASE_URL (it ends in `/v1`),
 MODEL and API_KEY, servers whose targets call functions in TOOL_URLS, and needs nothing of Outrider. A case that raises
 has failed; the message becomes the table's reason.

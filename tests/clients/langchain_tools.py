@@ -1,7 +1,7 @@
 """langchain-openai, tools: `bind_tools`, structured output and an agent of LangGraph."""
 
 # /// script
-# dependencies = ["langchain-openai==1.7.3", "langchain>=1.0", "langgraph==1.2.22"]
+# dependencies = ["langchain-openai==1.7.3", "langchain==1.4.7", "langgraph==1.2.22"]
 # ///
 
 from __future__ import annotations

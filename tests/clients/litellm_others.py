@@ -1,7 +1,7 @@
 """litellm, Responses and Messages: litellm at /v1/responses and /v1/messages."""
 
 # /// script
-# dependencies = ["litellm==1.83.0"]
+# dependencies = ["litellm==1.106.2", "mcp==2.3.0"]
 # ///
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """litellm, tools: functions called through litellm."""
 
 # /// script
-# dependencies = ["litellm==1.106.2", "mcp>=1.0"]
+# dependencies = ["litellm==1.106.2", "mcp==2.3.0"]
 # ///
 
 from __future__ import annotations

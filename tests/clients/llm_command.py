@@ -1,7 +1,7 @@
 """llm: Simon Willison's command, with the server in extra-openai-models.yaml."""
 
 # /// script
-# dependencies = ["llm==0.32.1"]
+# dependencies = ["llm==0.36"]
 # ///
 
 from __future__ import annotations

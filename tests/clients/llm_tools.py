@@ -1,7 +1,7 @@
 """llm, tools: `llm -T` and `llm --functions`."""
 
 # /// script
-# dependencies = ["llm==0.32.1"]
+# dependencies = ["llm==0.36"]
 # ///
 
 from __future__ import annotations

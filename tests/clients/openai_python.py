@@ -1,7 +1,7 @@
 """openai-python: OpenAI's own client."""
 
 # /// script
-# dependencies = ["openai==2.54.0"]
+# dependencies = ["openai==3.54.0"]
 # ///
 
 from __future__ import annotations

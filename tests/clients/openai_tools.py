@@ -1,7 +1,7 @@
 """openai-python, tools: functions called by OpenAI's own client."""
 
 # /// script
-# dependencies = ["openai==2.54.0", "pydantic>=2.9"]
+# dependencies = ["openai==3.54.0"]
 # ///
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's extras: fields of vLLM's server, sent by openai-python as its users send them."""
 
 # /// script
-# dependencies = ["openai==2.54.0"]
+# dependencies = ["openai==3.54.0"]
 # ///
 
 from __future__ import annotations
