@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "clients.md"
 INSTALLED = ROOT / "dist" / "clients"
-SERVES_WITHIN_S = 180.0
+SERVES_WITHIN_S = 600.0
 CLIENT_WITHIN_S = 900.0
 _PACKAGES = re.compile(r"^(?:#|//) dependencies = (\[.*\])$", re.MULTILINE)
 _TITLE = re.compile(r'^(?:"""|// )(.+?)(?:: .*|\.)?(?:""")?$', re.MULTILINE)
