@@ -39,7 +39,7 @@ SchemaText = Annotated[str | None, BeforeValidator(lambda value: None if value i
 Lark = Annotated[str | None, BeforeValidator(_lark)]
 
 
-class Source(NamedTuple):
+class GivenGrammar(NamedTuple):
     """A grammar as a request gives it, and the name of the field that does."""
 
     field: str
@@ -67,16 +67,16 @@ class StructuredOutputs(Strict):
     grammar: Lark = None
     json_object: bool | None = None
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[GivenGrammar]:
         """Return the grammars that are given, of which a request may have one."""
         made = sources_of("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
-        any_object = Source("structured_outputs.json_object", GrammarKind.JSON_OBJECT, "")
+        any_object = GivenGrammar("structured_outputs.json_object", GrammarKind.JSON_OBJECT, "")
         return [*made, *([any_object] if self.json_object else [])]
 
 
 def sources_of(
     prefix: str, schema: str | None, regex: str | None, choice: list[str] | None, lark: str | None
-) -> list[Source]:
+) -> list[GivenGrammar]:
     """Return a grammar for each notation that is not None; the names of all their fields begin with `prefix`."""
     words = None if choice is None else "|".join(map(_escaped, choice))
     kinds = (
@@ -85,7 +85,7 @@ def sources_of(
         ("choice", GrammarKind.REGEX, words),
         ("grammar", GrammarKind.LARK, lark),
     )
-    return [Source(prefix + name, kind, text) for name, kind, text in kinds if text is not None]
+    return [GivenGrammar(prefix + name, kind, text) for name, kind, text in kinds if text is not None]
 
 
 def _escaped(word: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from outrider.edge.daemon.grammars import Lark, SchemaText, Source, StructuredOutputs, Words, sources_of
+from outrider.edge.daemon.grammars import GivenGrammar, Lark, SchemaText, StructuredOutputs, Words, sources_of
 from outrider.edge.daemon.strict import Strict, refuse
 from outrider.edge.daemon.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, as_choice
 from outrider.proto.types import MAX_TOKEN_ID, GrammarKind
@@ -250,7 +250,7 @@ class Request(Strict):
             raise refuse(f"{' and '.join(fields)} give more than one grammar; give one")
         return self
 
-    def grammars(self) -> list[Source]:
+    def grammars(self) -> list[GivenGrammar]:
         """Return the grammars of the answer, at most one of them in a request that was checked."""
         made = sources_of("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if self.structured_outputs is not None:
@@ -258,9 +258,9 @@ class Request(Strict):
         form = self.response_format
         if form is not None and form.json_schema is not None:
             schema = json.dumps(form.json_schema.schema_, ensure_ascii=False)
-            made.append(Source("response_format", GrammarKind.JSON_SCHEMA, schema))
+            made.append(GivenGrammar("response_format", GrammarKind.JSON_SCHEMA, schema))
         elif form is not None and form.type == "json_object":
-            made.append(Source("response_format", GrammarKind.JSON_OBJECT, ""))
+            made.append(GivenGrammar("response_format", GrammarKind.JSON_OBJECT, ""))
         return made
 
     @property
