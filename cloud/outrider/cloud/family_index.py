@@ -68,10 +68,16 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
+    from outrider.cloud.heads import has_small_head, load_with_small_head
+
+    model: Any
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
-        )
+        if has_small_head(Path(source)):
+            model = load_with_small_head(Path(source), dtype=dtype, attention=attention)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
+            )
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{refusal}: {error}", field=field) from error
     moved: PreTrainedModel = model.to(device)

@@ -10,14 +10,15 @@ import onnx
 
 from outrider.cloud.export.graph import CONTRIB, drop_unused
 
+ROWS = ".rows"  # ending of the name under which the levels of a matrix are looked up by row
 BLOCK = 64  # weights that share a scale; the fastest of 16 to 256 on a CPU with AVX-512 VNNI
 
 
 def quantise(graph: Path) -> None:
     """Rewrite the file with 8-bit weights.
 
-    Every product with a constant matrix becomes a MatMulNBits node, which quantises its activations too, and an
-    embedding that such a product shares is looked up in the same 8-bit matrix.
+    Every product with a constant matrix becomes a MatMulNBits node, which quantises its activations too. The embedding
+    is looked up in 8 bits too: in the matrix of the head where they share one, else in its own.
     MatMulNBits is faster than `quantize_dynamic`, whose integer product needs four more nodes around it, and takes a
     bias: where it is loaded, ONNX Runtime puts the sums of a steered graph into their products.
     """
@@ -39,6 +40,9 @@ def quantise(graph: Path) -> None:
             quantised[name] = QuantisedMatrix.of(columns_first)
             node = quantised[name].product(name, node)
         nodes.append(node)
+    for node in nodes:
+        if _looks_up_tokens(node) and node.input[0] in matrices - quantised.keys():
+            quantised[node.input[0]] = QuantisedMatrix.of(onnx.numpy_helper.to_array(weights[node.input[0]]))
     nodes = [each for node in nodes for each in _quantised_lookup(node, quantised)]
     for name, stored in quantised.items():
         model.graph.initializer.extend(stored.initializers(name))
@@ -96,6 +100,10 @@ class QuantisedMatrix:
         )
 
 
+def _looks_up_tokens(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Gather" and node.input[1] == "tokens"
+
+
 def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix]) -> list[onnx.NodeProto]:
     """Return the replacement of a lookup of rows of a quantised matrix; any other node stays.
 
@@ -108,10 +116,10 @@ def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix
     matrix = quantised[name]
     if matrix.columns % BLOCK or any(attribute.name == "axis" and attribute.i for attribute in node.attribute):
         return [node]
-    rows = onnx.helper.make_node("Reshape", [f"{name}.levels", f"{name}.shape"], [f"{name}.rows"])
+    rows = onnx.helper.make_node("Reshape", [f"{name}.levels", f"{name}.shape"], [name + ROWS])
     lookup = onnx.helper.make_node(
         "GatherBlockQuantized",
-        [f"{name}.rows", node.input[1], f"{name}.scales"],
+        [name + ROWS, node.input[1], f"{name}.scales"],
         list(node.output),
         domain=CONTRIB,
         bits=8,

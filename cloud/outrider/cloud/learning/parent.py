@@ -15,6 +15,7 @@ import onnx
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from outrider.cloud.export.quantised import ROWS
 from outrider.drafters.adapters import weights_of
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import ModelRefused
@@ -50,6 +51,9 @@ def load_parent(package: DrafterPackage) -> Parent:
     graph = onnx.load(package.model_path, load_external_data=False).graph
     weights = weights_of(package)
     names, layers = list(weights), package.cache.layers
+    lookup = next((node.input[0] for node in graph.node if "tokens" in node.input), "")
+    if lookup.removesuffix(ROWS) != names[-1]:
+        raise _refusal(package, "its head is not its embedding but a matrix of its own, or two of low rank")
     if len(names) != layers * len(PRODUCTS) + 1:
         raise _refusal(package, f"its graph has {len(names)} products, not {layers * len(PRODUCTS) + 1}")
     by_layer = tuple(
@@ -66,7 +70,8 @@ def load_parent(package: DrafterPackage) -> Parent:
 
 def _refusal(package: DrafterPackage, why: str) -> ModelRefused:
     return ModelRefused(
-        f"drafter {package.name} cannot be trained on: {why}; give one that `outrider train drafter` made",
+        f"drafter {package.name} cannot be trained on: {why}; give one that `outrider train drafter` made "
+        "with a whole head",
         field="drafter",
     )
 

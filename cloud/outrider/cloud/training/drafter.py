@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm
+from outrider.cloud.heads import loss_terms, reduce_head
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.training.acceptance import logits_of
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
@@ -37,7 +38,7 @@ def train_drafter(
 
 
 def matrices_and_others(drafter: SmallLlama) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Return the layers' matrices, which Muon trains, and the rest: the embedding, which is the head, and norms."""
+    """Return the layers' matrices, which Muon trains, and the rest: embedding, head and norms."""
     matrices = [p for p in drafter.model.layers.parameters() if p.ndim == 2]
     return matrices, [p for p in drafter.parameters() if not any(p is matrix for matrix in matrices)]
 
@@ -135,6 +136,8 @@ class _DrafterRun(TrainingRun):
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         else:
             drafter = read_start(config.start, target)
+        if config.head_rank is not None:
+            reduce_head(drafter, rank=config.head_rank)
         matrices, others = matrices_and_others(drafter)
         super().__init__(
             config,
@@ -154,4 +157,4 @@ class _DrafterRun(TrainingRun):
         with torch.no_grad():
             logits_by_target = self.target(input_ids=tokens, use_cache=False).logits
         hidden = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return self.learn(hidden, self.drafter.lm_head.weight, logits_by_target, share=share)
+        return self.learn(*loss_terms(self.drafter.lm_head, hidden, logits_by_target), share=share)

@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from outrider.cloud.family_index import load_tokenizer
+from outrider.cloud.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
 from outrider.cloud.training.corpus import BlockSampler
@@ -129,7 +129,7 @@ class TrainingRun(ABC):
     def read_models(self, folder: Path) -> None:
         """Read the files of `write_models`."""
         for name, model in self.models.items():
-            saved = type(model).from_pretrained(folder / name, dtype=torch.float32, use_safetensors=True)
+            saved = load_causal_lm(folder / name, "the checkpoint holds no drafter", field="output")
             model.load_state_dict(saved.state_dict())
 
     def facts(self, name: str, acceptance: Mapping[str, MeanAcceptance]) -> dict[str, Any]:

@@ -114,6 +114,12 @@ class DrafterTraining(Training):
         metavar="NAME",
     )
     shape: DrafterShape = DrafterShape()
+    head_rank: int | None = option(
+        None,
+        "rank of the output head, less than the drafter's width, which large vocabularies make cheap; not set: a head "
+        "of full rank",
+        check=at_least(1),
+    )
     decay_fraction: float = option(
         0.4, "last share of the budget, over which the learning rates fall to zero", check=between(0, 1)
     )

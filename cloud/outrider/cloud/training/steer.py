@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from outrider.cloud.heads import loss_terms
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.acceptance import MeanAcceptance, Student
 from outrider.cloud.training.drafter import matrices_and_others, read_drafter
@@ -85,7 +86,8 @@ class _SteerRun(TrainingRun):
                     steered.arm, tokens, max_age=config.max_age, unsteered=config.unsteered, generator=generator
                 )
             hidden = steered.hidden(tokens, taps, sources)
-            losses.append(self.learn(hidden, steered.drafter.lm_head.weight, logits_by_target, share=share))
+            terms = loss_terms(steered.drafter.lm_head, hidden, logits_by_target)
+            losses.append(self.learn(*terms, share=share))
         return losses[0]
 
     def _logits(self, steered: SteeredDrafter, age: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ class ModelsSettings(Settings):
 TRAIN_DRAFTER = Command(
     "outrider.deploy.training:train_drafter",
     (
-        part(DrafterTraining, *TRAINING, "start", defaults=DEFAULTS),
+        part(DrafterTraining, *TRAINING, "start", "head_rank", defaults=DEFAULTS),
         part(RateSettings),
         part(DrafterShape, "hidden", "layers", "mlp", "window"),
     ),

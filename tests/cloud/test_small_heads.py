@@ -1,0 +1,197 @@
+"""Small output heads: they begin as the nearest to the whole head, train, and export as what torch computes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.cloud.export import export_drafter
+from outrider.cloud.export.check import open_session, run_in_chunks
+from outrider.cloud.export.quantised import quantise
+from outrider.cloud.family_index import load_causal_lm
+from outrider.cloud.heads import SmallHead, loss_terms, reduce_head
+from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
+from outrider.cloud.training.drafter import train_drafter
+from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.drafters import find_package
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.proposals import ProposalRule
+from outrider.proto.drafter_format import CacheShape
+from outrider.proto.errors import InvalidArgument, ModelRefused
+from outrider.proto.types import Sampling
+
+VOCAB, HIDDEN, RANK = 258, 64, 24
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tied_llama() -> Any:
+    return tiny_llama(seed=0, **SMALL, tie_word_embeddings=True)
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def low_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tied_llama()
+    reduce_head(model, rank=RANK)
+    return saved(model, tmp_path_factory.mktemp("low-rank") / "source")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tied_llama(), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def config(target: Path, tmp_path: Path) -> DrafterTraining:
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("".join(f"line {i} of {i * i} lines; " * 3 + "\n\n" for i in range(200)))
+    return DrafterTraining(
+        target=str(target),
+        corpus=(corpus,),
+        output=tmp_path / "out",
+        shape=DrafterShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24, context=64),
+        steps=4,
+        block=32,
+        warm_up_steps=1,
+        held_out_tokens=256,
+        head_rank=6,
+    )
+
+
+def test_a_reduced_head_is_the_nearest_matrix_of_its_rank_and_the_embedding_stays() -> None:
+    model = tied_llama()
+    whole = model.lm_head.weight.detach().clone()
+    reduce_head(model, rank=RANK)
+    nearest = (model.lm_head.up.weight @ model.lm_head.down.weight).detach()
+    singular = torch.linalg.svdvals(whole)
+    least = singular[RANK:].square().sum().sqrt()  # Eckart and Young: no matrix of this rank is nearer
+    assert float(torch.linalg.norm(whole - nearest)) == pytest.approx(float(least), rel=1e-4)
+    assert torch.equal(model.get_input_embeddings().weight, whole)
+    assert not model.config.tie_word_embeddings
+
+
+def test_a_saved_small_head_is_loaded_again_and_other_tensors_are_refused(low_rank: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(low_rank, "no model", field="start")
+    assert isinstance(model.lm_head, SmallHead)
+    for name, tensor in load_file(low_rank / "model.safetensors").items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    save_file(
+        {n: t for n, t in load_file(low_rank / "model.safetensors").items() if "up" not in n or "mlp" in n},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text((low_rank / "config.json").read_text())
+    with pytest.raises(InvalidArgument, match="other tensors"):
+        load_causal_lm(tmp_path, "no model", field="start")
+
+
+def test_a_rank_that_saves_nothing_and_a_second_reduction_are_refused() -> None:
+    model = tied_llama()
+    with pytest.raises(InvalidArgument, match="saves nothing"):
+        reduce_head(model, rank=HIDDEN)
+    reduce_head(model, rank=RANK)
+    with pytest.raises(InvalidArgument, match="already"):
+        reduce_head(model, rank=8)
+
+
+def test_the_terms_of_the_loss_give_the_logits_of_the_head(low_rank: Path) -> None:
+    head = load_causal_lm(low_rank, "no model", field="start").lm_head
+    hidden, logits = torch.randn(2, 5, HIDDEN), torch.randn(2, 5, VOCAB)
+    states, weight, same = loss_terms(head, hidden, logits)
+    torch.testing.assert_close(states @ weight.T, head(hidden))
+    assert same is logits
+
+
+def test_a_drafter_trains_with_a_low_rank_head_and_a_resumed_run_is_the_same_run(config: DrafterTraining) -> None:
+    whole = train_drafter(config)
+    assert json.loads((whole.folder / "config.json").read_text())["outrider_head"] == {"rank": 6}
+    begun = train_drafter(replace(config, steps=1, output=config.output.with_name("begun")))
+    weights = load_file(whole.folder / "model.safetensors")
+    for name in ("lm_head.down.weight", "lm_head.up.weight", "model.embed_tokens.weight"):
+        assert not torch.equal(weights[name], load_file(begun.folder / "model.safetensors")[name]), name
+
+    broken = replace(config, output=config.output.with_name("broken"), checkpoint_every_steps=2)
+
+    def crash(step: int) -> None:
+        if step == 3:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        train_drafter(broken, on_step=crash)
+    resumed = load_file(train_drafter(replace(broken, resume=True)).folder / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in resumed.items())
+    assert weights.keys() == resumed.keys()
+
+
+@pytest.fixture(scope="module")
+def package(low_rank: Path) -> Path:
+    out = low_rank.with_name("package")
+    export_drafter(low_rank, out, name="small", candidates=8, target_id="big")
+    return out
+
+
+def test_an_exported_low_rank_head_drafts_what_torch_finds_most_likely(low_rank: Path, package: Path) -> None:
+    assert json.loads((package / "manifest.json").read_text())["check"]["agreement_beyond_ties"] == 1
+    drafter = OnnxDrafter(find_package(package))
+    state = drafter.open(ProposalRule(Sampling(temperature=0.0)))
+    state.extend((0, 5, 9))
+    tokens = [draft.id for draft in state.propose(4)]
+    model = load_causal_lm(low_rank, "no model", field="start")
+    assert model(torch.tensor([[0, 5, 9, *tokens]])).logits[0, 2:-1].argmax(-1).tolist() == tokens
+
+
+def test_in_eight_bits_an_embedding_that_is_no_head_shrinks_too(package: Path, tmp_path: Path) -> None:
+    graph = tmp_path / "model.onnx"
+    graph.write_bytes((package / "model.onnx").read_bytes())
+    quantise(graph)
+    tensors = onnx.load(graph).graph.initializer
+    floats = [math.prod(t.dims) for t in tensors if t.data_type == onnx.TensorProto.FLOAT]
+    levels = [math.prod(t.dims) for t in tensors if t.data_type == onnx.TensorProto.UINT8]
+    assert VOCAB * HIDDEN in levels
+    assert max(floats) < VOCAB * RANK
+    tokens = np.random.default_rng(7).integers(0, VOCAB, 30)
+    shape = CacheShape(layers=1, kv_heads=2, head_dim=16)
+    exact, close = (
+        run_in_chunks(open_session(file), tokens, [20, 1, 9], shape, 8)["logits"]
+        for file in (package / "model.onnx", graph)
+    )
+    assert 0 < np.abs(close - exact).mean() < 0.05 * exact.std()
+
+
+def test_learning_refuses_a_drafter_whose_head_is_not_its_embedding(package: Path, tmp_path: Path) -> None:
+    source = saved(tiny_llama(seed=1, **SMALL, tie_word_embeddings=False), tmp_path / "untied")
+    export_drafter(source, tmp_path / "package", name="small", candidates=8, target_id="big")
+    for folder in (package, tmp_path / "package"):
+        with pytest.raises(ModelRefused, match="head is not its embedding"):
+            load_parent(find_package(folder))
