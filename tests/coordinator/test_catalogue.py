@@ -270,6 +270,13 @@ def test_fits_keeps_drafters_with_the_same_tokenizer(tmp_path: Path) -> None:
     assert not catalogue.fits("c" * 64)
 
 
+def test_a_drafter_with_another_tokenizer_fits_the_model_that_it_was_exported_for(tmp_path: Path) -> None:
+    write_package(tmp_path / "a", name="a", target="tiny", tokenizer_sha256="b" * 64)
+    catalogue = scanned(tmp_path)
+    assert [p.manifest.name for p in catalogue.fits("c" * 64, models={"tiny"})] == ["a"]
+    assert not catalogue.fits("c" * 64, models={"big"})
+
+
 def test_a_tokenizer_is_known_by_identity_and_served_by_content_hash() -> None:
     catalogue = Catalogue()
     file = catalogue.add_tokenizer(TOKENIZER_JSON)

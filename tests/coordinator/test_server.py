@@ -55,13 +55,14 @@ def ask(**fields: Any) -> LeaseRequest:
 def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(serve: Serve, drafters: Path) -> None:
     write_package(drafters / "other", name="aaa", target="big")
     write_package(drafters / "own", name="zzz", target="tiny")
-    write_package(drafters / "alien", name="alien", tokenizer_sha256="b" * 64)
+    write_package(drafters / "alien", name="alien", target="big", tokenizer_sha256="b" * 64)
+    write_package(drafters / "by-text", name="abc", target="tiny", tokenizer_sha256="b" * 64)
 
     async def scenario(call: Any) -> None:
         lease = await call("OpenLease", ask())
         assert (lease.verifier, lease.address, lease.model) == ("a", "127.0.0.1:7", "tiny")
         assert (lease.expires_in_s, lease.tokenizer_sha256) == (600.0, TOKENIZER_SHA256)
-        assert [m.name for m in lease.drafters] == ["zzz", "aaa"], "the target's own first, no foreign tokenizer"
+        assert [m.name for m in lease.drafters] == ["zzz", "aaa", "abc"], "own first; by text only for this target"
         assert lease.prior.step_s == 0.03
         assert lease.prior.acceptance == 0
         assert lease.context_length == 4096
@@ -323,7 +324,7 @@ def test_a_watch_of_one_tokenizer_is_not_woken_by_another(serve: Serve, drafters
     async def scenario(call: Any) -> None:
         updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
         assert await anext(updates) == ()
-        write_package(drafters / "alien", name="alien", tokenizer_sha256="b" * 64)
+        write_package(drafters / "alien", name="alien", target="big", tokenizer_sha256="b" * 64)
         await call.until(lambda: call.server.service.catalogue.fits("b" * 64))
         write_package(drafters / "own", name="own")
         assert [m.name for m in await anext(updates)] == ["own"], "the update between would have been empty"

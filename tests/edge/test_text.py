@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from outrider.cloud.family_index import target_folder, tokenizer_file
-from outrider.edge.text import TextStream, TokenText
+from outrider.drafters.token_text import TokenText
+from outrider.edge.text import TextStream
 
 TOKENIZER = Tokenizer.from_file(str(tokenizer_file(target_folder("reference"))))
 

@@ -16,6 +16,7 @@ from malformed_http import CHAT, COMPLETIONS, refused_requests, request
 from tokenizers import Tokenizer
 from uvicorn.server import ServerState
 
+from outrider.drafters.token_text import TokenText
 from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.cloud import Cloud, Served
@@ -25,7 +26,6 @@ from outrider.edge.daemon.server import Daemon, HttpProtocol, _Http
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.preparation import Ready
 from outrider.edge.routes import DirectRoute
-from outrider.edge.text import TokenText
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -75,10 +75,17 @@ class Catalogue:
         """Package folders that are not served, and why."""
         return self._scan.refused
 
-    def fits(self, tokenizer_sha256: str, owner: str = "") -> tuple[Package, ...]:
-        """Return the packages for all, and for this owner, that have this tokenizer; empty: any."""
+    def fits(self, tokenizer_sha256: str, owner: str = "", models: Container[str] = ()) -> tuple[Package, ...]:
+        """Return the packages for all, and for this owner, that have this tokenizer (empty: any), and by text others.
+
+        One with another tokenizer fits where it was exported for one of `models`: its drafts travel as their tokens.
+        """
         of_owner = (package for package in self._scan.packages if package.owner in ("", owner))
-        return tuple(p for p in of_owner if tokenizer_sha256 in ("", p.manifest.tokenizer_sha256))
+        return tuple(
+            p
+            for p in of_owner
+            if tokenizer_sha256 in ("", p.manifest.tokenizer_sha256) or (p.manifest.target in models and not p.owner)
+        )
 
     def tokenizer(self, tokenizer_sha256: str) -> RemoteFile | None:
         """Return the file of the tokenizer with this identity, if it was added."""

@@ -150,7 +150,7 @@ class ControlService:
             raise
         if not request.inquiry:
             self._count_grant(request, verifier, caller)
-        drafters = self._offers.to(caller, verifier.tokenizer_sha256)
+        drafters = self._offers.to(caller, verifier.tokenizer_sha256, (verifier.model,))
         fitting = {(drafter.name, drafter.version) for drafter in drafters}
         relayed = self.relay_metrics is not None
         return Lease(
@@ -165,8 +165,13 @@ class ControlService:
             tokenizer_sha256=verifier.tokenizer_sha256,
             tokenizer=self.catalogue.tokenizer(verifier.tokenizer_sha256),
             chat_template=self.catalogue.chat_template(verifier.model),
-            # Drafters distilled for this target come first; the sort is stable.
-            drafters=tuple(sorted(drafters, key=lambda drafter: drafter.target != verifier.model)),
+            # Drafters of its tokens come first, and of these those distilled for this target; the sort is stable.
+            drafters=tuple(
+                sorted(
+                    drafters,
+                    key=lambda d: (d.tokenizer_sha256 != verifier.tokenizer_sha256, d.target != verifier.model),
+                )
+            ),
             prior=self._statistics.prior(
                 verifier.model, fitting, verifier.step_s, request.prompt_class, request.link_class
             ),
@@ -201,9 +206,12 @@ class ControlService:
         return sign_lease(claim, self._config.lease_secret)
 
     async def list_drafters(self, tokenizer_sha256: str, caller: Caller = ANYBODY) -> tuple[DrafterManifest, ...]:
-        """Return the offered drafters with this tokenizer; empty: all. Raises `InvalidArgument`."""
+        """Return the drafters offered for targets with this tokenizer; empty: all. Raises `InvalidArgument`."""
         _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
-        return self._offers.to(caller, tokenizer_sha256)
+        return self._offers.to(caller, tokenizer_sha256, self._models_with(tokenizer_sha256))
+
+    def _models_with(self, tokenizer_sha256: str) -> frozenset[str]:
+        return frozenset(v.model for v in self._view.known if v.model and v.tokenizer_sha256 == tokenizer_sha256)
 
     def _note_versions(self, *, changed: bool) -> None:
         """Tell edges that watch, and save, if the state of any version changed."""
@@ -272,7 +280,7 @@ class ControlService:
             return sessions
 
     async def watch(self, tokenizer_sha256: str, caller: Caller) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
-        """Yield the drafters with this tokenizer (empty: all), at once and after every change.
+        """Yield the drafters for targets with this tokenizer (empty: all), at once and after every change.
 
         Raises:
             InvalidArgument: this is no hash.
@@ -284,7 +292,7 @@ class ControlService:
         while True:
             self.admission.check_still_known(caller)
             # No await between the comparison and `changed`, or a change could be missed.
-            now = self._offers.to(caller, tokenizer_sha256)
+            now = self._offers.to(caller, tokenizer_sha256, self._models_with(tokenizer_sha256))
             if now != shown:
                 shown = now
                 yield now

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.drafters import DrafterPackage, NgramDrafter
+from outrider.drafters.by_text import TextDrafter, Vocabulary
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import find_package
 from outrider.drafters.protocol import Drafter
-from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
+from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.tokenizer import tokenizer_hash
 
 NGRAM = "ngram"
 
@@ -53,19 +55,23 @@ def _find(argument: str, field: str) -> tuple[str, DrafterPackage]:
     return label or package.name, package
 
 
-def load_drafters(packages: Packages, tokenizer_sha256: str, field: str) -> dict[str, Drafter]:
-    """Load the drafters of `packages`, on one thread each.
+def load_drafters(packages: Packages, tokenizer_json: str, field: str) -> dict[str, Drafter]:
+    """Load the drafters of `packages`, on one thread each; those with another tokenizer than the target draft by text.
 
     Raises:
-        TokenizerMismatch: a package was not made for a target with that tokenizer.
-        ModelRefused: see `OnnxDrafter`.
+        ModelRefused: see `OnnxDrafter` and `TextDrafter`.
     """
-    for label, package in packages.items():
-        if package is not None and package.tokenizer_sha256 != tokenizer_sha256:
-            raise TokenizerMismatch(
-                f"{label!r} has another tokenizer than the target; it was made for {package.target!r}", field=field
-            )
     try:
-        return {label: NgramDrafter() if p is None else OnnxDrafter(p) for label, p in packages.items()}
+        return {label: _load(package, tokenizer_json) for label, package in packages.items()}
     except OutriderError as error:
         raise type(error)(error.message, field=field) from error
+
+
+def _load(package: DrafterPackage | None, tokenizer_json: str) -> Drafter:
+    if package is None:
+        return NgramDrafter()
+    drafter = OnnxDrafter(package)
+    if package.tokenizer_sha256 == tokenizer_hash(tokenizer_json):
+        return drafter
+    own = package.tokenizer_path.read_text(encoding="utf-8")
+    return TextDrafter(drafter, Vocabulary(own), Vocabulary(tokenizer_json))

@@ -53,6 +53,7 @@ class Member:
         load: loads it in any thread; raises `OutriderError` or `OSError`.
         steering: shape of the steering vectors that it takes; None: none.
         package: its package, by the manifest; None: it needs none.
+        by_text: whether it has another tokenizer than the target, and drafts by text.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Member:
     load: Callable[[], Drafter]
     steering: SteeringShape | None = None
     package: DrafterPackage | None = None
+    by_text: bool = False
 
 
 class DrafterPool:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.drafters.cache import DrafterCache, Fetch
 from outrider.drafters.ngram import NgramDrafter
@@ -23,6 +25,9 @@ from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.proto.drafter_format import trial_name
 from outrider.proto.errors import OutriderError, TokenizerMismatch
 from outrider.proto.types import DrafterManifest
+
+if TYPE_CHECKING:
+    from outrider.drafters.by_text import Vocabulary
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
 
@@ -38,10 +43,17 @@ class DrafterSearch:
         fetch: downloads one of them.
         threads: threads of ONNX Runtime for each drafter.
         edge: name of this edge, which decides what it tries; empty: it tries nothing.
+        tokenizer_json: the target's tokenizer, by which drafters with another one draft by text; empty: they cannot.
     """
 
     def __init__(
-        self, offers: tuple[DrafterManifest, ...], cache: DrafterCache, fetch: Fetch, threads: int, edge: str = ""
+        self,
+        offers: tuple[DrafterManifest, ...],
+        cache: DrafterCache,
+        fetch: Fetch,
+        threads: int,
+        edge: str = "",
+        tokenizer_json: str = "",
     ) -> None:
         current = [offer for offer in offers if not offer.share]
         self._offers = {offer.name: offer for offer in reversed(current)}  # the first of a name counts
@@ -50,6 +62,7 @@ class DrafterSearch:
         self._cache = cache
         self._fetch = fetch
         self._threads = threads
+        self._tokenizer_json = tokenizer_json
 
     def named(self, names: tuple[str, ...], tokenizer_sha256: str) -> list[Member]:
         """Return these drafters in order, without those that are broken or cannot be had now, which are logged.
@@ -60,7 +73,7 @@ class DrafterSearch:
 
         Raises:
             NotFound: nobody knows a name.
-            TokenizerMismatch: a drafter was made for another tokenizer.
+            TokenizerMismatch: a drafter was made for another tokenizer, and cannot draft by text.
             ModelRefused, DataLoss, Unavailable, OSError: none of them is left.
         """
         found: list[Member] = []
@@ -77,31 +90,73 @@ class DrafterSearch:
             if one.package is not None:
                 tokenizer_sha256 = tokenizer_sha256 or one.package.tokenizer_sha256
                 if one.package.tokenizer_sha256 != tokenizer_sha256:
-                    raise TokenizerMismatch(
-                        f"{name!r} was made for another tokenizer than the target's; leave it out, or use `auto`",
-                        field="drafter",
-                    )
-            found += (one, *self._trials_of(one, tokenizer_sha256))
+                    one = self._by_text(one)
+            found += (one, *self._trials_of(one))
         if not found and failure is not None:
             raise failure
         return found
 
     def all(self, tokenizer_sha256: str) -> list[Member]:
-        """Return all that fit the target's tokenizer: the coordinator's offers, the embedded family, and n-grams."""
+        """Return all that fit the target: the coordinator's offers, the embedded family, and n-grams.
+
+        Offers with another tokenizer, which draft by text, come after those that read the target's tokens.
+        """
         found: list[Member] = []
+        others: list[Member] = []
         for name in dict.fromkeys((*self._order, *embedded_packages())):
             offer = self._offers.get(name)
-            if offer is not None and offer.tokenizer_sha256 != tokenizer_sha256:
-                log.warning("passing over the drafter %s: it is for another tokenizer", name)
+            other = offer is not None and offer.tokenizer_sha256 != tokenizer_sha256
+            if other and self._no_text:
+                log.warning("passing over the drafter %s: it is for another tokenizer, and %s", name, self._no_text)
                 continue
             try:
-                one = self._find(name)
+                one = self._by_text(self._find(name)) if other else self._find(name)
             except (OutriderError, OSError) as error:
                 log.warning("passing over the drafter %s: %s", name, error)
                 continue
-            if one.package is not None and one.package.tokenizer_sha256 == tokenizer_sha256:
-                found += (one, *self._trials_of(one, tokenizer_sha256))
-        return [*found, self._find(NGRAM)]
+            if other:
+                others.append(one)
+            elif one.package is not None and one.package.tokenizer_sha256 == tokenizer_sha256:
+                found += (one, *self._trials_of(one))
+        return [*found, *others, self._find(NGRAM)]
+
+    @cached_property
+    def _no_text(self) -> str:
+        """Reason why no drafter can draft by text for this target; empty: drafters can."""
+        if not self._tokenizer_json:
+            return "the target's tokenizer is not known here"
+        hindrance = self._target.hindrance
+        return f"of the target's tokenizer, {hindrance}" if hindrance else ""
+
+    @cached_property
+    def _target(self) -> Vocabulary:
+        from outrider.drafters.by_text import Vocabulary
+
+        return Vocabulary(self._tokenizer_json)
+
+    def _by_text(self, found: Member) -> Member:
+        """Return a drafter with another tokenizer as one of the target's.
+
+        Raises:
+            TokenizerMismatch: it cannot draft by text.
+        """
+        if self._no_text:
+            raise TokenizerMismatch(
+                f"{found.name!r} was made for another tokenizer than the target's and cannot draft by text: "
+                f"{self._no_text}; leave it out, or use `auto`",
+                field="drafter",
+            )
+        log.info("the drafter %s has another tokenizer than the target, so it drafts by text", found.name)
+        target, package = self._target, found.package
+
+        def load() -> Drafter:
+            from outrider.drafters.by_text import TextDrafter, Vocabulary
+
+            inner = found.load()  # which checks the files
+            assert package is not None  # noqa: S101 - only packages have tokenizers
+            return TextDrafter(inner, Vocabulary(package.tokenizer_path.read_text(encoding="utf-8")), target)
+
+        return replace(found, load=load, steering=None, by_text=True)
 
     def _find(self, name: str) -> Member:
         if name == NGRAM:
@@ -116,7 +171,7 @@ class DrafterSearch:
         folder = Path(name).expanduser() if local else find_folder(name)
         return self._member(read_manifest(folder), partial(load_package, folder))
 
-    def _trials_of(self, current: Member, tokenizer_sha256: str) -> list[Member]:
+    def _trials_of(self, current: Member) -> list[Member]:
         """Return the versions of a drafter that this edge tries beside it, without those that cannot be had."""
         found = []
         for offer in self._on_trial:
@@ -127,9 +182,9 @@ class DrafterSearch:
             except (OutriderError, OSError) as error:
                 log.warning("not trying version %s of the drafter %s: %s", offer.version, offer.name, error)
                 continue
-            fits = one.package is not None and one.package.tokenizer_sha256 == tokenizer_sha256
+            fits = one.package is not None and one.package.tokenizer_sha256 == current.package.tokenizer_sha256
             if fits and one.package is not None and _compares(one.package, current.package):
-                found.append(one)
+                found.append(self._by_text(one) if current.by_text else one)
         return found
 
     def _offered(self, offer: DrafterManifest, name: str = "") -> Member:

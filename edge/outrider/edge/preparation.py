@@ -183,6 +183,7 @@ class Preparation:
         self.learnable: DrafterPackage | None = None
         self.own: DrafterPackage | None = None
         self._cache = DrafterCache(config.cache)
+        self._tokenizer_json = ""  # the target's, as soon as it is known
 
     async def run(self) -> Ready:
         """Find everything; a drafter that is large goes on loading afterwards.
@@ -218,7 +219,9 @@ class Preparation:
 
     async def _direct(self) -> Ready:
         own = self._config.tokenizer
-        drafting = await self._load_drafter((), tokenizer_hash(_read(own, "tokenizer")) if own else "")
+        self._tokenizer_json = _read(own, "tokenizer") if own else ""
+        own_sha256 = tokenizer_hash(self._tokenizer_json) if own else ""
+        drafting = await self._load_drafter((), own_sha256)
         path = own or (drafting.package.tokenizer_path if drafting.package else None)
         if path is None:
             raise ConfigError("is needed: without coordinator and drafter package nothing has it", field="tokenizer")
@@ -230,8 +233,8 @@ class Preparation:
 
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
         lease = await self._first_lease(coordinator)
+        self._tokenizer_json = text = await asyncio.to_thread(self._fetch_tokenizer, lease)
         drafting = await self._load_drafter(_any_subject_first(lease.drafters), lease.tokenizer_sha256)
-        text = await asyncio.to_thread(self._fetch_tokenizer, lease)
         sha256 = tokenizer_hash(text)
         if sha256 != lease.tokenizer_sha256:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
@@ -333,7 +336,8 @@ class Preparation:
         find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
         found, limit_bytes = find(offers, tokenizer_sha256)
         plain = (member for member in found if member.steering is None and ON_TRIAL not in member.name)
-        self.learnable = next((member.package for member in plain if member.package is not None), None)
+        learning = (member.package for member in plain if not member.by_text)  # texts are the target's tokens
+        self.learnable = next((package for package in learning if package is not None), None)
         return [self._own_version(member) or member for member in found], limit_bytes
 
     def _own_version(self, parent: Member) -> Member | None:
@@ -375,11 +379,13 @@ class Preparation:
 
     def _search(self, offers: tuple[DrafterManifest, ...]) -> DrafterSearch:
         edge = self._config.edge or edge_of_this_process()
-        return DrafterSearch(offers, self._cache, self._fetcher(), self._config.threads, edge)
+        return DrafterSearch(
+            offers, self._cache, self._fetcher(), self._config.threads, edge, tokenizer_json=self._tokenizer_json
+        )
 
     def _pool(self, found: list[Member], limit_bytes: float, tokenizer_sha256: str) -> FoundDrafters:
         """Begin to load: a large drafter while texts begin, unless they need the tokenizer that is checked with it."""
-        package = next((member.package for member in found if member.package is not None), None)
+        package = next((member.package for member in found if member.package is not None and not member.by_text), None)
         if not (found[0].bytes and tokenizer_sha256):
             return self._loaded(found, limit_bytes, package)
 

@@ -63,7 +63,7 @@ class _Comparing:
             torch.set_num_threads(verifier.threads)
         with waiting(f"loading the target {verifier.target}"):
             self._target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
-        self._drafters = load_drafters(packages, self._target.tokenizer_sha256, "package")
+        self._drafters = load_drafters(packages, self._target.tokenizer_json, "package")
         self._console = Console(stderr=True, highlight=False)
         self._records = {label: _record_of(label, package) for label, package in packages.items() if package}
         self._variants = [variant for record in self._records.values() for variant in self._variants_of(record)]

@@ -67,7 +67,7 @@ def record(given: Given) -> int:
         torch.set_num_threads(verifier.threads)
     with waiting(f"loading the target {verifier.target}"):
         target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
-    drafters = load_drafters(packages, target.tokenizer_sha256, "drafter")
+    drafters = load_drafters(packages, target.tokenizer_json, "drafter")
     projections = _projections(target, drafters, verifier) if options.age >= 0 else {}
     seeds = range(1, options.seeds + 1)
     traces, sheet = Recorder(target, drafters, sampling, seeds, projections, options.age).record(prompts)

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.drafters.retrieval import PredictionCount
+from outrider.drafters.token_text import TokenText
 from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.event_stream import Event, Finished, Tokens
-from outrider.edge.text import TokenText
 from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, PlainParser, Said, WrittenAnswer
 from outrider.proto.release import release
 from outrider.proto.types import CommittedToken, FinishReason

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from outrider.drafters.token_text import special_tokens
 from outrider.edge.chat.template import TemplateSource
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest
 from outrider.edge.daemon.tool_schema import NO_PARAMETERS, Tool, ToolChoice
-from outrider.edge.text import special_tokens
 from outrider.edge.tool_calls.formats import AUTO, FORMATS, ToolFormat, format_of, knows_tools
 from outrider.edge.tool_calls.grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.parts import CallParser
