@@ -244,7 +244,9 @@ def decode(seed: int, sampling: Sampling, drafts: Any, matcher: GrammarMatcher, 
         block = session.block()
         answer = matcher.ask(token_ids(block), lambda: None).result()
         block = block[: len(answer.block)]
-        verified = VerificationInput(session.sampling, session.transcript, len(PROMPT), block, answer.tokens)
+        verified = VerificationInput(
+            session.sampling, session.transcript, len(PROMPT), block, answer.tokens, eos_tokens=session.eos_tokens
+        )
         rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(verified.rows)]
         (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [verified])
         commit = session.on_verified(Verified(block, sampled.tokens), float(step))
@@ -301,6 +303,18 @@ def follows_the_noise(
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_text_is_that_of_the_masked_law_and_the_noise_whatever_is_drafted(name):
     assert follows_the_noise(SAMPLINGS[name])
+
+
+def test_min_tokens_hold_a_word_on_as_far_as_the_grammar_goes_and_no_further():
+    complete = {word for word in WORDS if not any(other != word and other.startswith(word) for other in WORDS)}
+    for temperature in (0.0, 1.5):
+        sampling = Sampling(temperature, min_tokens=MOST, logit_bias=((EOS, 4.0),))
+        texts = [decode(seed, sampling, own_law, tiny_matcher(), Sampler(CPU)) for seed in range(12)]
+        assert texts == [decode(seed, sampling, lambda *_: (), tiny_matcher(), Sampler(CPU)) for seed in range(12)]
+        assert all(text[-1] == EOS or len(text) == MOST for text in texts)
+        assert {"".join(PIECES[t] for t in text if t != EOS) for text in texts} <= complete
+    early = {decode(seed, Sampling(1.5), own_law, tiny_matcher(), Sampler(CPU)) for seed in range(12)}
+    assert not {"".join(PIECES[t] for t in text if t != EOS) for text in early} <= complete
 
 
 # === negative controls ==========================================================================================

@@ -247,6 +247,7 @@ def test_wrong_types_and_shapes_are_refused() -> None:
     [
         Sampling(logit_bias=((1, 1.0),)),
         Sampling(allowed_tokens=(1, 2)),
+        Sampling(min_tokens=3),
         Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)),
     ],
 )

@@ -304,11 +304,12 @@ def test_constrained_turns_are_not_kept_and_free_ones_beside_them_are(engines, c
     assert [record.tokens.tolist() for record in kept.wait_for(2)] == [free, freed]
 
 
-def test_a_grammar_a_bias_and_allowed_tokens_keep_a_text_from_teaching() -> None:
+def test_a_grammar_a_bias_allowed_tokens_and_min_tokens_keep_a_text_from_teaching() -> None:
     assert may_teach(Sampling(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, frequency_penalty=1.0))
     assert not may_teach(Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)))
     assert not may_teach(Sampling(logit_bias=((1, 1.0),)))
     assert not may_teach(Sampling(allowed_tokens=(1,)))
+    assert not may_teach(Sampling(min_tokens=1))
 
 
 # === texts know nothing of it ===================================================================================

@@ -128,7 +128,13 @@ def test_the_edge_drafts_with_what_its_trainer_says_or_with_the_parent_again(mon
 
 @pytest.mark.parametrize(
     "free",
-    [{}, {"grammar": Grammar(GrammarKind.LARK, "start: /a/")}, {"logit_bias": ((1, 2.0),)}, {"allowed_tokens": (1,)}],
+    [
+        {},
+        {"grammar": Grammar(GrammarKind.LARK, "start: /a/")},
+        {"logit_bias": ((1, 2.0),)},
+        {"allowed_tokens": (1,)},
+        {"min_tokens": 1},
+    ],
 )
 def test_texts_under_a_grammar_or_bias_are_not_handed_over(free: dict[str, Any]) -> None:
     taken: list[OwnText] = []

@@ -20,10 +20,10 @@ from outrider.proto.types import DraftToken, Sampling, token_ids
 VOCAB = 12
 
 
-def choose(sampling, logits_by_token, position, history=(), candidates=None, prompt_length=0):
+def choose(sampling, logits_by_token, position, history=(), candidates=None, prompt_length=0, eos_tokens=()):
     """Give the rule the top `candidates` of a vocabulary's logits, as a drafter would."""
     order = np.argsort(-logits_by_token, kind="stable")[:candidates]
-    rule = ProposalRule(sampling, prompt_length=prompt_length)
+    rule = ProposalRule(sampling, prompt_length=prompt_length, eos_tokens=eos_tokens)
     if (counts := rule.counts()) is not None:
         counts.extend(history)
     return rule.choose(
@@ -190,6 +190,30 @@ def test_at_temperature_zero_bias_and_penalties_move_the_argmax():
     assert choose(Sampling(repetition_penalty=1.2), logits, 4, history=(1, 1, 2, 1))[0] == 3
     assert choose(Sampling(frequency_penalty=0.2), logits, 4, history=(1, 1, 2, 1), prompt_length=3)[0] == 3
     assert choose(Sampling(frequency_penalty=0.2), logits, 4, history=(1, 1, 2, 1), prompt_length=4)[0] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "top_k": 5}])
+def test_no_end_is_proposed_before_min_tokens_and_all_is_as_before_from_there_on(settings):
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+    held = Sampling(min_tokens=6, stop_tokens=(1,), **settings)
+    masked, free = logits.copy(), replace(held, min_tokens=0)
+    masked[[0, 1]] = -60.0
+    for position in range(10, 22):
+        got = choose(held, logits, position, prompt_length=10, eos_tokens=(0,))
+        wanted = choose(free, masked if position < 16 else logits, position)
+        assert got.id == wanted.id
+        assert got[1:4] == pytest.approx(wanted[1:4], abs=1e-6) or position < 16
+        assert all(map(math.isfinite, got[1:4]))
+        assert got.id not in (0, 1) or position >= 16
+    proposed = {choose(held, logits, p, prompt_length=10, eos_tokens=(0,)).id for p in range(16, 60)}
+    assert proposed & {0, 1}, "later they may come, or this test shows nothing"
+
+
+def test_nothing_is_proposed_where_all_candidates_are_ends_and_few_leave_some():
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+    held = Sampling(min_tokens=6, stop_tokens=(1, 2))
+    assert choose(held, logits, 3, candidates=3, eos_tokens=(0,)) is NO_PROPOSAL
+    assert ProposalRule(held, eos_tokens=(0,)).candidates_wanted(128) == GREEDY_CANDIDATES + 3
 
 
 @pytest.mark.parametrize(("temperature", "candidates"), [(1.0, VOCAB), (0.6, VOCAB), (1.0, 4)])

@@ -80,6 +80,8 @@ class ScriptedStream:
                     keep_s=frame.keep_s,
                     noise=self._channels.noise,
                     epoch=frame.epoch,
+                    min_tokens=True,
+                    eos_tokens=self._channels.eos_tokens,
                 )
             )
             self._answer(frame)
@@ -110,6 +112,7 @@ class ScriptedChannels:
         sizes: numbers of tokens in the first commits of each text; the others have one.
         paced: whether the edge can answer each commit before the next, as with steps that take time.
         noise: noise by which the texts are drawn.
+        eos_tokens: ids that end a text of the target.
     """
 
     def __init__(self) -> None:
@@ -117,6 +120,7 @@ class ScriptedChannels:
         self.sizes: Sequence[int] = ()
         self.paced = True
         self.noise = Noise.OUTRIDER
+        self.eos_tokens: tuple[int, ...] = ()
         self.connection = Connection(None, lambda: self.connection)  # type: ignore[arg-type]
 
     def connect(self, address: str, tls_name: str | None) -> None:

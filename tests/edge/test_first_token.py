@@ -126,3 +126,18 @@ def test_early_drafts_are_drawn_with_the_noise_of_the_verifiers_texts(tokenizer_
         assert drafter.rules[-1].noise is noise
 
     run(tokenizer_file, drafter, scenario)
+
+
+def test_drafts_hold_to_min_tokens_with_the_ends_that_the_verifier_names(tokenizer_file: Path) -> None:
+    drafter = HeldDrafter()
+    drafter.go_on.set()
+
+    async def scenario(client: Client, channels: WatchfulChannels) -> None:
+        channels.eos_tokens = (1, 9)
+        await client.complete(PROMPT, max_tokens=4)
+        assert not drafter.rules[-1].eos_tokens, "nobody asked, and no rule is replaced"
+        channels.answers_after_a_draft = True
+        await client.complete(PROMPT, max_tokens=4, min_tokens=3)
+        assert drafter.rules[-1].eos_tokens == {1, 9}
+
+    run(tokenizer_file, drafter, scenario)

@@ -14,8 +14,8 @@ from outrider.edge.text import TextStream
 TOKENIZER = Tokenizer.from_file(str(tokenizer_file(target_folder("reference"))))
 
 
-def stream(tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[str, TextStream]:
-    text = TextStream(TOKENIZER, stop)
+def stream(tokens: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[str, TextStream]:
+    text = TextStream(TOKENIZER, stop, min_tokens=min_tokens)
     out = "".join("".join(text.push((token,))) for token in tokens)
     return out + text.finish(), text
 
@@ -36,6 +36,30 @@ def test_text_ends_before_the_first_stop_string_wherever_tokens_are_cut(written,
     assert got == whole.split(stop)[0]
     assert text.stopped == (stop in whole)
     assert text.stopped_by == (stop if stop in whole else None)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.text(alphabet="ab c", min_size=1, max_size=40),
+    st.text(alphabet="ab c", min_size=1, max_size=4),
+    st.integers(0, 12),
+)
+def test_a_stop_string_ends_the_text_where_a_token_after_min_tokens_completes_it(written, stop, early) -> None:
+    tokens = TOKENIZER.encode(written, add_special_tokens=False).ids
+    whole, length = TOKENIZER.decode(tokens), len(TOKENIZER.decode(tokens[:early]))
+    places = [i for i in range(len(whole)) if whole.startswith(stop, i) and i + len(stop) > length]
+    got, text = stream(tokens, (stop,), early)
+    assert (got, text.stopped) == ((whole[: places[0]], True) if places else (whole, False))
+
+
+def test_stop_strings_among_the_first_tokens_are_text_and_hidden_tokens_count() -> None:
+    tokens = TOKENIZER.encode("<|user|>b b b").ids
+    lengths = [TOKENIZER.decode(tokens[:n]) for n in range(len(tokens) + 1)]
+    second = next(n for n, text in enumerate(lengths) if text.count("b") == 2)
+    assert stream(tokens, ("b",))[0] == ""
+    assert stream(tokens, ("b",), second - 1)[0] == "b "
+    assert stream(tokens, ("b",), second)[0] == "b b "
+    assert stream(tokens, ("b",), len(tokens))[0] == "b b b"
 
 
 def test_the_stop_string_that_comes_first_is_named() -> None:

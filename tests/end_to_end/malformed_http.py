@@ -28,7 +28,7 @@ _NEVER: dict[str, list[Any]] = {  # values that a field never has
     "response_format": [3, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}}],
     "stop_token_ids": [3, [-1], ["x"], [1.5]],
     "ignore_eos": ["x", 2, []],
-    "min_tokens": [-1, 1, "x"],
+    "min_tokens": [-1, 1 << 31, "x"],
     "guided_grammar": ['root ::= "a"', 3],
     "structured_outputs": [3, {"regex": 3}, {"choice": []}],
 }

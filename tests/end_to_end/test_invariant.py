@@ -13,7 +13,7 @@ import pytest
 from outrider.drafters import NgramDrafter
 from outrider.edge import Sampling
 from outrider.edge.testing import FailingDrafter, GarbageDrafter
-from outrider.proto.types import Patience
+from outrider.proto.types import FinishReason, Patience
 
 GREEDY = Sampling(max_tokens=20)
 SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=20260)
@@ -30,6 +30,8 @@ PROCESSED = Sampling(
     logit_bias=((265, 1.5),),
 )
 ALL_SAMPLING = {"greedy": GREEDY, "sampled": SAMPLED, "processed": PROCESSED}
+EOS = 1
+HELD_ON = replace(SAMPLED, min_tokens=14, logit_bias=((EOS, 11.0),))
 
 
 def drafters() -> dict[str, Any]:
@@ -96,7 +98,26 @@ def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_text_held_on_by_min_tokens_is_the_same_with_drafts_and_ends_only_then(serving, edge, prompts) -> None:
+    async def main() -> None:
+        prompt = prompts(1)[0]
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                free = await client.complete(prompt.text, HELD_ON, min_tokens=0)
+                expected = await client.complete(prompt.text, HELD_ON)
+                ignoring = await client.complete(prompt.text, HELD_ON, ignore_eos=True)
+            async with edge(address, drafter="general") as client:
+                drafted = await client.complete(prompt.text, HELD_ON)
+        assert len(free.ids) < HELD_ON.min_tokens, "it would end earlier, or this test shows nothing"
+        assert drafted.ids == expected.ids
+        assert EOS not in expected.ids[: HELD_ON.min_tokens] + ignoring.ids[: HELD_ON.min_tokens]
+        assert HELD_ON.min_tokens < len(expected.ids) < HELD_ON.max_tokens
+        assert expected.finish_reason is FinishReason.EOS
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, HELD_ON], ids=["greedy", "sampled", "held on"])
 def test_the_text_survives_streams_cut_at_random_points(serving, edge, relay, prompts, sampling) -> None:
     """Two verifiers behind relays; every few commits all streams break, and the edge goes on at the other one."""
 

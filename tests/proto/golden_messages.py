@@ -100,6 +100,7 @@ EXAMPLES = {
     "open that bids the verifier draft": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafts_here=8)),
     "open that allows learning": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", learning=t.Learning(3))),
     "open of a later stream": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), epoch=3)),
+    "open with min_tokens": _edge(t.Open("m", HASH, (1,), t.Sampling(min_tokens=100), "s")),
     "ping": _edge(t.Ping(300)),
     "pong": _cloud(t.Pong(300, 3)),
     "opened of a later stream": _cloud(t.Opened(1, 64, 128, "v0", 4096, epoch=3)),
@@ -131,6 +132,9 @@ EXAMPLES = {
     "cancel": _edge(t.Cancel("enough")),
     "cancel, least": _edge(t.Cancel()),
     "opened with a precision": _cloud(t.Opened(0, 64, 128, "v0", 4096, precision="bfloat16")),
+    "opened by a verifier that knows min_tokens": _cloud(
+        t.Opened(0, 64, 128, "v0", 4096, min_tokens=True, eos_tokens=(2, 151645))
+    ),
     "opened with vLLM's noise": _cloud(t.Opened(0, 64, 128, "v0", 4096, noise=t.Noise.VLLM)),
     "opened": _cloud(
         t.Opened(

@@ -30,6 +30,7 @@ class VerificationInput:
         logprobs: whether the model's own log probabilities are wanted.
         top_logprobs: number of likeliest tokens wanted for each position.
         counts: those of the transcript, where the session has kept them; None: they are counted where needed.
+        eos_tokens: ids that end a text of the target; needed with `Sampling.min_tokens` alone.
     """
 
     sampling: Sampling
@@ -40,6 +41,11 @@ class VerificationInput:
     logprobs: bool = False
     top_logprobs: int = 0
     counts: TokenCounts | None = field(default=None, compare=False)
+    eos_tokens: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.min_tokens and self.eos_tokens is None:
+            raise ValueError("min_tokens need the target's eos_tokens")
 
     @property
     def rows(self) -> int:
@@ -50,13 +56,21 @@ class VerificationInput:
     def adjusts(self) -> bool:
         """Whether `adjusted_logits` differ from the target's."""
         sampling = self.sampling
-        return bool(self.allowed is not None or sampling.allowed_tokens or sampling.logit_bias or sampling.penalises)
+        edits = sampling.allowed_tokens or sampling.logit_bias or sampling.penalises
+        return bool(self.allowed is not None or edits or self.rows_before_end)
+
+    @property
+    def rows_before_end(self) -> int:
+        """Number of its first rows at which the text, with the drafts before each, is shorter than `min_tokens`."""
+        if not self.sampling.min_tokens:
+            return 0
+        return max(0, min(self.rows, self.prompt_length + self.sampling.min_tokens - len(self.transcript)))
 
     def row(self, j: int) -> VerificationInput:
         """Return row `j` alone, with the drafts before it as transcript."""
         before = [*self.transcript, *token_ids(self.block[:j])]
         allowed = self.allowed[j : j + 1] if self.allowed is not None else None
-        return VerificationInput(self.sampling, before, self.prompt_length, (), allowed)
+        return VerificationInput(self.sampling, before, self.prompt_length, (), allowed, eos_tokens=self.eos_tokens)
 
 
 def scores_by_session(
@@ -114,8 +128,8 @@ def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.
 def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """Return [k + 1, vocab] float64 logits after the adjustments of single tokens, which only some sessions ask for.
 
-    They come in this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1),
-    presence and frequency penalty.
+    They come in this order: grammar, allowed tokens, `min_tokens`, bias, repetition penalty (Keskar et al. 2019,
+    section 4.1), presence and frequency penalty.
     """
     sampling = session.sampling
     scores = masked(logits.double(), session)
@@ -126,7 +140,7 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
 
 
 def masked(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Return `scores` [k + 1, vocab] with -inf for what the grammar or the allowed tokens exclude."""
+    """Return `scores` [k + 1, vocab] with -inf for what the grammar, the allowed tokens or `min_tokens` exclude."""
     if session.allowed is not None:
         scores = scores.masked_fill(~torch.from_numpy(session.allowed).to(scores.device), -math.inf)
     if session.sampling.allowed_tokens:
@@ -134,7 +148,20 @@ def masked(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
         kept = torch.full_like(scores, -math.inf)
         kept[:, allowed] = scores[:, allowed]
         scores = kept
-    return scores
+    return _without_ends(scores, session) if session.rows_before_end else scores
+
+
+def _without_ends(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+    """Return `scores` [k + 1, vocab] with -inf for EOS and stop tokens in the rows before `min_tokens`.
+
+    A row where nothing else may come, such as that after a complete grammar, keeps them: some token must come.
+    """
+    ends = {*(session.eos_tokens or ()), *session.sampling.stop_tokens}
+    columns = torch.tensor(sorted(token for token in ends if token < scores.shape[1]), device=scores.device).long()
+    early = scores[: session.rows_before_end].index_fill(1, columns, -math.inf)
+    only_ends = early.amax(dim=-1, keepdim=True) == -math.inf
+    early = torch.where(only_ends, scores[: session.rows_before_end], early)
+    return torch.cat([early, scores[session.rows_before_end :]])
 
 
 # Makes columns [rows, n] of scores, how often their tokens are in the text and whether in prompt or text, each [n] or

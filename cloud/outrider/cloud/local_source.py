@@ -193,7 +193,8 @@ class LocalSource(NoSource):
         """Return the text of a slot, which proposes by the rule of its present turn."""
         session, followed = slot.session, self._texts.get(slot)
         if followed is None or followed.session is not session:
-            rule = ProposalRule(session.sampling, prompt_length=session.prompt_length)
+            eos = session.eos_tokens
+            rule = ProposalRule(session.sampling, prompt_length=session.prompt_length, eos_tokens=eos)
             if followed is None:
                 followed = self._texts[slot] = _Followed(slot, DraftedText(self._own), session, rule)
             followed.session, followed.rule = session, rule

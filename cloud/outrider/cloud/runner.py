@@ -113,4 +113,5 @@ def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> Verificati
         session.logprobs,
         session.top_logprobs,
         slot.count_tokens() if session.sampling.penalises else None,
+        session.eos_tokens,
     )

@@ -231,7 +231,13 @@ class TextWriter:
         ends = list(itertools.accumulate(rows.wanted for rows in batch))
         self._take_vectors(sheets, ends)
         inputs = [
-            VerificationInput(sheet.session.sampling, sheet.session.transcript, sheet.session.prompt_length, ())
+            VerificationInput(
+                sheet.session.sampling,
+                sheet.session.transcript,
+                sheet.session.prompt_length,
+                (),
+                eos_tokens=sheet.session.eos_tokens,
+            )
             for sheet in sheets
         ]
         logits = logits[[end - 1 for end in ends]]

@@ -190,7 +190,7 @@ class _Bench:
         client = await stack.enter_async_context(Client(config))
         # Another text than those that are measured, so that nothing but the link and the drafter is known from it.
         warm_up = Prompt("warm-up", "Once upon a time there was")
-        await measure_text(client, warm_up, replace(self._sampling, max_tokens=WARM_UP_TOKENS))
+        await measure_text(client, warm_up, replace(self._sampling, max_tokens=WARM_UP_TOKENS, min_tokens=0))
         return client
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -30,17 +31,26 @@ _EXPONENTIALS = {  # E of (seed, position, tokens), with the noise G = -log E
 class ProposalRule:
     """Rule by which one session turns candidates into a proposal; stateless, so one rule serves any drafter."""
 
-    def __init__(self, sampling: Sampling, *, prompt_length: int = 0, runners_up: int = 0) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        prompt_length: int = 0,
+        runners_up: int = 0,
+        eos_tokens: Collection[int] = (),
+    ) -> None:
         """Make the rule.
 
         Args:
             sampling: the session's parameters, seed and law of the shared noise among them; Outrider's where none is
                 named.
-            prompt_length: tokens of prompt, which presence and frequency penalties leave out.
+            prompt_length: tokens of prompt, which presence and frequency penalties and `min_tokens` leave out.
             runners_up: most tokens to name beside each proposal that would have been proposed next.
+            eos_tokens: ids that end a text of the target, as far as they are known; `min_tokens` forbids them.
         """
         self.sampling = sampling
         self.runners_up = runners_up
+        self.eos_tokens = frozenset(eos_tokens)
         self.noise = sampling.noise or Noise.OUTRIDER
         self._exponentials = _EXPONENTIALS[self.noise]
         self.prompt_length = prompt_length
@@ -48,6 +58,9 @@ class ProposalRule:
         self._allowed = np.array(sorted(sampling.allowed_tokens), dtype=np.int64)
         self._inverse_temperature = 1 / max(sampling.temperature, 1e-9) if sampling.temperature else 1.0
         self._truncates = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+        ends = {*eos_tokens, *sampling.stop_tokens} if sampling.min_tokens else set()
+        self._ends = np.array(sorted(ends), dtype=np.int64)
+        self._first_end = prompt_length + sampling.min_tokens if ends else 0  # position from which they may come
         edits = bool(sampling.logit_bias or sampling.allowed_tokens or sampling.penalises)
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
@@ -57,7 +70,9 @@ class ProposalRule:
 
     def candidates_wanted(self, useful: int) -> int:
         """Return how many candidates `choose` needs, `useful` at most: few where only the argmax can be proposed."""
-        return min(useful, GREEDY_CANDIDATES) if self._plain and self.sampling.temperature == 0 else useful
+        if not self._plain or self.sampling.temperature > 0:
+            return useful
+        return min(useful, GREEDY_CANDIDATES + len(self._ends))  # so that some are left without the ends
 
     def choose(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, counts: TokenCounts | None
@@ -82,7 +97,7 @@ class ProposalRule:
         Returns:
             `NO_PROPOSAL` where no candidate may be proposed.
         """
-        if not self._plain:
+        if not self._plain or position < self._first_end:
             return self._choose_processed(position, tokens, logits, log_normalizer, counts)
         temperature = self.sampling.temperature
         if temperature == 0:
@@ -125,12 +140,15 @@ class ProposalRule:
     ) -> DraftToken:
         logits = logits.astype(np.float64)
         log_q = logits - log_normalizer  # at temperature 1, as the model has it
-        processed = (self._edit(tokens, logits, counts) - log_normalizer) * self._inverse_temperature
+        edited = self._edit(tokens, logits, counts)
+        if position < self._first_end:
+            edited = np.where(np.isin(tokens, self._ends), -np.inf, edited)
+        processed = (edited - log_normalizer) * self._inverse_temperature
+        allowed = np.isfinite(processed)
+        if not allowed.any():
+            return NO_PROPOSAL
+        tokens, processed = tokens[allowed], processed[allowed]
         if len(self._allowed):  # almost no other token may be drawn
-            allowed = np.isfinite(processed)
-            if not allowed.any():
-                return NO_PROPOSAL
-            tokens, processed = tokens[allowed], processed[allowed]
             log_total = _log_sum_exp(processed)
         else:
             log_total = float(np.logaddexp(_log_sum_exp(processed), _log_tail(log_q, self._inverse_temperature)))

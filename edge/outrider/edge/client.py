@@ -184,7 +184,7 @@ class Client:
         ready = await within(self.find(), deadline_s)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline_s)
         frame = options.applied_to(self.open(tokens, checked_sampling(sampling or Sampling(), overrides)))
-        text = TextStream(ready.tokenizer, checked_stop(stop), shown)
+        text = TextStream(ready.tokenizer, checked_stop(stop), shown, frame.sampling.min_tokens)
         decoding = self.begin(frame, observer, await self.predicted(prediction))
         reported = False
         try:

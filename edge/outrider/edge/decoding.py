@@ -117,6 +117,7 @@ class Decoding:
         self.session = subject.session
         self.has = drafters
         self._states = DrafterStates(rule)
+        self._eos_tokens = rule.eos_tokens  # of the target, once a verifier has named them
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
@@ -189,7 +190,7 @@ class Decoding:
             self._thread.submit(self._states.close, kept)  # after a job that may still run there
         self._emitted = asyncio.Queue()
         self._stopped_by = None
-        self._follow_sampling()
+        self._follow_sampling(self.machine.sampling)
         if self._stream is not None:
             self._stream.statistics = self.machine.statistics
         self._apply(instructions)
@@ -321,8 +322,8 @@ class Decoding:
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
         expected = stream.connection.opened
-        if expected is not None and self.machine.sampling.noise is None:
-            self._follow_noise(expected.noise)
+        if expected is not None:
+            self._follow_terms(expected, self.machine.sampling.noise or expected.noise)
         self._handle(StreamReady(lease.token, expected))
         receiving = asyncio.create_task(self._receive_all(stream, lease))
         guarding = asyncio.create_task(self._guard.find_another(stream, lease, avoid))
@@ -371,14 +372,16 @@ class Decoding:
             if self._stream is not None:
                 self._stream.connection.opened = frame
             if self.machine.sampling.noise is not None:
-                self._follow_noise(self.machine.sampling.noise)
+                self._follow_terms(frame, self.machine.sampling.noise)
 
-    def _follow_noise(self, noise: Noise) -> None:
-        if noise is not self._states.rule.noise:
-            sampling = replace(self.machine.sampling, noise=noise)
-            self._states.rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP)
+    def _follow_terms(self, terms: Opened, noise: Noise) -> None:
+        """Propose with this noise, and no EOS of the verifier's target where `min_tokens` forbids it."""
+        sampling, rule = self.machine.sampling, self._states.rule
+        self._eos_tokens = frozenset(terms.eos_tokens)
+        if noise is not rule.noise or (sampling.min_tokens and self._eos_tokens != rule.eos_tokens):
+            self._follow_sampling(replace(sampling, noise=noise))
 
-    def _follow_sampling(self) -> None:
+    def _follow_sampling(self, sampling: Sampling) -> None:
         self._states.rule = ProposalRule(
-            self.machine.sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP
+            sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP, eos_tokens=self._eos_tokens
         )

@@ -75,7 +75,8 @@ class OwnLearning:
     def ended(self, ready: Ready, session: str, machine: EdgeSession) -> None:
         """Hand a text over that has ended, if somebody learns from it."""
         sampling = machine.sampling
-        if self.trainer is None or sampling.grammar or sampling.logit_bias or sampling.allowed_tokens:
+        constrained = sampling.grammar or sampling.logit_bias or sampling.allowed_tokens or sampling.min_tokens
+        if self.trainer is None or constrained:
             return
         prompt = machine.transcript[: machine.prompt_length]
         kind = prompt_class(ready.decode(prompt[-TOKENS_LOOKED_AT:]))

@@ -20,12 +20,15 @@ class TextStream:
         tokenizer: the target's.
         stop: strings that end the text.
         shown: special tokens that the text has by their names, unlike all others.
+        min_tokens: tokens before which no stop string ends the text; one that is complete by then never does.
 
     Attributes:
         stopped_by: the stop string that ended the text; None: none has.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), shown: Collection[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), shown: Collection[int] = (), min_tokens: int = 0
+    ) -> None:
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._hidden = special_tokens(tokenizer).difference(shown) if shown else frozenset()
@@ -35,6 +38,8 @@ class TextStream:
         self._tokens: list[int] = []
         self._decoded = ""
         self._taken = 0
+        self._early_tokens = min_tokens  # still to come, in which no stop string may end
+        self._early = 0  # length of the text of those that have come
 
     @property
     def stopped(self) -> bool:
@@ -54,10 +59,13 @@ class TextStream:
         return tuple(pieces)
 
     def _push_one(self, token: int) -> str:
+        early, self._early_tokens = self._early_tokens > 0, max(0, self._early_tokens - 1)
         if token in self._hidden:
             return ""
         self._tokens.append(token)
         self._decoded += self._decoder.step(self._tokenizer, token) or ""
+        if early:
+            self._early = len(self._decoded)
         return self._take(self._final_length())
 
     def finish(self) -> str:
@@ -82,7 +90,7 @@ class TextStream:
         found = [
             (at, stop)
             for stop in self._stop
-            if (at := self._decoded.find(stop, max(0, self._taken - len(stop) + 1))) >= 0
+            if (at := self._decoded.find(stop, max(0, max(self._taken, self._early) - len(stop) + 1))) >= 0
         ]
         if found:
             at, self.stopped_by = min(found, key=lambda each: each[0])

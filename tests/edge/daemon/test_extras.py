@@ -50,8 +50,8 @@ def test_vllms_fields_for_structure_become_grammars(live, fields, grammar) -> No
         ({"guided_regex": " "}, "guided_regex", "is empty"),
         ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
         ({"guided_json": 5}, "guided_json", "JSON schema"),
-        ({"min_tokens": 5}, "min_tokens", "ignore_eos"),
-        ({"min_tokens": 5, "ignore_eos": True, "stop": "x"}, "min_tokens", "without stop"),
+        ({"min_tokens": 17}, "min_tokens", "more than max_tokens, 16"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "more than max_tokens, 4"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "must be true"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "only tokens of the answer"),
         ({"echo": True, "logprobs": 1}, "echo", "leave one out"),
@@ -89,7 +89,6 @@ def test_a_grammar_that_the_verifier_refuses_is_named_as_the_client_gave_it(live
 @pytest.mark.parametrize(
     "fields",
     [
-        {"min_tokens": 16, "ignore_eos": True},
         {"min_tokens": 0, "cache_prompt": True, "skip_special_tokens": True, "spaces_between_special_tokens": False},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ],

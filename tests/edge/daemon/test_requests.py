@@ -65,7 +65,6 @@ def test_a_value_out_of_range_or_of_another_type_is_refused_by_name(field, bad) 
         (CompletionRequest, "best_of", 3, 1),
         (CompletionRequest, "prompt_logprobs", 0, None),
         (CompletionRequest, "skip_special_tokens", False, True),
-        (CompletionRequest, "min_tokens", 1, 0),
     ],
 )
 def test_what_is_not_done_here_is_refused_unless_it_asks_for_nothing(kind, field, refused, trivial) -> None:
@@ -128,6 +127,7 @@ def test_every_parameter_reaches_the_sampling(live) -> None:
         "logit_bias": {"5": 3.5, "6": -100},
         "stop_token_ids": [9],
         "ignore_eos": True,
+        "min_tokens": 5,
         "max_completion_tokens": 7,
         "stop": "END",
         "n": 2,
@@ -137,7 +137,7 @@ def test_every_parameter_reaches_the_sampling(live) -> None:
     assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.5, 0.9, 40, 0.1)
     assert (first.repetition_penalty, first.presence_penalty, first.frequency_penalty) == (1.2, 0.5, -0.5)
     assert first.logit_bias == ((5, 3.5), (6, -100.0))
-    assert (first.stop_tokens, first.ignore_eos, first.max_tokens) == ((9,), True, 7)
+    assert (first.stop_tokens, first.ignore_eos, first.min_tokens, first.max_tokens) == ((9,), True, 5, 7)
     assert options["stop"] == ("END",)
     assert (first.seed, second.seed) == ((1 << 64) - 1, 0)
 

@@ -53,7 +53,7 @@ class Lost(Enum):
 
 def may_teach(sampling: Sampling) -> bool:
     """Return whether drafters can learn from such a text: one that nothing constrains, token by token."""
-    return not (sampling.grammar or sampling.logit_bias or sampling.allowed_tokens)
+    return not (sampling.grammar or sampling.logit_bias or sampling.allowed_tokens or sampling.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ SETTINGS = {
     "cut": Sampling(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
     "adjusted": Sampling(temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, logit_bias=((7, 1.5),)),
     "restricted": Sampling(temperature=1.0, allowed_tokens=tuple(range(3, 30))),
+    "held on": Sampling(temperature=1.0, min_tokens=9, stop_tokens=tuple(range(20, 60))),
 }
 
 
@@ -83,7 +84,8 @@ class Text:
             return StepRow(self.sequence, tokens, None)
         mask = None if self.allowed is None else np.stack([self.allowed] * (len(block) + 1))
         drafts = tuple(map(DraftToken, block))
-        verification = VerificationInput(self.sampling, self.transcript, len(self.prompt), drafts, mask)
+        eos = self.suite.oracle.eos_tokens
+        verification = VerificationInput(self.sampling, self.transcript, len(self.prompt), drafts, mask, eos_tokens=eos)
         return StepRow(self.sequence, tokens, verification, tapped)
 
     def take(self, row: StepRow, sampled: Sampled | None) -> bool:

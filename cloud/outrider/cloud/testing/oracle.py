@@ -31,12 +31,17 @@ def save_conformance_target(folder: Path) -> Path:
 
 
 class Oracle:
-    """The plain model and the documented rule."""
+    """The plain model and the documented rule.
+
+    Attributes:
+        eos_tokens: ids that end its texts.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import LlamaForCausalLM
 
         self._model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.eos_tokens = frozenset([self._model.config.eos_token_id])
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.inference_mode()
@@ -59,7 +64,8 @@ class Oracle:
     ) -> np.ndarray:
         """Return [vocab] float64, log p + G of each token after `text`, whose first `prompt` tokens are the prompt."""
         mask = None if allowed is None else allowed[None]
-        processed = processed_logits(self.logits(text), VerificationInput(sampling, list(text), prompt, (), mask))[0]
+        row = VerificationInput(sampling, list(text), prompt, (), mask, eos_tokens=self.eos_tokens)
+        processed = processed_logits(self.logits(text), row)[0]
         if sampling.temperature == 0:
             return processed.double().numpy()
         logp = torch.log_softmax(processed.double(), -1).numpy()

@@ -224,7 +224,7 @@ class Bench:
             **chosen,
         )
         client = await stack.enter_async_context(Client(config))
-        await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
+        await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS, min_tokens=0))
         return client
 
     async def _together(self, client: Client, prompts: Sequence[Prompt], sessions: int) -> list[Measured]:

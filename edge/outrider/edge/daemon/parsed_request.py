@@ -21,7 +21,7 @@ SEED_BITS = 53  # a number that JavaScript too keeps whole
 _SEEDS = 1 << 64
 _SAME_IN_SAMPLING = {
     *("temperature", "top_p", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens"),
 }
 
 

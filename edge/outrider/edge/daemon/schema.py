@@ -237,13 +237,6 @@ class Request(Strict):
     prompt_cache_retention: Ignored
 
     @model_validator(mode="after")
-    def _min_tokens_without_an_early_end(self) -> Self:
-        """Refuse `min_tokens` unless nothing ends a text early: no token can be forbidden for a while."""
-        if self.min_tokens and not (self.ignore_eos and not self.stop and not self.stop_token_ids):
-            raise refuse("min_tokens needs ignore_eos = true here, without stop and stop_token_ids; or leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _one_grammar(self) -> Self:
         fields = [source.field for source in self.grammars()]
         if len(fields) > 1:

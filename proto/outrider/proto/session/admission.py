@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.proto.errors import (
     InvalidArgument,
@@ -14,7 +14,18 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.policy.branches import MAX_BRANCHES
-from outrider.proto.types import PROTOCOL_VERSION, Branches, Continue, Draft, Goal, Guarantee, Noise, Open, Patience
+from outrider.proto.types import (
+    PROTOCOL_VERSION,
+    Branches,
+    Continue,
+    Draft,
+    Goal,
+    Guarantee,
+    Noise,
+    Open,
+    Patience,
+    Sampling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,12 @@ def check_open(frame: Open, rules: VerifierRules) -> None:
     over = rules.eos_tokens & set(frame.committed) if not sampling.ignore_eos else set()
     if over or set(sampling.stop_tokens) & set(frame.committed):
         raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
+
+
+def limited(sampling: Sampling, room: int) -> Sampling:
+    """Return the settings of a text that may have `room` tokens at most."""
+    max_tokens, min_tokens = min(sampling.max_tokens, room), min(sampling.min_tokens, room)
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 def _check_prompt_length(prompt: tuple[int, ...], context_length: int, field_name: str) -> None:

@@ -41,7 +41,7 @@ from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.sending import Sender
 from outrider.proto.session.steering import DrafterSteering, VectorKeeper
-from outrider.proto.session.stream import EdgeStream, RetryRules
+from outrider.proto.session.stream import EdgeStream, RetryRules, check_terms
 from outrider.proto.session.text import EdgeStatistics, EdgeText
 from outrider.proto.types import (
     Cancel,
@@ -294,6 +294,8 @@ class EdgeSession:
     def _begin_turn(self, begun: TurnBegun, now: float) -> list[EdgeInstruction]:
         """Send the new tokens to a verifier that kept the session; else open a stream with the whole transcript."""
         text, stream, last = self._text, self._stream, self.sampling
+        if stream.connected:
+            check_terms(stream.terms, begun.sampling)
         text.begin_turn(begun.start, begun.prompt, begun.sampling)
         sampling = self.sampling
         if self._vectors is not None:

@@ -121,7 +121,7 @@ class EdgeStream:
         """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
 
         Raises:
-            InvalidArgument: it took over another text, or draws it with another noise.
+            InvalidArgument: it took over another text, draws it with another noise, or does not know its `min_tokens`.
             Unavailable: it computes in another precision than the text so far, and would change it.
         """
         if self._opened_for != self._text.turns:
@@ -133,6 +133,7 @@ class EdgeStream:
             raise InvalidArgument(
                 f"is {opened.noise.name}, the text has {sampling.noise.name}; update the verifier", field="opened.noise"
             )
+        check_terms(opened, sampling)
         if opened.precision not in ("", self.precision or opened.precision):
             self._refusal = Unavailable(
                 f"is {opened.precision} at verifier {opened.verifier}, the text was begun in {self.precision} and goes "
@@ -228,6 +229,13 @@ class EdgeStream:
         if not same:
             self.reported = report
         return not same
+
+
+def check_terms(terms: Opened, sampling: Sampling) -> None:
+    """Raise `InvalidArgument` where a verifier would ignore `min_tokens` and might end the text before them."""
+    if sampling.min_tokens and not terms.min_tokens:
+        message = f"is not known to verifier {terms.verifier}; update it, or leave min_tokens out"
+        raise InvalidArgument(message, field="sampling.min_tokens")
 
 
 def _may_heal(error: OutriderError) -> bool:

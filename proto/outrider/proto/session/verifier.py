@@ -9,7 +9,14 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.patience import Prospect
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.session.admission import VerifierRules, check_branches, check_continue, check_draft, check_open
+from outrider.proto.session.admission import (
+    VerifierRules,
+    check_branches,
+    check_continue,
+    check_draft,
+    check_open,
+    limited,
+)
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.chain import DrafterName
 from outrider.proto.session.local import DraftingHere, LocalJob
@@ -73,8 +80,8 @@ class VerifierSession:
         check_open(frame, rules)
         self.id, self.epoch = frame.session, frame.epoch
         self.noise = frame.sampling.noise or rules.noise
-        room = rules.context_length - len(frame.prompt)
-        self.sampling = replace(frame.sampling, max_tokens=min(frame.sampling.max_tokens, room), noise=self.noise)
+        self.sampling = replace(limited(frame.sampling, rules.context_length - len(frame.prompt)), noise=self.noise)
+        self.eos_tokens = rules.eos_tokens
         self.prompt_length = len(frame.prompt)
         self.transcript: list[int] = [*frame.prompt, *frame.committed]
         self.finish: FinishReason | None = None
@@ -124,6 +131,8 @@ class VerifierSession:
             branches=True,
             precision=rules.precision,
             epoch=self.epoch,
+            min_tokens=True,
+            eos_tokens=tuple(sorted(self.eos_tokens)),
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
@@ -313,7 +322,7 @@ class VerifierSession:
             verified.tokens_by_target,
             generated=self.generated,
             sampling=self.sampling,
-            eos_tokens=self._rules.eos_tokens,
+            eos_tokens=self.eos_tokens,
         )
         start, ids = len(self.transcript), token_ids(tokens)
         ends, verified_here = self.ends, max(0, len(verified.block) - self._next.of_edge)

@@ -357,6 +357,8 @@ class Opened:
         branches: whether it takes Branches.
         precision: what decides its rounding, such as `bfloat16`; empty: unknown.
         epoch: that of the Open, as in every frame of the verifier: an edge ignores those of another.
+        min_tokens: whether it holds to `Sampling.min_tokens`, which verifiers of older releases do not know.
+        eos_tokens: ids that end a text of the target, by which drafters propose.
     """
 
     committed: int
@@ -377,6 +379,8 @@ class Opened:
     branches: bool = False
     precision: str = ""
     epoch: int = 0
+    min_tokens: bool = False
+    eos_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,11 +61,13 @@ class Grammar:
 class Sampling:
     """Processing of the target's distribution.
 
-    The order is: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k, top-p,
-    min-p. At temperature 0 the argmax before temperature is taken. `Noise.VLLM` takes frequency before presence penalty
-    and min-p before top-k.
+    The order is: grammar, allowed tokens, `min_tokens`, bias, repetition, presence and frequency penalty, temperature,
+    top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken. `Noise.VLLM` takes frequency before
+    presence penalty and min-p before top-k.
 
     Attributes:
+        min_tokens: tokens of text before which EOS and the stop tokens have no chance, also with `ignore_eos`; where
+            nothing else may come, as after a complete grammar, they keep it.
         noise: noise of the text; None: that of the verifier that begins it.
     """
 
@@ -82,6 +84,9 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
     max_tokens: int = option(128, "limit of generated tokens", group=GROUP, check=at_least(1))
+    min_tokens: int = option(
+        0, "tokens before which neither EOS nor a stop ends the text; 0: none", group=GROUP, check=at_least(0)
+    )
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
@@ -97,6 +102,9 @@ class Sampling:
         require(0 <= self.min_p <= 1, "sampling.min_p", f"{self.min_p} is not in [0, 1]; 0 means off")
         require(self.repetition_penalty > 0, "sampling.repetition_penalty", "must be above 0; 1 means off")
         require(self.max_tokens >= 1, "sampling.max_tokens", "must be 1 or more")
+        require(self.min_tokens >= 0, "sampling.min_tokens", "must be 0 (off) or more")
+        message = f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}; lower it, or allow more tokens"
+        require(self.min_tokens <= self.max_tokens, "sampling.min_tokens", message)
         bias_tokens = tuple(token for token, _ in self.logit_bias)
         require(len(self.stop_tokens) <= MAX_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MAX_STOP_TOKENS}")
         require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
