@@ -79,12 +79,22 @@ def _min_tokens() -> None:
 
 @case("prompt_logprobs")
 def _prompt_logprobs() -> None:
-    refused(prompt_logprobs=1)
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt="x = y", max_tokens=1, extra_body={"prompt_logprobs": 2}
+    )
+    first, *others = raw.http_response.json()["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert all(2 <= len(entries) <= 3 for entries in others)
 
 
 @case("echo with logprobs")
 def _echo_logprobs() -> None:
-    refused(echo=True, logprobs=1)
+    answer = client.completions.create(model=MODEL, prompt="x = y", max_tokens=1, logprobs=2, echo=True)
+    said = answer.choices[0].logprobs
+    assert said.token_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in said.token_logprobs[1:])
+    only = client.completions.create(model=MODEL, prompt="x = y", max_tokens=0, logprobs=2, echo=True).choices[0]
+    assert (only.text, only.logprobs.token_logprobs) == ("x = y", said.token_logprobs[:-1])
 
 
 @case("suffix")

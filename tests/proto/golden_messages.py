@@ -101,6 +101,18 @@ EXAMPLES = {
     "open that allows learning": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", learning=t.Learning(3))),
     "open of a later stream": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), epoch=3)),
     "open with min_tokens": _edge(t.Open("m", HASH, (1,), t.Sampling(min_tokens=100), "s")),
+    "open that asks for the prompt's log probabilities": _edge(
+        t.Open("m", HASH, (1, 2), t.Sampling(), "s", prompt_logprobs=5)
+    ),
+    "open that asks for them without others": _edge(t.Open("m", HASH, (1, 2), t.Sampling(), "s", prompt_logprobs=0)),
+    "log probabilities of a prompt": _cloud(
+        t.PromptLogprobs(
+            1,
+            (t.PromptToken(-0.5, 1, ((7, -0.5), (300, -1.5))), t.PromptToken(-9.0, 70000, ((9, -0.25), (3, -2.0)))),
+            epoch=3,
+        )
+    ),
+    "log probabilities of a prompt without others": _cloud(t.PromptLogprobs(300, (t.PromptToken(-0.5, 1),))),
     "ping": _edge(t.Ping(300)),
     "pong": _cloud(t.Pong(300, 3)),
     "opened of a later stream": _cloud(t.Opened(1, 64, 128, "v0", 4096, epoch=3)),

@@ -15,7 +15,7 @@ import torch
 
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampled
-from outrider.proto.types import Guarantee
+from outrider.proto.types import Guarantee, PromptToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class TargetFacts:
         num_layers: number of decoder layers.
         device: place of the taps.
         guarantee: what a text keeps whatever shares its steps.
+        scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
         precision: what decides its rounding: engine and device where they are not our own on a CPU, types, and how the
             weights are quantised.
     """
@@ -46,6 +47,7 @@ class TargetFacts:
     device: torch.device
     guarantee: Guarantee = Guarantee.DISTRIBUTION
     precision: str = ""
+    scores_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,17 @@ class StepRow:
         verification: drafts to verify after them, with the settings and the mask of their sampling; None: more of the
             prompt is left for later steps.
         tapped: whether the residual stream of the newest position that is valid after the step is wanted.
+        scored: [m] the transcript's tokens after the first m of `tokens`, whose log probabilities are wanted; only of a
+            backend that scores prompts.
+        top_logprobs: number of likeliest tokens wanted beside each of these.
     """
 
     handle: Handle
     tokens: tuple[int, ...]
     verification: VerificationInput | None
     tapped: bool = False
+    scored: tuple[int, ...] = ()
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +122,14 @@ class StepOutput:
         forwarded: moment at which the logits were there, on the monotonic clock, seconds.
         logits: [sum of verified rows, vocab] float32, of the rows that `sampled` has tokens for, in their order, before
             any processing; valid until the next step. None: they are not at hand.
+        scores: [rows that score] what the model says of the tokens that these wanted, in their order.
     """
 
     sampled: Sequence[Sampled | None]
     taps: torch.Tensor | None
     forwarded: float
     logits: torch.Tensor | None = None
+    scores: Sequence[tuple[PromptToken, ...]] = ()
 
 
 class Backend(Protocol):

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session import VerifierRules, VerifierSession, unscored_tokens
 from outrider.proto.types import DraftToken
 
 MAX_PREFILL_ROWS = 512  # rows of prompts in one step
+MAX_SCORED_ROWS = 128  # of these, rows whose logits are all kept for log probabilities of prompts: [rows, vocab]
 MIN_PREFILL_ROWS = 16  # beside those who decode, whatever a row costs
 PREFILL_SHARE = 0.5  # of the time of a step without prompts that these may add, whatever the limit of the gap
 FIRST_PREFILL_ROWS = 64  # beside those who decode, before the cost of a row is known
@@ -246,7 +247,7 @@ class Batching:
         """Return shares of prompts within `room` rows, drafts aside: the shortest first.
 
         Half of the room is kept for the prompt that has waited longest, once that is longer than `MAX_WAIT_S`: short
-        ones pass a long one, and never stop it.
+        ones pass a long one, and never stop it. Of prompts that are scored `MAX_SCORED_ROWS` are read at most.
         """
         shortest_first = sorted(reading, key=lambda slot: slot.num_uncomputed_tokens)
         overdue = [slot for slot in reading if now - slot.ready_since > MAX_WAIT_S]
@@ -256,12 +257,14 @@ class Batching:
             shortest_first.remove(oldest)
             shortest_first.append(oldest)
             kept = room // 2
-        left, shares = room - kept, []
+        left, scored_left, shares = room - kept, MAX_SCORED_ROWS, []
         for slot in shortest_first:
             left += kept if slot is shortest_first[-1] else 0
-            if left > 0:
-                shares.append(self.share_of(slot, left))
+            scored = unscored_tokens(slot.session, slot.num_uncomputed_tokens) > 0
+            if (rows := min(left, scored_left) if scored else left) > 0:
+                shares.append(self.share_of(slot, rows))
                 left -= shares[-1].num_rows
+                scored_left -= shares[-1].num_tokens if scored else 0
         return shares
 
     def _limited_shares(

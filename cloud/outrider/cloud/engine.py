@@ -246,6 +246,8 @@ class Engine(EngineState):
         self._meter.record(batch, result.times)
         self._batching.measure(batch, result.times.verify_s, self._slots.num_running)
         self._handle(self._inbox.take_drafts())
+        for slot, frame in result.scored:
+            slot.outbox.put(frame)
         judged = [
             StepLessons(slot.key, slot.session, verified, self._commit_or_end(slot, verified))
             for slot, verified in result.verified

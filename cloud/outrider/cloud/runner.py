@@ -15,8 +15,8 @@ from outrider.cloud.slots import Slot
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.step_timing import StepTimes
-from outrider.proto.session import Verified
-from outrider.proto.types import DraftToken, token_ids
+from outrider.proto.session import Verified, unscored_tokens
+from outrider.proto.types import DraftToken, PromptLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,13 @@ class StepResult:
         verified: result of each session that has read its prompt to the end.
         times: moments of the step.
         logits: [rows, vocab] raw ones of the verified rows, in the same order, until the next step; None: not at hand.
+        scored: log probabilities of prompts that sessions wanted, which come before their first commits.
     """
 
     verified: Sequence[tuple[Slot, Verified]]
     times: StepTimes
     logits: torch.Tensor | None
+    scored: Sequence[tuple[Slot, PromptLogprobs]] = ()
 
 
 class ModelRunner:
@@ -61,6 +63,9 @@ class ModelRunner:
             Exception: whatever the target raises.
         """
         rows = [_row(share) for share in shares]
+        scoring = [
+            (share.slot, share.slot.handle.length + 1) for share, row in zip(shares, rows, strict=True) if row.scored
+        ]
         began = time.monotonic()
         output = self._backend.step(rows)
         done = [(share, sampled) for share, sampled in zip(shares, output.sampled, strict=True) if sampled is not None]
@@ -82,7 +87,11 @@ class ModelRunner:
             )
             for (share, sampled), vector in zip(done, vectors, strict=True)
         ]
-        return StepResult(verified, times, output.logits)
+        scored = [
+            (slot, PromptLogprobs(start, scores, slot.session.epoch))
+            for (slot, start), scores in zip(scoring, output.scores, strict=True)
+        ]
+        return StepResult(verified, times, output.logits, scored)
 
     @staticmethod
     def _wait_until(end: float) -> None:
@@ -94,11 +103,15 @@ class ModelRunner:
 def _row(share: Share[Slot]) -> StepRow:
     """Return a row of the next uncomputed tokens, and of the drafts where these are the last."""
     slot, start = share.slot, share.slot.handle.length
-    tokens = tuple(slot.session.transcript[start : start + share.num_tokens])
+    session = slot.session
+    tokens = tuple(session.transcript[start : start + share.num_tokens])
+    unscored = min(share.num_tokens, unscored_tokens(session, slot.num_uncomputed_tokens))
+    scored = tuple(session.transcript[start + 1 : start + 1 + unscored])
+    top = session.prompt_logprobs or 0
     if share.block is None:
-        return StepRow(slot.handle, tokens, None)
-    tapped = slot.session.wanted_vector is not None
-    return StepRow(slot.handle, tokens, _verification_input(slot, share.block), tapped)
+        return StepRow(slot.handle, tokens, None, scored=scored, top_logprobs=top)
+    tapped = session.wanted_vector is not None
+    return StepRow(slot.handle, tokens, _verification_input(slot, share.block), tapped, scored, top)
 
 
 def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> VerificationInput:

@@ -211,14 +211,14 @@ def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationI
     committed, beyond = sampled.tokens[:count], sampled.tokens[count:]
     ids = torch.tensor(token_ids(committed), device=logits.device)
     logprobs = (rows.gather(1, ids[:, None]) - log_sums)[:, 0].tolist()
-    tops = _likeliest(rows, log_sums, session.top_logprobs) if session.top_logprobs else ((),) * count
+    tops = likeliest(rows, log_sums, session.top_logprobs) if session.top_logprobs else ((),) * count
     known = [
         token._replace(logprob=logprob, top=top) for token, logprob, top in zip(committed, logprobs, tops, strict=True)
     ]
     return replace(sampled, tokens=(*known, *beyond))
 
 
-def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:
+def likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:
     """Return the `count` likeliest tokens of each row [rows, vocab] with log p; the lower token first among equals."""
     least = logits.topk(min(count, logits.shape[1]), dim=-1).values[:, -1:]
     row, token = (logits >= least).nonzero(as_tuple=True)  # in order of row, then token; ties may make them more

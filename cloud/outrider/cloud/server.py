@@ -425,6 +425,7 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         release=release(),
         noise=config.noise,
         precision=target.precision,
+        scores_prompts=target.scores_prompts,
     )
 
 

@@ -193,7 +193,9 @@ class Slots:
             running = self.running()
             if self._backend.capacity.free_pages <= len(running):
                 return
-            handle = self._backend.open(slot.session.transcript, slot.isolation)
+            # A prompt that is scored is computed whole: of cached positions there are no logits.
+            known = slot.session.transcript if slot.session.prompt_logprobs is None else ()
+            handle = self._backend.open(known, slot.isolation)
             needed = self._backend.capacity.pages_for(_next_tokens(slot)) - handle.num_pages
             enough = needed + len(running) <= self._backend.capacity.free_pages
             if not enough or self._is_being_read(slot, handle.length, running):
@@ -213,6 +215,8 @@ class Slots:
     def _is_being_read(self, slot: Slot, found: int, running: Sequence[Slot]) -> bool:
         """Return whether a session with no more to read is about to compute more of a text than is `found`."""
         size, mine = self._backend.capacity.page_size, slot.session.transcript
+        if slot.session.prompt_logprobs is not None:
+            return False  # it reads on from nowhere
         for other in running:
             if other.isolation == slot.isolation and 1 < other.num_uncomputed_tokens <= len(mine) - found:
                 shared = (max(found, other.handle.length) // size + 1) * size

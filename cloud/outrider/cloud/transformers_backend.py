@@ -14,9 +14,10 @@ import torch
 from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.prompt_scores import split_scored, wanted_rows
 from outrider.cloud.sampling import Sampled, Sampler, are_numbers
 from outrider.cloud.target import SessionRows, Target
-from outrider.proto.types import CommittedToken, DraftToken, token_ids
+from outrider.proto.types import CommittedToken, DraftToken, PromptToken, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class TransformersBackend:
             device=target.device,
             guarantee=target.passes.guarantee,
             precision=target.precision,
+            scores_prompts=True,
         )
 
     @property
@@ -85,6 +87,10 @@ class TransformersBackend:
         if not are_numbers(logits):
             self._refuse(rows, lengths)
         forwarded = time.monotonic()
+        scores: list[tuple[PromptToken, ...]] = []
+        places: Sequence[int] = range(len(logits))
+        if any(row.scored for row in rows):
+            scores, logits, places = split_scored(rows, logits)
         inputs = [row.verification for row in rows if row.verification is not None]
         sampled = self._sampler.sample(logits, inputs) if inputs else []
         for row in rows:
@@ -92,7 +98,7 @@ class TransformersBackend:
             self.target.pool.register(_own(row.handle), row.handle.length - drafts)
         left = iter(sampled)
         of_rows = [None if row.verification is None else next(left) for row in rows]
-        return StepOutput(of_rows, self._taps(rows, inputs, sampled), forwarded, logits)
+        return StepOutput(of_rows, self._taps(rows, inputs, sampled, places), forwarded, logits, scores)
 
     def close(self) -> None:
         """Do nothing: what it holds ends with this process."""
@@ -108,13 +114,18 @@ class TransformersBackend:
         raise FloatingPointError("the target's logits are not numbers")
 
     def _taps(
-        self, rows: Sequence[StepRow], inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]
+        self,
+        rows: Sequence[StepRow],
+        inputs: Sequence[VerificationInput],
+        sampled: Sequence[Sampled],
+        places: Sequence[int],
     ) -> torch.Tensor | None:
+        """Return the tapped states; `places` are those of the verified rows among all that had logits."""
         verifying = [row for row in rows if row.verification is not None]
         if not any(row.tapped for row in verifying):
             return None
         newest = newest_rows(inputs, sampled)
-        wanted = [at for at, row in zip(newest, verifying, strict=True) if row.tapped]
+        wanted = [places[at] for at, row in zip(newest, verifying, strict=True) if row.tapped]
         try:
             return self.target.tapped(self._tapped_layers, wanted)
         except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
@@ -129,9 +140,8 @@ def _own(handle: Handle) -> SessionCache:
 
 def _session_rows(row: StepRow) -> SessionRows:
     cache, verification = _own(row.handle), row.verification
-    if verification is None:
-        return SessionRows(cache, row.tokens, 0)
-    return SessionRows(cache, (*row.tokens, *token_ids(verification.block)), verification.rows)
+    drafts = () if verification is None else token_ids(verification.block)
+    return SessionRows(cache, (*row.tokens, *drafts), wanted_rows(row))
 
 
 def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
@@ -26,6 +28,12 @@ class TokenText:
     def text(self, token: int) -> str:
         """Return a token for people; U+FFFD where it holds only a part of a character."""
         return self.bytes(token).decode(errors="replace")
+
+    def offsets(self, tokens: tuple[int, ...]) -> list[int]:
+        """Return [n] how many characters of their text come before each of `tokens`, special ones aside."""
+        decoder = DecodeStream(skip_special_tokens=True)
+        pieces = [decoder.step(self._tokenizer, token) or "" for token in tokens]
+        return list(itertools.accumulate(map(len, pieces), initial=0))[: len(tokens)]
 
     def bytes(self, token: int) -> bytes:
         """Return what a token adds to a text; special tokens add their names."""

@@ -153,6 +153,7 @@ class Client:
         request_id: str = "",
         prediction: Prediction = None,
         shown: Collection[int] = (),
+        prompt_logprobs: int | None = None,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -169,6 +170,8 @@ class Client:
             request_id: prefix of the session's id, which logs on all sides show; letters, digits, - and _.
             prediction: text or token ids that the text may repeat, from which drafts are copied.
             shown: special tokens that the text has by their names; all others are left out.
+            prompt_logprobs: likeliest tokens, 0 to 20, to name beside each token of the prompt, whose log probabilities
+                come in `Tokens.prompt`; it is then computed whole, whatever is cached. None: none come.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -180,7 +183,7 @@ class Client:
             OutriderError: the text cannot be finished anywhere.
         """
         began = time.monotonic()
-        options = RequestOptions(logprobs, top_logprobs, request_id)
+        options = RequestOptions(logprobs, top_logprobs, request_id, prompt_logprobs)
         ready = await within(self.find(), deadline_s)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline_s)
         frame = options.applied_to(self.open(tokens, checked_sampling(sampling or Sampling(), overrides)))
@@ -260,10 +263,7 @@ class Client:
         return self._prepared.ready_now().decode(tokens)
 
     async def predicted(self, prediction: Prediction) -> SuffixIndex | None:
-        """Return the index of a text's prediction; None where it is empty, or nothing is drafted.
-
-        Raises `InvalidArgument` where it is too long, or has a token that the tokenizer does not know.
-        """
+        """Return the index of a text's prediction, as `indexed_prediction` does; None also where nothing is drafted."""
         index = await indexed_prediction(self._prepared.ready_now(), prediction)
         return index if self.config.drafter != "none" else None
 

@@ -13,7 +13,7 @@ from outrider.edge.decoding import Decoding
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.session import Done, EdgeStatistics, Emit
-from outrider.proto.types import CommittedToken, FinishReason, Provenance, token_ids
+from outrider.proto.types import CommittedToken, FinishReason, PromptToken, Provenance, token_ids
 
 T = TypeVar("T")
 
@@ -27,12 +27,15 @@ class Tokens:
         tokens: [n] tokens, each with its id and the log probabilities that were asked for.
         provenance: [n] whether each was an accepted draft or the target's own.
         pieces: [n] text that each adds for certain; late while a character or a stop string is incomplete.
+        prompt: [p - 1] what the model says of the prompt's tokens after the first, in the first event of a text where
+            that was asked for; else empty.
     """
 
     position: int
     tokens: tuple[CommittedToken, ...]
     provenance: tuple[Provenance, ...]
     pieces: tuple[str, ...]
+    prompt: tuple[PromptToken, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -71,7 +74,7 @@ Event = Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Whole text at once, with `tokens` [n] and `provenance` [n] as in `Tokens`."""
+    """Whole text at once, with `tokens` [n], `provenance` [n] and `prompt` as in `Tokens`."""
 
     prompt_tokens: int
     tokens: tuple[CommittedToken, ...]
@@ -81,6 +84,7 @@ class Completion:
     statistics: EdgeStatistics
     seconds: float
     first_token_s: float
+    prompt: tuple[PromptToken, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -131,6 +135,7 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
     tokens: list[CommittedToken] = []
     provenance: list[Provenance] = []
     text = ""
+    prompt: tuple[PromptToken, ...] = ()
     async with aclosing(events):
         async for event in events:
             on_event(event)
@@ -139,6 +144,7 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
                 positions.append(event.position)
                 tokens += event.tokens
                 provenance += event.provenance
+                prompt = prompt or event.prompt
             else:
                 return Completion(
                     prompt_tokens=positions[0] if positions else 0,
@@ -149,6 +155,7 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
                     statistics=event.statistics,
                     seconds=event.seconds,
                     first_token_s=event.first_token_s,
+                    prompt=prompt,
                 )
     raise AssertionError("a text ends with Finished or an error")
 
@@ -178,4 +185,4 @@ def _tokens_event(item: Emit, text: TextStream) -> Tokens:
     pieces = text.push(token_ids(item.tokens))
     n = len(pieces)
     provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
-    return Tokens(item.start, item.tokens[:n], provenance, pieces)
+    return Tokens(item.start, item.tokens[:n], provenance, pieces, item.prompt)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import Open, Sampling
+from outrider.proto.types import MAX_TOP_LOGPROBS, Open, Sampling
 
 
 def checked_sampling(sampling: Sampling, overrides: dict[str, Any]) -> Sampling:
@@ -40,16 +40,19 @@ class RequestOptions:
     """A caller's id, and its request for probabilities; see `Client.generate`.
 
     Raises:
-        InvalidArgument: `top_logprobs` without log probabilities.
+        InvalidArgument: `top_logprobs` without log probabilities, or more for the prompt than there are.
     """
 
     logprobs: bool | None = None
     top_logprobs: int = 0
     request_id: str = ""
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs is False and self.top_logprobs:
             raise InvalidArgument("needs logprobs; leave them on", field="top_logprobs")
+        if not 0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
+            raise InvalidArgument(f"must be in 0..{MAX_TOP_LOGPROBS}", field="prompt_logprobs")
 
     def applied_to(self, frame: Open) -> Open:
         """Return the frame that opens the session so."""
@@ -59,4 +62,5 @@ class RequestOptions:
             logp=frame.logp and self.logprobs is not False,
             logprobs=bool(self.logprobs) or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )

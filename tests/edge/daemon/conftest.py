@@ -22,9 +22,17 @@ from outrider.edge.routes import DirectRoute
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, VersionStatus
+from outrider.proto.types import CommittedToken, FinishReason, PromptToken, Provenance, Sampling, VersionStatus
 
 CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def scored(prompt: tuple[int, ...], top: int | None) -> tuple[PromptToken, ...]:
+    """Log probabilities of a prompt: -i of the token at i, rank 3, and tokens 50, 51, ... above it."""
+    if top is None:
+        return ()
+    likeliest = tuple((50 + j, -0.1 * (j + 1)) for j in range(top))
+    return tuple(PromptToken(-float(i), 3, likeliest) for i in range(1, len(prompt)))
 
 
 class ScriptedClient:
@@ -78,7 +86,8 @@ class ScriptedClient:
                 logprob = -0.5 if options["logprobs"] else None
                 top = ((5 + i, -0.5), (7, -1.5)) if options["top_logprobs"] else ()
                 token = CommittedToken(5 + i, logprob, logprob, top)
-                yield Tokens(len(prompt) + i, (token,), (Provenance.TARGET,), (piece,))
+                of_prompt = scored(prompt, options["prompt_logprobs"]) if i == 0 else ()
+                yield Tokens(len(prompt) + i, (token,), (Provenance.TARGET,), (piece,), of_prompt)
             if self.error is not None:
                 raise self.error
             while self.hold:  # noqa: ASYNC110 - until the test lets go

@@ -63,7 +63,6 @@ def test_a_value_out_of_range_or_of_another_type_is_refused_by_name(field, bad) 
         (ChatRequest, "web_search_options", {}, None),
         (CompletionRequest, "suffix", "end", ""),
         (CompletionRequest, "best_of", 3, 1),
-        (CompletionRequest, "prompt_logprobs", 0, None),
         (CompletionRequest, "skip_special_tokens", False, True),
     ],
 )

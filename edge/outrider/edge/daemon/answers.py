@@ -15,7 +15,7 @@ from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, PlainParser, Said, WrittenAnswer
 from outrider.proto.release import release
-from outrider.proto.types import CommittedToken, FinishReason
+from outrider.proto.types import CommittedToken, FinishReason, PromptToken
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for a probability of nearly 0
 
@@ -41,6 +41,9 @@ class Answer(ABC):
         self._prompt_tokens = request.prompt_tokens
         self._texts_per_prompt = request.texts_per_prompt
         self._echo = request.echo
+        self._prompts = [choice.prompt for choice in request.choices]
+        self._scores: list[tuple[PromptToken, ...]] = [()] * len(request.choices)
+        self._prompt_logprobs = request.prompt_logprobs
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._tokens = tokens
         self._created = int(time.time())
@@ -53,6 +56,7 @@ class Answer(ABC):
         self._texts[choice] += event.text
         if isinstance(event, Tokens):
             self._completion_tokens += len(event.tokens)
+            self._scores[choice] = self._scores[choice] or event.prompt
             if self._predicted is not None:
                 self._predicted.take(event.ids)
         else:
@@ -121,7 +125,7 @@ class Answer(ABC):
         reason = None
         if isinstance(last, Finished):
             reason = "length" if last.reason is FinishReason.LENGTH else self._whole_reason(index)
-        logprobs = self._logprobs(tokens, offset) if self.logprobs and tokens is not None else None
+        logprobs = self._logprobs(index, tokens, offset) if self.logprobs and tokens is not None else None
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         if isinstance(last, Finished) and last.stop_string is not None:
             choice["stop_reason"] = last.stop_string  # vLLM's name
@@ -138,8 +142,20 @@ class Answer(ABC):
     def _message(self, choice: int) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
+    def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
         """Return OpenAI's object for events whose first begins after `offset` characters of the text."""
+
+    def _prompt_entries(self, choice: int) -> list[dict[str, Any] | None]:
+        """Return vLLM's list: for each token of a prompt but the first what it and the likeliest have, by their ids."""
+        entries: list[dict[str, Any] | None] = [None]
+        for token, said in zip(self._prompts[choice][1:], self._scores[choice], strict=True):
+            top = said.top[: self._prompt_logprobs]
+            ranked = [*((t, logprob, i) for i, (t, logprob) in enumerate(top, 1)), (token, said.logprob, said.rank)]
+            entries.append({str(t): self._ranked(t, logprob, rank) for t, logprob, rank in ranked})
+        return entries
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": self._tokens.text(token)}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -193,6 +209,11 @@ class ChatAnswer(Answer):
         made = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._envelope(self._chunk_object, [made])
 
+    def whole(self, events: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return the answer at once, with what vLLM says of the prompt where that was asked for."""
+        asked = self._prompt_logprobs is not None
+        return super().whole(events) | ({"prompt_logprobs": self._prompt_entries(0)} if asked else {})
+
     def _whole_reason(self, choice: int) -> str:
         return "tool_calls" if self.written[choice].calls else "stop"
 
@@ -226,7 +247,7 @@ class ChatAnswer(Answer):
         calls = zip(self.call_ids[choice], self.written[choice].calls, strict=True)
         return [{"id": call_id, "type": "function", "function": asdict(call)} for call_id, call in calls]
 
-    def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:  # noqa: ARG002 - chats have no offsets
+    def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:  # noqa: ARG002
         content = [
             self._named(token.id, token.logprob) | {"top_logprobs": [self._named(*entry) for entry in token.top]}
             for event in events
@@ -242,9 +263,14 @@ class CompletionAnswer(Answer):
     _prefix = "cmpl-"
     _object = _chunk_object = "text_completion"
 
+    def __init__(self, request_id: str, model: str, request: ParsedRequest, tokens: TokenText) -> None:
+        super().__init__(request_id, model, request, tokens)
+        self._scored_echo = request.scored_echo
+        self._top_logprobs = request.top_logprobs
+
     def first_chunk(self, choice: int) -> dict[str, Any] | None:
-        """Return a chunk with the prompt, where it is to be repeated."""
-        if not self._echo:
+        """Return a chunk with the prompt, where it is to be repeated; with its log probabilities it comes later."""
+        if not self._echo or self._scored_echo:
             return None
         made = {"index": choice, "text": self._prompt_of(choice), "logprobs": None, "finish_reason": None}
         return self._envelope(self._chunk_object, [made])
@@ -252,15 +278,36 @@ class CompletionAnswer(Answer):
     def _prompt_of(self, choice: int) -> str:
         return self._echo[choice // self._texts_per_prompt] if self._echo else ""
 
+    def chunk(self, choice: int, event: Event) -> dict[str, Any]:
+        """Return what an event adds, and before the first tokens a prompt with its log probabilities."""
+        made = super().chunk(choice, event)
+        if self._scored_echo and isinstance(event, Tokens) and self._is_first(choice, event):
+            made["choices"][0]["text"] = self._prompt_of(choice) + event.text
+        return made
+
+    def whole(self, events: Sequence[Sequence[Event]]) -> dict[str, Any]:
+        """Return the answer at once, with what vLLM says of the prompts where that was asked for."""
+        made = super().whole(events)
+        if self._prompt_logprobs is not None:
+            for choice in made["choices"]:
+                choice["prompt_logprobs"] = self._prompt_entries(choice["index"])
+        return made
+
+    def _is_first(self, choice: int, event: Tokens) -> bool:
+        return event.position == len(self._prompts[choice])
+
     def _delta(self, choice: int, text: str) -> dict[str, Any]:  # noqa: ARG002 - a text is the same in all
         return {"text": text}
 
     def _message(self, choice: int) -> dict[str, Any]:
         return {"text": self._prompt_of(choice) + self._texts[choice]}
 
-    def _logprobs(self, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
+    def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
         made: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset += len(self._prompt_of(choice))
         for event in events:
+            if self._scored_echo and self._is_first(choice, event):
+                self._put_prompt(made, choice)
             for token, piece in zip(event.tokens, event.pieces, strict=True):
                 made["tokens"].append(self._tokens.text(token.id))
                 if token.logprob is not None:
@@ -269,6 +316,19 @@ class CompletionAnswer(Answer):
                 made["text_offset"].append(offset)
                 offset += len(piece)
         return made
+
+    def _put_prompt(self, made: dict[str, list[Any]], choice: int) -> None:
+        """Begin the lists with the prompt; nothing comes before its first token, which has no probability."""
+        prompt, length = self._prompts[choice], len(self._prompt_of(choice))
+        made["tokens"] += map(self._tokens.text, prompt)
+        made["text_offset"] += (min(offset, length) for offset in self._tokens.offsets(prompt))
+        made["token_logprobs"].append(None)
+        made["top_logprobs"].append(None)
+        for token, said in zip(prompt[1:], self._scores[choice], strict=True):
+            made["token_logprobs"].append(_number(said.logprob))
+            made["top_logprobs"].append(
+                self._top(CommittedToken(token, logprob=said.logprob, top=said.top[: self._top_logprobs]))
+            )
 
     def _top(self, token: CommittedToken) -> dict[str, float]:
         """Return the likeliest tokens of the position of `token`, and the token itself where it is not among them."""

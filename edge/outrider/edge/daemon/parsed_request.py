@@ -11,9 +11,10 @@ from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request
 from outrider.edge.daemon.tools import ToolSupport, ToolUse, tool_use
+from outrider.edge.event_stream import Event, Tokens
 from outrider.edge.prediction import indexed_prediction
 from outrider.proto.errors import PromptTooLong
-from outrider.proto.types import Sampling
+from outrider.proto.types import FinishReason, Sampling
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
@@ -49,6 +50,8 @@ class ParsedRequest:
         tools: functions that the texts may call; None: none.
         grammar_field: field of the request that their grammar is made of; empty: they have none.
         echo: prompts that are repeated before their texts; empty: none.
+        prompt_logprobs: number of likeliest tokens to name beside each token of the prompt; None: not requested.
+        has_text: whether a text is requested; false: the prompt alone is repeated.
     """
 
     choices: tuple[Choice, ...]
@@ -62,6 +65,27 @@ class ParsedRequest:
     tools: ToolUse | None = None
     grammar_field: str = ""
     echo: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+    has_text: bool = True
+
+    @property
+    def scored_echo(self) -> bool:
+        """Whether the repeated prompt has log probabilities."""
+        return bool(self.echo) and self.logprobs
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """Likeliest tokens to ask for beside each token of the prompt; None: nothing of them is needed."""
+        wanted = self.top_logprobs if self.scored_echo else None, self.prompt_logprobs
+        return max((count for count in wanted if count is not None), default=None)
+
+    def shown(self, event: Event) -> Event:
+        """Return an event as the answer shows it: a verifier decodes one token at least, wanted or not."""
+        if self.has_text:
+            return event
+        if isinstance(event, Tokens):
+            return replace(event, tokens=(), provenance=(), pieces=())
+        return replace(event, reason=FinishReason.LENGTH, text="", stop_string=None)
 
 
 async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
@@ -97,13 +121,13 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
 async def parse_completion(request: CompletionRequest, served: Served) -> ParsedRequest:
     """Parse the request of a completion; raises `InvalidArgument`, also for a prompt that no context can hold."""
     prompts = [await served.ready.encode_prompt(prompt, special=True) for prompt in request.prompt]
-    max_tokens = request.max_tokens or COMPLETION_TOKENS
+    max_tokens = COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
     parsed = _parsed(request, prompts, max_tokens, request.logprobs is not None, request.logprobs)
     if not request.echo:
         return parsed
     given = zip(request.prompt, prompts, strict=True)
     echo = tuple(text if isinstance(text, str) else served.ready.decode(tokens) for text, tokens in given)
-    return replace(parsed, echo=echo)
+    return replace(parsed, echo=echo, has_text=request.max_tokens != 0)
 
 
 def _parsed(
@@ -131,6 +155,7 @@ def _parsed(
         logprobs=logprobs,
         top_logprobs=top_logprobs or 0,
         grammar_field=source.field if source is not None else "",
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 

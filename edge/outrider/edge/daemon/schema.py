@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from outrider.edge.daemon.grammars import GivenGrammar, Lark, SchemaText, StructuredOutputs, Words, sources_of
 from outrider.edge.daemon.strict import Strict, refuse
 from outrider.edge.daemon.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, as_choice
-from outrider.proto.types import MAX_TOKEN_ID, GrammarKind
+from outrider.proto.types import MAX_TOKEN_ID, MAX_TOP_LOGPROBS, GrammarKind
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -221,7 +221,7 @@ class Request(Strict):
     guided_choice: Words | None = None
     guided_grammar: Lark = None
     guided_decoding_backend: Ignored
-    prompt_logprobs: Annotated[Any, unless(why="is not supported here: only tokens of the answer have them")] = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     skip_special_tokens: Annotated[Any, unless(True, why="must be true: special tokens are no part of a text")] = None
     spaces_between_special_tokens: Ignored
     # llama.cpp's, which is as if true
@@ -235,6 +235,12 @@ class Request(Strict):
     prompt_cache_key: Ignored
     prompt_cache_options: Ignored
     prompt_cache_retention: Ignored
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_at_once(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise refuse("prompt_logprobs does not go with stream; leave one out")
+        return self
 
     @model_validator(mode="after")
     def _one_grammar(self) -> Self:
@@ -343,14 +349,15 @@ class CompletionRequest(Request):
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt)]
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
     echo: bool | None = None
     suffix: Annotated[Any, unless("", why=_NO_SUFFIX)] = None
     best_of: int | None = None
 
     @model_validator(mode="after")
-    def _echo_has_no_logprobs(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise refuse("echo does not go with logprobs here: only tokens of the answer have them; leave one out")
+    def _answers_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens must be 1 or more without echo = true")
         return self
 
     @model_validator(mode="after")

@@ -200,11 +200,12 @@ class Generation:
             request_id=self.request_id,
             prediction=request.prediction,
             shown=request.tools.shown if request.tools else (),
+            prompt_logprobs=request.prompt_scores,
         )
         try:
             async with aclosing(events):
                 async for event in events:
-                    await queue.put((choice, event))
+                    await queue.put((choice, request.shown(event)))
         except Exception as error:  # whatever it is, it is for the reader
             if isinstance(error, InvalidArgument) and error.field == _GRAMMAR:
                 await queue.put(from_outrider(error, request.grammar_field))

@@ -71,6 +71,7 @@ OPEN = Table(
     steering=optional(STEERING_REQUEST),
     drafts_here=optional_number,
     learning=optional(Table(t.Learning, pb.Learning)),
+    prompt_logprobs=optional_number,
 )
 CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
 REPORT = Table(
@@ -210,7 +211,8 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
 def _committed_from_wire(wire: pb.Commit) -> tuple[t.CommittedToken, ...]:
     logp = _of_each(wire, wire.logp, "commit.logp")
     logprobs = _of_each(wire, wire.logprobs, "commit.logprobs")
-    return tuple(map(t.CommittedToken, wire.tokens, logp, logprobs, _top_logprobs_from_wire(wire)))
+    tops = _top_logprobs_from_wire(wire, len(wire.tokens), "commit.top_logprobs")
+    return tuple(map(t.CommittedToken, wire.tokens, logp, logprobs, tops))
 
 
 def _of_each(wire: pb.Commit, numbers: Sequence[float], field: str) -> Iterable[float | None]:
@@ -221,14 +223,33 @@ def _of_each(wire: pb.Commit, numbers: Sequence[float], field: str) -> Iterable[
     return numbers
 
 
-def _top_logprobs_from_wire(wire: pb.Commit) -> Iterable[t.TopLogprobs]:
+def _top_logprobs_from_wire(wire: pb.Commit | pb.PromptLogprobs, count: int, field: str) -> Iterable[t.TopLogprobs]:
     if not wire.top_tokens and not wire.top_logp:
         return itertools.repeat(())
-    each, odd = divmod(len(wire.top_tokens), max(1, len(wire.tokens)))
+    each, odd = divmod(len(wire.top_tokens), max(1, count))
     if odd or each == 0 or len(wire.top_logp) != len(wire.top_tokens):
-        raise InvalidArgument("must hold equally many tokens and numbers for each token", field="commit.top_logprobs")
+        raise InvalidArgument("must hold equally many tokens and numbers for each token", field=field)
     pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
     return (tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
+
+
+def _prompt_logprobs_to_wire(frame: t.PromptLogprobs) -> pb.PromptLogprobs:
+    logprobs, ranks, top = zip(*frame.tokens, strict=True)
+    return pb.PromptLogprobs(
+        start=frame.start,
+        logprobs=logprobs,
+        ranks=ranks,
+        top_tokens=[likely for entries in top for likely, _ in entries],
+        top_logp=[of_likely for entries in top for _, of_likely in entries],
+        epoch=frame.epoch,
+    )
+
+
+def _prompt_logprobs_from_wire(wire: pb.PromptLogprobs) -> t.PromptLogprobs:
+    if len(wire.ranks) != len(wire.logprobs):
+        raise InvalidArgument("must hold one for each of logprobs", field="prompt_logprobs.ranks")
+    tops = _top_logprobs_from_wire(wire, len(wire.logprobs), "prompt_logprobs.top_tokens")
+    return t.PromptLogprobs(wire.start, tuple(map(t.PromptToken, wire.logprobs, wire.ranks, tops)), wire.epoch)
 
 
 _EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -242,6 +263,7 @@ _EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]]
 }
 _CLOUD_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     t.Opened: ("opened", OPENED.to_wire, OPENED.from_wire),
+    t.PromptLogprobs: ("prompt_logprobs", _prompt_logprobs_to_wire, _prompt_logprobs_from_wire),
     t.Commit: ("commit", _commit_to_wire, _commit_from_wire),
     t.Goaway: ("goaway", GOAWAY.to_wire, GOAWAY.from_wire),
     t.Pong: ("pong", PONG.to_wire, PONG.from_wire),

@@ -44,6 +44,7 @@ class VerifierRules:
         projections: projections whose steering vectors the verifier can make.
         noise: noise of texts that ask for none.
         precision: what decides its rounding; empty: unknown.
+        scores_prompts: whether it can tell the log probabilities of prompts.
     """
 
     name: str
@@ -63,6 +64,7 @@ class VerifierRules:
     projections: frozenset[str] = frozenset()
     noise: Noise = Noise.OUTRIDER
     precision: str = ""
+    scores_prompts: bool = True
 
 
 def check_continue(
@@ -137,6 +139,11 @@ def check_open(frame: Open, rules: VerifierRules) -> None:
             f"is {frame.tokenizer_sha256[:12]}…, the target {rules.model!r} has {rules.tokenizer_sha256[:12]}…; "
             "fetch the target's tokenizer from the coordinator",
             field="open.tokenizer_sha256",
+        )
+    if frame.prompt_logprobs is not None and not rules.scores_prompts:
+        raise InvalidArgument(
+            "are not to be had here: the target runs on vLLM's engine; ask a verifier with --engine transformers",
+            field="open.prompt_logprobs",
         )
     _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
     if len(frame.prompt) + len(frame.committed) >= rules.context_length:

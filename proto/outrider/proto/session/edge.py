@@ -32,7 +32,6 @@ from outrider.proto.session.events import (
     EdgeInstruction,
     Reopen,
     Send,
-    Started,
     StopRequested,
     StreamReady,
     TurnBegun,
@@ -51,7 +50,7 @@ from outrider.proto.types import (
     Goaway,
     Open,
     Opened,
-    Pong,
+    PromptLogprobs,
     Sampling,
     Steering,
 )
@@ -231,8 +230,9 @@ class EdgeSession:
                 return self._cancel(finish)
             case TurnBegun():
                 return self._begin_turn(event, now)
-            case Started() | Pong():
-                return []
+            case PromptLogprobs():
+                self._text.take_prompt(event)
+        return []  # Started and Pong change nothing
 
     def _give_work(self, now: float) -> list[EdgeInstruction]:
         """Issue the next job; where there is nothing to draft, send what is held and let idle drafters catch up."""
@@ -324,8 +324,7 @@ class EdgeSession:
             known = stream.follow(commit)
         except OutriderError as error:
             return self._lose(error, now)
-        tokens = commit.tokens[known:]
-        since_s = now - self._meter.commit_at
+        tokens, since_s = commit.tokens[known:], now - self._meter.commit_at
         if tokens or commit.finish is not None:  # else a replay
             if _measure(commit, now, text.statistics, self._chain, self._meter, self._vectors):
                 self.statistics.round_trip_s = self.round_trip_s

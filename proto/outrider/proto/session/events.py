@@ -8,7 +8,16 @@ from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
 from outrider.proto.session.jobs import NOTHING_FORCED, CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.selection import Selection
-from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, FinishReason, Opened, Sampling
+from outrider.proto.types import (
+    CloudFrame,
+    CommittedToken,
+    DraftToken,
+    EdgeFrame,
+    FinishReason,
+    Opened,
+    PromptToken,
+    Sampling,
+)
 
 # --- instructions ---
 
@@ -22,11 +31,15 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Hand committed tokens [n] to the user, from position `start` on; `drafted` [n] marks the accepted drafts."""
+    """Hand committed tokens [n] to the user, from position `start` on; `drafted` [n] marks the accepted drafts.
+
+    The first of a text also has what the model says of the `prompt`'s tokens after their first, where that was wanted.
+    """
 
     start: int
     tokens: tuple[CommittedToken, ...]
     drafted: tuple[bool, ...]
+    prompt: tuple[PromptToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

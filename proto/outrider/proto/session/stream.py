@@ -115,6 +115,7 @@ class EdgeStream:
             drafting=drafting,
             steering=steering,
             epoch=self.epoch,
+            prompt_logprobs=text.frame.prompt_logprobs if text.lacks_prompt else None,
         )
 
     def accept(self, opened: Opened) -> Reopen | None:
@@ -199,7 +200,8 @@ class EdgeStream:
 
         Raises:
             Unavailable: a commit before it is missing.
-            InvalidArgument: it contradicts the transcript, or goes on where the text must end.
+            InvalidArgument: it contradicts the transcript, goes on where the text must end, or comes before what was
+                wanted of the prompt.
         """
         text = self._text
         known = len(text.tokens) - commit.start
@@ -208,6 +210,8 @@ class EdgeStream:
         mine = text.tokens[commit.start : commit.start + len(commit.tokens)]
         if commit.start < text.prompt_length or token_ids(commit.tokens[:known]) != tuple(mine):
             raise InvalidArgument("contradicts the transcript", field="commit.tokens")
+        if text.lacks_prompt and commit.tokens:
+            raise InvalidArgument("do not come from this verifier; update it", field="open.prompt_logprobs")
         left = text.frame.sampling.max_tokens - text.generated - max(0, len(commit.tokens) - known)
         if left < 0 or (left == 0 and commit.finish is None):
             raise InvalidArgument("goes on beyond sampling.max_tokens", field="commit.tokens")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.session.events import Done, Emit
-from outrider.proto.types import Commit, FinishReason, Open, Sampling
+from outrider.proto.types import Commit, FinishReason, Open, PromptLogprobs, PromptToken, Sampling
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class EdgeText:
         tokens: prompt and committed tokens.
         turns: turns begun after the first.
         finish: why the turn ended; None: it runs, or failed.
-
+        prompt: what the model says of the prompt's tokens after the first, as far as it has come.
     """
 
     def __init__(self, frame: Open) -> None:
@@ -119,6 +119,7 @@ class EdgeText:
         self.turns = 0
         self.done = False
         self.finish: FinishReason | None = None
+        self.prompt: list[PromptToken] = []
 
     @property
     def generated(self) -> int:
@@ -134,7 +135,9 @@ class EdgeText:
         if not self.done:
             raise InvalidArgument("still runs; finish or leave it before the next", field="turn")
         sampling = replace(sampling, noise=sampling.noise or self.frame.sampling.noise)
-        self.frame = replace(self.frame, prompt=(*self.tokens[:start], *prompt), committed=(), sampling=sampling)
+        prompt = (*self.tokens[:start], *prompt)
+        self.frame = replace(self.frame, prompt=prompt, committed=(), sampling=sampling, prompt_logprobs=None)
+        self.prompt = []
         self.tokens = list(self.frame.prompt)
         self.prompt_length = len(self.tokens)
         self.statistics = EdgeStatistics(
@@ -145,15 +148,28 @@ class EdgeText:
         self.turns += 1
         self.done, self.finish = False, None
 
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are wanted that have not come."""
+        return self.frame.prompt_logprobs is not None and len(self.prompt) < self.prompt_length - 1
+
+    def take_prompt(self, frame: PromptLogprobs) -> None:
+        """Take in what is new, since a verifier that takes a text over begins again."""
+        known = len(self.prompt) + 1 - frame.start
+        if self.lacks_prompt and known >= 0:
+            self.prompt += frame.tokens[known : known + self.prompt_length - 1 - len(self.prompt)]
+
     def emit(self, commit: Commit, known: int) -> Emit:
         """Count the commit's tokens after the first `known`, and return what hands them to the user."""
+        prompt: tuple[PromptToken, ...] = ()
         if not self.generated:  # a resumed text's is that of its first stream
             self.statistics.cached_tokens = min(commit.cached_tokens, self.prompt_length)
+            prompt = tuple(self.prompt)
         drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
         self.statistics.committed += len(drafted)
         self.statistics.accepted += sum(drafted)
         self.statistics.accepted_here += min(commit.accepted_here, sum(drafted))  # they come last
-        return Emit(len(self.tokens), commit.tokens[known:], drafted)
+        return Emit(len(self.tokens), commit.tokens[known:], drafted, prompt)
 
     def end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> Done:
         """End the turn."""

@@ -93,8 +93,8 @@ class VerifierSession:
         self._first_chain = 0  # of this turn
         self._granted = self.credit  # with which a turn begins
         self.learning = frame.learning
-        self.logprobs = frame.logprobs
-        self.top_logprobs = frame.top_logprobs
+        self.logprobs, self.top_logprobs = frame.logprobs, frame.top_logprobs
+        self.prompt_logprobs = frame.prompt_logprobs
         self._rules = rules
         self._resumed = len(frame.committed)
         self._wants_logp = frame.logp
@@ -103,8 +103,7 @@ class VerifierSession:
         if here is not None and frame.drafts_here != 0:
             ends = BothEnds(here, received, self.transcript, frame.drafts_here)
         self._next = NextStep(frame, rules, received, ends, now)
-        self._messages_received = 0
-        self._newest_arrival = now
+        self._messages_received, self._newest_arrival = 0, now
         self._steering = frame.steering
         self._without_vector = math.inf  # commits since the last with a vector of this projection
 
@@ -159,6 +158,7 @@ class VerifierSession:
                 sampling=replace(sampling, noise=sampling.noise or self.noise),
                 drafting=self._next.drafting,
                 steering=self._steering,
+                prompt_logprobs=None,
             ),
             self._rules,
             now,
@@ -362,3 +362,14 @@ class VerifierSession:
             cached_tokens=cached_tokens,
             epoch=self.epoch,
         )
+
+
+def unscored_tokens(session: VerifierSession, uncomputed: int) -> int:
+    """Return how many tokens of the prompt are yet to get their log probabilities; 0: the session wants none.
+
+    Args:
+        session: session that may want them.
+        uncomputed: last tokens of its transcript that the target has not computed; the first of them gives that of the
+            token after it.
+    """
+    return 0 if session.prompt_logprobs is None else max(0, uncomputed - 1 - session.generated)

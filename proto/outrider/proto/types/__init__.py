@@ -27,7 +27,6 @@ from outrider.proto.types.control import (
     VersionStatus,
 )
 from outrider.proto.types.decoding import (
-    MAX_TOP_LOGPROBS,
     PROTOCOL_VERSION,
     Branch,
     Branches,
@@ -55,9 +54,9 @@ from outrider.proto.types.decoding import (
     SteeringPrecision,
     SteeringRequest,
     Timing,
-    TopLogprobs,
     token_ids,
 )
+from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, PromptToken, TopLogprobs
 from outrider.proto.types.sampling import Grammar, GrammarKind, Noise, Sampling
 
 __all__ = [
@@ -100,6 +99,8 @@ __all__ = [
     "Patience",
     "Ping",
     "Pong",
+    "PromptLogprobs",
+    "PromptToken",
     "Provenance",
     "RelayStatus",
     "RemoteFile",

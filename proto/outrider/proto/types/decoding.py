@@ -10,10 +10,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, PROMPT_CLASSES, SHA256, require, require_tokens
+from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TopLogprobs
 from outrider.proto.types.sampling import Noise, Sampling
 
 PROTOCOL_VERSION = 2
-MAX_TOP_LOGPROBS = 20
 _PROJECTION = re.compile(r"[0-9a-f]{12}")
 
 
@@ -131,6 +131,8 @@ class Open:
             target does; 0: none at all; None: as it prices them.
         learning: permission to learn from the text; None: nothing may be kept of it.
         epoch: streams that the session had before, as its lease says.
+        prompt_logprobs: likeliest tokens to carry for each token of the prompt, beside its own log probability; None:
+            neither.
     """
 
     model: str
@@ -153,11 +155,14 @@ class Open:
     drafts_here: int | None = None
     learning: Learning | None = None
     epoch: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require(self.drafts_here is None or self.drafts_here >= 0, "open.drafts_here", "must be 0 or more")
         require(0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MAX_TOP_LOGPROBS}")
         require(self.logprobs or not self.top_logprobs, "open.top_logprobs", "needs logprobs; set both")
+        most = f"must be in 0..{MAX_TOP_LOGPROBS}"
+        require(0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, "open.prompt_logprobs", most)
         require(bool(NAME.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
         require(bool(self.model), "open.model", "is empty; name the target")
         require(bool(SHA256.fullmatch(self.tokenizer_sha256)), "open.tokenizer_sha256", "must be 64 hexadecimal digits")
@@ -211,9 +216,6 @@ class DraftToken(NamedTuple):
     entropy: float = math.nan
     perturbed_probability: float = math.nan
     runners_up: tuple[int, ...] = ()
-
-
-TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
 
 
 class CommittedToken(NamedTuple):
@@ -482,4 +484,4 @@ class Goaway:
 
 
 EdgeFrame = Open | Continue | Draft | Branches | Report | Ping | Cancel
-CloudFrame = Opened | Commit | Goaway | Pong
+CloudFrame = Opened | PromptLogprobs | Commit | Goaway | Pong

@@ -1,0 +1,39 @@
+"""Log probabilities by the model's own distribution, before temperature, cuts, penalties, bias and grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.proto.types.checks import require
+
+MAX_TOP_LOGPROBS = 20
+
+TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
+
+
+class PromptToken(NamedTuple):
+    """What the model says of a token of the prompt, given those before it.
+
+    Attributes:
+        logprob: natural log of its probability.
+        rank: 1 and the number of likelier tokens.
+        top: likeliest tokens of the position as (id, natural log of p), as in `CommittedToken`.
+    """
+
+    logprob: float
+    rank: int
+    top: TopLogprobs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model says of the prompt's tokens from position `start` on; nothing comes before its first token."""
+
+    start: int
+    tokens: tuple[PromptToken, ...]
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.start >= 1, "prompt_logprobs.start", "must be 1 or more")
+        require(bool(self.tokens), "prompt_logprobs.logprobs", "is empty")

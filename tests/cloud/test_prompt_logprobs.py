@@ -1,0 +1,271 @@
+"""Log probabilities of a prompt are those of a plain forward, whatever is cached, shared, cut or taken over."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from collecting_outbox import CollectingOutbox
+
+from outrider.cloud import batching
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine
+from outrider.cloud.family_index import resolve_target
+from outrider.cloud.prompt_scores import score
+from outrider.cloud.target import Target, load_model
+from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.proto import codec
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.session import VerifierRules
+from outrider.proto.types import (
+    MAX_TOP_LOGPROBS,
+    Commit,
+    Continue,
+    Open,
+    PromptLogprobs,
+    PromptToken,
+    Sampling,
+)
+from outrider.proto.v1 import decoding_pb2 as pb
+
+torch.set_num_threads(1)
+
+TOP = 3
+SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
+KEYS = itertools.count()
+CLOSE = 2e-4
+
+
+class Bench:
+    """An engine on the reference target, and the same model as transformers runs it."""
+
+    def __init__(self, target: Target, **config: Any) -> None:
+        self.target = target
+        rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
+        settings = VerifierConfig(**{"threads": 1, "max_sessions": 8, "prefill_chunk": 5, **config})
+        self.engine = Engine(TransformersBackend(target), rules, settings)
+
+    def frame(self, prompt: tuple[int, ...], session: str = "s", **more: Any) -> Open:
+        asked = {"drafting": False, "prompt_logprobs": TOP, **more}
+        return Open("reference", self.target.tokenizer_sha256, prompt, SAMPLING, session, **asked)
+
+    def begin(self, frame: Open, isolation: str = "") -> Stream:
+        return Stream(self.engine, frame, isolation)
+
+
+class Stream:
+    """A session, and what has come of it."""
+
+    def __init__(self, engine: Engine, frame: Open, isolation: str = "") -> None:
+        self.key = next(KEYS)
+        self.scores: list[PromptToken] = []
+        self.frames: list[PromptLogprobs] = []
+        self.commits: list[Commit] = []
+        self._engine, self._kept = engine, frame.keep_s > 0
+        self._box = CollectingOutbox()
+        engine.post_open(self.key, frame, self._box, isolation=isolation)
+
+    def read(self, *, commits: int = 0) -> Stream:
+        """Take frames to the end of the turn, or so many of its commits."""
+        while not self.commits or (len(self.commits) != commits and self.commits[-1].finish is None):
+            item = self._box.items.get(timeout=60)
+            assert not isinstance(item, Exception), item
+            if isinstance(item, PromptLogprobs):
+                assert not self.commits, "they come before the first token"
+                assert item.start == len(self.scores) + 1
+                self.frames.append(item)
+                self.scores += item.tokens
+            elif isinstance(item, Commit):
+                self.commits.append(item)
+        if self.commits[-1].finish is not None and not self._kept:
+            self._engine.post_close(self.key)
+        return self
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        return tuple(token.id for commit in self.commits for token in commit.tokens)
+
+    def goes_on(self, frame: Continue) -> Stream:
+        self.commits = []
+        self._engine.post_frame(self.key, frame, lambda: None)
+        return self.read()
+
+
+@pytest.fixture(scope="module")
+def bench(shared_target: Any) -> Iterator[Bench]:
+    made = Bench(shared_target())
+    made.engine.start()
+    yield made
+    made.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """Return [p - 1, vocab] log probabilities after each token of a prompt but the last, by a plain forward."""
+
+    model = load_model(str(resolve_target("reference")), "reference", device="cpu", dtype="float32")
+
+    def logp(prompt: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits.float(), dim=-1)
+
+    return logp
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(5, 8000) for _ in range(length))
+
+
+def assert_equal(scores: list[PromptToken], logp: torch.Tensor, prompt: tuple[int, ...], top: int = TOP) -> None:
+    assert len(scores) == len(prompt) - 1
+    for row, token, said in zip(logp, prompt[1:], scores, strict=True):
+        assert said.logprob == pytest.approx(float(row[token]), abs=CLOSE)
+        values, ids = row.topk(top)
+        assert [value for _, value in said.top] == pytest.approx(values.tolist(), abs=CLOSE)
+        assert {t for t, _ in said.top} == set(ids.tolist())
+        assert dict(said.top).get(token, said.logprob) == said.logprob, "one value in both places"
+        assert (said.rank == 1) == (token == int(row.argmax()))
+        assert (said.rank <= top) == (token in ids)
+
+
+def test_they_equal_a_plain_forward_of_a_prompt_in_one_piece_and_in_many(bench, plain) -> None:
+    prompt = prompt_of(300)
+    alone = bench.begin(bench.frame(prompt)).read()
+    assert_equal(alone.scores, plain(prompt), prompt)
+    assert len(alone.frames) >= 300 / batching.MAX_SCORED_ROWS, "never the logits of all positions at once"
+    assert max(len(frame.tokens) for frame in alone.frames) <= batching.MAX_SCORED_ROWS
+    long = replace(SAMPLING, max_tokens=90)
+    running = bench.begin(replace(bench.frame(prompt_of(9, 1), "beside", prompt_logprobs=None), sampling=long))
+    running.read(commits=1)
+    chunked = bench.begin(bench.frame(prompt[:100], "chunked")).read()
+    running.read()
+    assert len(chunked.frames) >= 15, "read in pieces of 5 while another decodes"
+    assert_equal(chunked.scores, plain(prompt[:100]), prompt[:100])
+
+
+def test_log_probabilities_of_the_next_position_are_not_taken_for_them(bench, plain) -> None:
+    prompt = prompt_of(40)
+    scores = bench.begin(bench.frame(prompt)).read().scores
+    with pytest.raises(AssertionError):
+        assert_equal(scores[1:], plain(prompt)[:-1], prompt[:-1])
+    with pytest.raises(AssertionError):
+        assert_equal(scores[:-1], plain(prompt)[1:], prompt[1:])
+
+
+def test_a_cached_prompt_is_computed_whole_and_says_the_same(bench, plain) -> None:
+    prompt = prompt_of(80, 2)
+    cold = bench.begin(bench.frame(prompt, "cold"), "k").read()
+    known = bench.begin(bench.frame(prompt, "known", prompt_logprobs=None), "k").read()
+    assert known.commits[0].cached_tokens > 60, "the cache is warm"
+    warm = bench.begin(bench.frame(prompt, "warm"), "k").read()
+    assert warm.commits[0].cached_tokens == 0
+    assert warm.scores == cold.scores
+    assert warm.text == known.text == cold.text
+    again = bench.begin(bench.frame(prompt, "again", prompt_logprobs=None), "k").read()
+    assert again.commits[0].cached_tokens > 60, "it is still"
+    assert_equal(warm.scores, plain(prompt), prompt)
+
+
+def test_sessions_side_by_side_get_each_their_own(bench, plain) -> None:
+    prompts = [prompt_of(length, length) for length in (70, 33, 2, 1)]
+    tops = (TOP, 0, 1, 5)
+    streams = [
+        bench.begin(bench.frame(prompt, f"s{i}", prompt_logprobs=top), "same")
+        for i, (prompt, top) in enumerate(zip(prompts, tops, strict=True))
+    ]
+    for prompt, top, stream in zip(prompts, tops, streams, strict=True):
+        stream.read()
+        if top:
+            assert_equal(stream.scores, plain(prompt) if len(prompt) > 1 else torch.empty(0, 1), prompt, top)
+        assert [len(said.top) for said in stream.scores] == [top] * (len(prompt) - 1)
+
+
+def test_a_text_that_asks_for_them_is_the_same_and_its_neighbours_too(bench) -> None:
+    prompt, other = prompt_of(60, 3), prompt_of(20, 4)
+    expected = [
+        bench.begin(bench.frame(each, prompt_logprobs=None), str(i)).read() for i, each in enumerate((prompt, other))
+    ]
+    assert not any(stream.scores for stream in expected), "they come where they are asked for, and nowhere else"
+    asked = bench.begin(bench.frame(prompt, "asked"), "a")
+    beside = bench.begin(bench.frame(other, "beside", prompt_logprobs=None), "b")
+    assert (asked.read().text, beside.read().text) == (expected[0].text, expected[1].text)
+
+
+def test_a_text_taken_over_brings_those_of_the_prompt_alone(bench, plain) -> None:
+    prompt = prompt_of(50, 5)
+    text = bench.begin(bench.frame(prompt, "first")).read().text
+    resumed = bench.begin(bench.frame(prompt, "second", committed=text[:2])).read()
+    assert resumed.text == text[2:]
+    assert_equal(resumed.scores, plain(prompt), prompt)
+
+
+def test_the_next_turn_of_a_kept_session_brings_none(bench) -> None:
+    stream = bench.begin(bench.frame(prompt_of(30, 6), keep_s=30.0)).read()
+    known = len(stream.scores)
+    stream.goes_on(Continue(34, (7, 8, 9)))
+    assert len(stream.text) == SAMPLING.max_tokens
+    assert len(stream.scores) == known
+    bench.engine.post_close(stream.key)
+
+
+def test_tokens_of_no_probability_and_ties_have_their_rank() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -torch.inf]] * 3)
+    likeliest, tied, never = score(logits, (1, 2, 3), 2)
+    assert (likeliest.rank, tied.rank, never.rank) == (1, 1, 4)
+    assert [token for token, _ in tied.top] == [1, 2], "the lower token comes first among equals"
+    assert never.logprob == -torch.inf
+
+
+def test_a_verifier_that_cannot_tell_them_refuses_the_session_by_name(bench) -> None:
+    rules = replace(bench.engine.rules, scores_prompts=False)
+    engine = Engine(TransformersBackend(bench.target), rules, VerifierConfig(threads=1))
+    box = CollectingOutbox()
+    engine._admit(0, bench.frame((5, 6)), box, None, "", None, None)
+    refused = box.items.get_nowait()
+    assert isinstance(refused, InvalidArgument)
+    assert refused.field == "open.prompt_logprobs"
+    engine._admit(1, bench.frame((5, 6), prompt_logprobs=None), box, None, "", None, None)
+    assert not isinstance(box.items.get_nowait(), Exception)
+
+
+# === on the wire ================================================================================================
+
+
+def test_a_frame_of_them_is_far_below_the_limit_of_a_message() -> None:
+    tokens = (PromptToken(-1.0, 70_000, tuple((70_000, -2.0) for _ in range(MAX_TOP_LOGPROBS))),)
+    frame = PromptLogprobs(1 << 20, tokens * batching.MAX_PREFILL_ROWS)
+    data = codec.encode_cloud_frame(frame)
+    assert codec.decode_cloud_frame(data) == frame
+    assert len(data) < 1 << 17
+
+
+@pytest.mark.parametrize(
+    ("wire", "field"),
+    [
+        (pb.PromptLogprobs(start=1, logprobs=[0.0, 0.0], ranks=[1]), "prompt_logprobs.ranks"),
+        (
+            pb.PromptLogprobs(start=1, logprobs=[0.0], ranks=[1], top_tokens=[1, 2], top_logp=[0]),
+            "prompt_logprobs.top_tokens",
+        ),
+        (pb.PromptLogprobs(start=0, logprobs=[0.0], ranks=[1]), "prompt_logprobs.start"),
+        (pb.PromptLogprobs(start=1), "prompt_logprobs.logprobs"),
+    ],
+)
+def test_a_frame_that_cannot_be_is_refused_by_name(wire: Any, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        codec.decode_cloud_frame(pb.CloudFrame(prompt_logprobs=wire).SerializeToString())
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("top", [-1, MAX_TOP_LOGPROBS + 1])
+def test_more_than_there_are_cannot_be_asked_for(top: int) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Open("m", "0" * 64, (1,), SAMPLING, "s", prompt_logprobs=top)
+    assert refused.value.field == "open.prompt_logprobs"
