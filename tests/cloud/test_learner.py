@@ -7,6 +7,8 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from outrider.cloud.learning import actor as acting
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning.actor import TrainerActor
 from outrider.cloud.learning.learner import Learner, drafters_folder
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory, TrialJournal
@@ -39,11 +42,13 @@ def settings(folder: Path, **changes: object) -> TrainerSettings:
     return TrainerSettings(folder=folder, **(quick | {"min_keys": 1, "publish_every": 6} | changes))
 
 
+@cache
+def drawn(number: int) -> LessonRecord:
+    return text_record(TARGET, vocab=VOCAB, seed=number, length=16, key=f"key-{number % 9}")
+
+
 def texts(first: int, count: int) -> list[bytes]:
-    return [
-        text_record(TARGET, vocab=VOCAB, seed=number, length=16, key=f"key-{number % 9}", at_s=time.time()).encode()
-        for number in range(first, first + count)
-    ]
+    return [replace(drawn(number), at_s=time.time()).encode() for number in range(first, first + count)]
 
 
 def take_all(learner: Learner, records: list[bytes]) -> None:
