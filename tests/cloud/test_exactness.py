@@ -133,6 +133,11 @@ def law_of_text(sampling: Sampling, length: int = LENGTH) -> dict[tuple[int, ...
 # === the rule as implemented, for thousands of sessions in lock step ============================================
 
 
+@cache
+def opening(sampling: Sampling, seed: int, length: int) -> Open:
+    return Open("m", HASH, PROMPT, replace(sampling, seed=seed, max_tokens=length), "s")
+
+
 @dataclass
 class Texts:
     """Decodes one text for each (seed, adversary) with the real session machine and the real sampler."""
@@ -164,9 +169,8 @@ class Texts:
         return [tuple(s.transcript[s.prompt_length :]) for s in sessions]
 
     def _session(self, seed):
-        sampling = replace(self.sampling, seed=seed, max_tokens=self.length)
         rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset(), self.max_drafts)
-        return VerifierSession(Open("m", HASH, PROMPT, sampling, "s"), rules, 0.0)
+        return VerifierSession(opening(self.sampling, seed, self.length), rules, 0.0)
 
     @staticmethod
     def _hand_over_drafts(session, messages, step):
@@ -192,11 +196,16 @@ def fixed_drafts(*blocks):
     return adversary
 
 
+@cache
+def noise_of(gumbel, seed: int, position: int) -> list[float]:
+    return gumbel(seed, position, TOKENS).tolist()
+
+
 def noise_reading(seed, step, transcript, gumbel=gumbel):
     """Reads the very noise that decides: proposes its argmax where it is large, and its argmin elsewhere."""
     prefix = list(transcript)
     for _ in range(LENGTH - 1):
-        noise = gumbel(seed, len(prefix), TOKENS).tolist()
+        noise = noise_of(gumbel, seed, len(prefix))
         scores = [a + b for a, b in zip(logits_after(tuple(prefix)), noise, strict=True)]
         prefix.append(scores.index(max(scores) if max(scores) > 1.5 else min(scores)))
     return [prefix[len(transcript) : -1], prefix[-1:]]
