@@ -360,17 +360,17 @@ def test_attention_that_looks_at_other_sessions_falls_back_to_calls_of_each_sess
     assert load(folders("llama")[0], kv_tokens=2048).passes == ROUNDED[0]
 
 
-def test_attention_in_other_blocks_changes_bits():
+def test_attention_in_other_blocks_changes_bits(shared_target):
     """The control of the equalities above: the kernels add otherwise for other numbers of keys."""
-    target = load("reference", kv_tokens=2048, page_size=16)
+    target = shared_target("reference", kv_tokens=2048)
     target.passes = replace(ROUNDED[0], block=512)
     assert not target.keeps_bits()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_keys_for_the_company_alone_change_bits(dtype, monkeypatch):
+def test_more_keys_for_the_company_alone_change_bits(dtype, monkeypatch, shared_target):
     """The control of chunks whose length follows from the position: masked keys are not without effect."""
-    target = load("reference", dtype=dtype, kv_tokens=2048, page_size=16)
+    target = shared_target("reference", dtype=dtype, kv_tokens=2048)
     assert target.passes == TOGETHER[0]
     right = chunked_attention._layout
 
