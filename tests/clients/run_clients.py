@@ -129,7 +129,7 @@ def serving(url: str | None) -> Iterator[str]:
             )
         ]
         try:
-            _wait_for(f"http://{listen}/health")
+            _wait_for(f"http://{listen}/health", processes)
             yield f"http://{listen}"
         finally:
             for process in reversed(processes):
@@ -188,14 +188,14 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
-def _wait_for(url: str) -> None:
+def _wait_for(url: str, processes: list[subprocess.Popen[bytes]]) -> None:
     began = time.monotonic()
     while True:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except OSError as error:
-            if time.monotonic() - began > SERVES_WITHIN_S:
+            if time.monotonic() - began > SERVES_WITHIN_S or any(process.poll() is not None for process in processes):
                 raise SystemExit(f"{url} does not answer: {error}; see {INSTALLED}/outrider.log") from error
             time.sleep(0.5)
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from outrider.cloud.family_index import target_folder, tokenizer_file
 
 MARK = "INTERRUPTED_BY_TEST"  # a variable that whatever the command starts inherits
 GONE_WITHIN_S = 20.0
@@ -136,12 +139,24 @@ def _marked(mark: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+# In the folder that `main` fills.
+SECRET = ["--listen", "127.0.0.1:0", "--lease-secret-file", "secret"]
+LONG = ["--corpus", "corpus.jsonl", "--output", "trained", "--self-text", "2000", "--steps", "9"]
 STAGES = (
     ("run", ["run", "x"], ("argparse", "rich", "numpy", "torch", "transformers", "onnxruntime"), ("⟦",)),
     ("bench", ["bench", "--per-domain", "1"], ("rich", "subprocess.Popen"), ()),
     ("up", ["up", "--listen", "127.0.0.1:0"], ("ray", "subprocess.Popen"), ("coordinator on",)),
     ("demo", ["demo", "--per-domain", "1"], ("ray", "subprocess.Popen"), ("starting", "drafter ")),
     ("verifier", ["verifier", "--listen", "127.0.0.1:0"], ("torch", "transformers"), ("verifier ",)),
+    ("coordinator", ["coordinator", *SECRET, "--ray-address", "127.0.0.1:1"], ("grpc", "ray"), ()),
+    (
+        "coordinator",
+        ["coordinator", *SECRET, "--verifier", "v=127.0.0.1:1", "--model", "m", "--tokenizer", "tokenizer.json"],
+        (),
+        ("coordinator on",),
+    ),
+    ("train", ["train", "drafter", *LONG], ("torch", "transformers", "safetensors"), ()),
+    ("submit", ["submit", "--address", "http://127.0.0.1:1", "--", "run", "x"], ("ray", "aiohttp"), ()),
 )
 
 
@@ -149,12 +164,17 @@ def main() -> None:
     """Measure the commands at the stages above, and at random imports."""
     seed = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     only = sys.argv[2:]
+    os.chdir(tempfile.mkdtemp())
+    shutil.copy(tokenizer_file(target_folder("reference")), "tokenizer.json")
+    Path("secret").write_text("0123456789abcdef" * 4)
+    Path("corpus.jsonl").write_text('{"id": "a", "text": "Two apples and a pear. "}\n' * 2000)
     print("| command | signal at | status | s | lines | left |\n|---|---|---|---|---|---|")
     for name, words, events, lines in STAGES:
         if only and name not in only:
             continue
         moments = [{"event": event} for event in events] + [{"after": line} for line in lines]
-        moments += [{"event": "import", "nth": seed.randrange(200, 2500)} for _ in range(2)]
+        if name not in ("coordinator", "submit"):  # which import less, and then there would be no signal
+            moments += [{"event": "import", "nth": seed.randrange(200, 2500)} for _ in range(2)]
         moments += [{"event": "subprocess.Popen", "nth": n} for n in (2, 3)] * (name in ("up", "demo"))
         for moment in moments:
             number = seed.choice((signal.SIGINT, signal.SIGTERM))

@@ -154,6 +154,18 @@ def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_
         assert verifier.end() == 0
 
 
+@pytest.mark.parametrize("content", ["not JSON", "[]"])
+def test_a_coordinator_says_that_a_file_is_no_tokenizer(tmp_path, capfd, content) -> None:
+    secret, tokenizer = tmp_path / "secret", tmp_path / "tokenizer.json"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    tokenizer.write_text(content)
+    fixed = ["--verifier", "one=127.0.0.1:1", "--tokenizer", str(tokenizer)]
+    status, _, err = run("coordinator", "--lease-secret-file", str(secret), *fixed, capfd=capfd)
+    assert status == 1
+    assert err.startswith("outrider coordinator: tokenizer: ")
+    assert len(err.splitlines()) == 1
+
+
 class Served:
     """An `outrider` process that serves; the address is the last word of its first line."""
 

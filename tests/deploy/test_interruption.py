@@ -31,24 +31,33 @@ def test_a_signal_while_the_command_line_is_read_is_one_line(event: str, number:
 
 
 @pytest.mark.parametrize(
-    ("words", "event"),
+    ("command", "options", "event"),
     [
-        (["generate", "--coordinator", "127.0.0.1:1", "x"], "grpc"),
-        (["status", "--coordinator", "127.0.0.1:1"], "rich.live"),
-        (["edge", "--coordinator", "127.0.0.1:1"], "uvicorn"),
-        (["run", "x"], "numpy"),
-        (["bench"], "rich"),
+        ("generate", "--coordinator 127.0.0.1:1 x", "grpc"),
+        ("status", "--coordinator 127.0.0.1:1", "rich.live"),
+        ("edge", "--coordinator 127.0.0.1:1", "uvicorn"),
+        ("run", "x", "numpy"),
+        ("bench", "", "rich"),
+        ("coordinator", "", "grpc"),
+        ("train drafter", "--corpus x --output x", "torch"),
+        ("submit", "-- run x", "ray"),
     ],
 )
-def test_a_signal_during_imports_is_one_line(words: list[str], event: str) -> None:
-    check(interrupted(words, event=event), signal.SIGINT, f"outrider {words[0]}")
+def test_a_signal_during_imports_is_one_line(command: str, options: str, event: str) -> None:
+    check(interrupted(f"{command} {options}".split(), event=event), signal.SIGINT, f"outrider {command}")
 
 
-@pytest.mark.parametrize("number", STATUS)
-def test_a_signal_while_a_coordinator_is_silent_is_one_line(number: int) -> None:
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        *(("generate --coordinator {} x", number) for number in STATUS),
+        ("submit --address http://{} -- run x", signal.SIGINT),
+    ],
+)
+def test_a_signal_while_a_server_is_silent_is_one_line(words: str, number: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        host, port = silent.getsockname()
-        command = [sys.executable, "-m", "outrider.deploy", "generate", "--coordinator", f"{host}:{port}", "x"]
+        address = "{}:{}".format(*silent.getsockname())
+        command = [sys.executable, "-m", "outrider.deploy", *words.format(address).split()]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
@@ -58,7 +67,7 @@ def test_a_signal_while_a_coordinator_is_silent_is_one_line(number: int) -> None
     assert process.returncode == STATUS[number]
     assert output == ""
     (line,) = without_progress(errors)
-    assert line.startswith("outrider generate: ")
+    assert line.startswith(f"outrider {words.split()[0]}: ")
 
 
 @pytest.mark.soak

@@ -34,6 +34,7 @@ from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
 from outrider.proto.plumbing.serving import GrpcServerSettings
 from outrider.proto.plumbing.tls import ClientTls
+from outrider.proto.tokenizer import tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def coordinator_config(given: Given) -> CoordinatorConfig:
         StaticVerifier(
             *split_pair(text, "NAME=HOST:PORT; leases are bound to the name", "verifier"),
             fixed.model,
-            read_text(fixed.tokenizer, "tokenizer") if fixed.tokenizer else "",
+            _tokenizer(fixed.tokenizer) if fixed.tokenizer else "",
             tls=fixed.verifier_tls_ca is not None,
             tls_name=fixed.verifier_tls_name,
             chat_template_json=read_text(fixed.chat_template, "chat_template") if fixed.chat_template else "",
@@ -150,6 +151,17 @@ def coordinator_config(given: Given) -> CoordinatorConfig:
         verifier_tls=towards,
         **({"ray_address": ""} if verifiers else {}),
     )
+
+
+def _tokenizer(path: Path) -> str:
+    text = read_text(path, "tokenizer")
+    try:
+        tokenizer_hash(text)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} holds no object of JSON; give the target's tokenizer.json", field="tokenizer"
+        ) from error
+    return text
 
 
 def verifier(given: Given) -> int:
