@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -169,6 +170,7 @@ def main() -> int:
     parser.add_argument("--url", help="a daemon that runs already, such as http://127.0.0.1:8080")
     arguments = parser.parse_args()
     files = {name: path for name, path in client_files().items() if name in (arguments.names or client_files())}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends, too
     broken = []
     with serving(arguments.url) as url, speaking() as tool_urls:
         environment = os.environ | {"BASE_URL": f"{url}/v1", "TOOL_URLS": tool_urls, "PYTHONDONTWRITEBYTECODE": "1"}
