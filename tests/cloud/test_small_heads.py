@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from outrider.cloud.export import export_drafter
 from outrider.cloud.export.check import open_session, run_in_chunks
-from outrider.cloud.export.quantised import quantise
+from outrider.cloud.export.quantised import QuantisedMatrix, quantise
 from outrider.cloud.family_index import load_causal_lm
-from outrider.cloud.heads import SmallHead, loss_terms, reduce_head
+from outrider.cloud.heads import MISSING_NATS, SmallHead, loss_terms, reduce_head
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
+from outrider.cloud.training.corpus import Source, most_frequent
 from outrider.cloud.training.drafter import train_drafter
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
@@ -28,9 +29,11 @@ from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule
 from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument, ModelRefused
+from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling
 
 VOCAB, HIDDEN, RANK = 258, 64, 24
+KEPT = torch.arange(0, VOCAB, 3)
 SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -87,6 +90,7 @@ def config(target: Path, tmp_path: Path) -> DrafterTraining:
         warm_up_steps=1,
         held_out_tokens=256,
         head_rank=6,
+        head_tokens=90,
     )
 
 
@@ -100,6 +104,39 @@ def test_a_reduced_head_is_the_nearest_matrix_of_its_rank_and_the_embedding_stay
     assert float(torch.linalg.norm(whole - nearest)) == pytest.approx(float(least), rel=1e-4)
     assert torch.equal(model.get_input_embeddings().weight, whole)
     assert not model.config.tie_word_embeddings
+
+
+def test_with_moments_a_reduced_head_is_the_nearest_in_the_logits_of_such_states() -> None:
+    states = torch.randn(200, HIDDEN) * torch.linspace(4, 0.1, HIDDEN)  # directions that the weights say nothing of
+    errors = []
+    for moments in (None, states.T @ states / len(states)):
+        model = tied_llama()
+        wanted = states @ model.lm_head.weight.detach().T
+        reduce_head(model, rank=RANK, moments=moments)
+        errors.append(float((model.lm_head(states) - wanted).detach().square().sum()))
+    root = torch.linalg.svdvals(wanted)[RANK:].square().sum()  # the nearest of all logits of this rank
+    assert errors[1] == pytest.approx(float(root), rel=1e-3)
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_a_trimmed_head_has_the_whole_heads_logits_and_finds_other_tokens_next_to_impossible() -> None:
+    model = tied_llama()
+    whole = model(torch.arange(2, 20)[None]).logits[0].detach()
+    reduce_head(model, tokens=KEPT)
+    trimmed = model(torch.arange(2, 20)[None]).logits[0].detach()
+    torch.testing.assert_close(trimmed[:, KEPT], whole[:, KEPT])
+    log_q, of_kept = trimmed.log_softmax(-1), whole[:, KEPT].log_softmax(-1)
+    torch.testing.assert_close(log_q[:, KEPT], of_kept, atol=1e-4, rtol=0)
+    missing = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, KEPT, False)
+    torch.testing.assert_close(log_q[:, missing], torch.full_like(log_q[:, missing], -MISSING_NATS), atol=1e-4, rtol=0)
+
+
+def test_the_kept_tokens_are_the_ends_of_texts_and_the_most_read_and_then_the_lowest() -> None:
+    often = Source("a", np.array([7] * 9 + [5] * 3, dtype=np.uint32), 0.5)
+    rare = Source("b", np.array([4], dtype=np.uint32), 0.25)
+    unread = Source("c", np.array([8] * 100, dtype=np.uint32), 0.0)
+    assert most_frequent([often, rare, unread], 10, 3, {9}).tolist() == [4, 7, 9]
+    assert most_frequent([often, rare, unread], 10, 6, {9}).tolist() == [0, 1, 4, 5, 7, 9]
 
 
 def test_a_saved_small_head_is_loaded_again_and_other_tensors_are_refused(low_rank: Path, tmp_path: Path) -> None:
@@ -125,17 +162,21 @@ def test_a_rank_that_saves_nothing_and_a_second_reduction_are_refused() -> None:
         reduce_head(model, rank=8)
 
 
-def test_the_terms_of_the_loss_give_the_logits_of_the_head(low_rank: Path) -> None:
-    head = load_causal_lm(low_rank, "no model", field="start").lm_head
+@pytest.mark.parametrize("tokens", [None, KEPT], ids=["all tokens", "kept tokens"])
+def test_the_terms_of_the_loss_are_the_logits_of_head_and_target(tokens: torch.Tensor | None) -> None:
+    model = tied_llama()
+    reduce_head(model, rank=RANK, tokens=tokens)
     hidden, logits = torch.randn(2, 5, HIDDEN), torch.randn(2, 5, VOCAB)
-    states, weight, same = loss_terms(head, hidden, logits)
-    torch.testing.assert_close(states @ weight.T, head(hidden))
-    assert same is logits
+    states, weight, of_target = loss_terms(model.lm_head, hidden, logits)
+    shown = slice(None) if tokens is None else tokens
+    torch.testing.assert_close(states @ weight.T, model.lm_head(hidden)[..., shown])
+    assert torch.equal(of_target, logits[..., shown])
 
 
-def test_a_drafter_trains_with_a_low_rank_head_and_a_resumed_run_is_the_same_run(config: DrafterTraining) -> None:
+def test_a_drafter_trains_with_a_small_head_and_a_resumed_run_is_the_same_run(config: DrafterTraining) -> None:
     whole = train_drafter(config)
-    assert json.loads((whole.folder / "config.json").read_text())["outrider_head"] == {"rank": 6}
+    written = json.loads((whole.folder / "config.json").read_text())
+    assert written["outrider_head"] == {"rank": 6, "tokens": 90}
     begun = train_drafter(replace(config, steps=1, output=config.output.with_name("begun")))
     weights = load_file(whole.folder / "model.safetensors")
     for name in ("lm_head.down.weight", "lm_head.up.weight", "model.embed_tokens.weight"):
@@ -187,6 +228,49 @@ def test_in_eight_bits_an_embedding_that_is_no_head_shrinks_too(package: Path, t
         for file in (package / "model.onnx", graph)
     )
     assert 0 < np.abs(close - exact).mean() < 0.05 * exact.std()
+
+
+def test_an_exported_trimmed_head_proposes_and_scores_by_the_targets_tokens(tmp_path: Path) -> None:
+    model = tied_llama()
+    reduce_head(model, tokens=KEPT)
+    source = saved(model, tmp_path / "source")
+    manifest = export_drafter(source, tmp_path / "out", name="small", candidates=16, target_id="big")
+    assert manifest["head"] == {"rank": None, "tokens": len(KEPT)}
+    drafter = OnnxDrafter(find_package(tmp_path / "out"))
+    prefix = (0, 5, 9)
+    logits = model(torch.tensor([prefix])).logits[0, -1].detach()
+    for temperature in (0.0, 1.0):  # 8 candidates, and all 16 with noise
+        sampling = Sampling(temperature=temperature, seed=3)
+        state = drafter.open(ProposalRule(sampling))
+        state.extend(prefix)
+        (draft,) = state.propose(1)
+        best = logits.topk(16).indices.numpy()
+        noise = gumbel(3, len(prefix), best) if temperature else 0
+        assert draft.id == best[(logits.numpy()[best] + noise).argmax()]
+        assert draft.id in KEPT
+    state.truncate(len(prefix))
+    scores = state.score((3, 4))  # the first is kept, the second is not
+    assert scores[0] == pytest.approx(float(logits.log_softmax(-1)[3]), abs=1e-3)
+    assert scores[1] == pytest.approx(-MISSING_NATS, abs=1e-3)
+
+
+def test_four_bits_are_packed_two_a_byte_and_lookups_read_the_same(package: Path, tmp_path: Path) -> None:
+    matrix = np.random.default_rng(0).normal(size=(5, 96)).astype(np.float32)
+    quantised = QuantisedMatrix.of(matrix, 4)
+    assert quantised.stored.shape == (5, 3, 16)
+    restored = ((quantised.levels.astype(np.float32) - 8) * quantised.scales[..., None]).reshape(5, -1)
+    assert (np.abs(restored - matrix) <= np.repeat(np.abs(quantised.scales), 32, axis=1) * 1.001).all()
+    graph = tmp_path / "model.onnx"
+    graph.write_bytes((package / "model.onnx").read_bytes())
+    quantise(graph, bits=4)
+    assert "GatherBlockQuantized" in [node.op_type for node in onnx.load(graph).graph.node]
+    tokens = np.random.default_rng(7).integers(0, VOCAB, 30)
+    shape = CacheShape(layers=1, kv_heads=2, head_dim=16)
+    exact, close = (
+        run_in_chunks(open_session(file), tokens, [20, 1, 9], shape, 8)["logits"]
+        for file in (package / "model.onnx", graph)
+    )
+    assert 0.01 * exact.std() < np.abs(close - exact).mean() < 0.3 * exact.std()
 
 
 def test_learning_refuses_a_drafter_whose_head_is_not_its_embedding(package: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Small output heads of drafters: low rank in place of the whole matrix from hidden state to vocabulary.
+"""Small output heads of drafters: of low rank, over the most frequent tokens alone, or both.
 
 A drafter reads all of its head for every token, and one row of its embedding. So a head of its own, hidden -> rank ->
-vocabulary (SlimSpec), costs a token less than a tied one of full rank, though the file holds both.
+vocabulary (SlimSpec) or over a part of the vocabulary (FastDraft; VocabTrim, arXiv 2506.22694), costs a token less than
+a whole tied one, though the file holds both.
 
 A model with such a head is saved as any other; `HEAD` in its config.json says how to load it.
 """
@@ -9,6 +10,8 @@ A model with such a head is saved as any other; `HEAD` in its config.json says h
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +23,118 @@ from outrider.proto.errors import InvalidArgument
 
 HEAD = "outrider_head"  # entry of config.json: the shape of a small head
 
+# A token that a head lacks has the probability e^-20 (2e-9): all of them together have less than a thousandth at any
+# vocabulary, none is a candidate, and what is made of scores (divergences, means of log q) stays finite.
+MISSING_NATS = 20.0
+
 
 class SmallHead(nn.Module):
-    """The product of two matrices, `down` [rank, hidden] and `up` [vocab, rank], in the place of `lm_head`."""
+    """The product of two matrices, `down` [rank, hidden] and `up` [tokens, rank], in the place of `lm_head`.
 
-    def __init__(self, hidden: int, vocab: int, rank: int) -> None:
+    Attributes:
+        vocab: tokens of the model, for all of which `forward` answers.
+        tokens: int64 [tokens], ascending, those that `up` has rows for; None: all.
+    """
+
+    tokens: torch.Tensor | None
+
+    def __init__(self, hidden: int, vocab: int, *, rank: int | None, tokens: int | None) -> None:
         super().__init__()
-        self.down = nn.Linear(hidden, rank, bias=False)
-        self.up = nn.Linear(rank, vocab, bias=False)
+        self.vocab = vocab
+        self.down = nn.Identity() if rank is None else nn.Linear(hidden, rank, bias=False)
+        self.up = nn.Linear(rank or hidden, tokens or vocab, bias=False)
+        self.register_buffer("tokens", None if tokens is None else torch.arange(tokens))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., vocab] of states after the last norm [..., hidden]."""
         logits: torch.Tensor = self.up(self.down(hidden))
-        return logits
+        if self.tokens is None:
+            return logits
+        return spread(logits, logits.logsumexp(-1, keepdim=True), self.tokens, self.vocab)
+
+
+def spread(logits: torch.Tensor, log_normalizer: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return logits [..., vocab] of logits [..., tokens] for `tokens`; the others are at `MISSING_NATS`.
+
+    `log_normalizer` is [..., 1], that of `logits`.
+    """
+    shape = logits.shape[:-1]
+    missing = (log_normalizer - MISSING_NATS).expand(*shape, vocab)
+    return missing.scatter(-1, tokens.expand(*shape, len(tokens)), logits)
 
 
 @torch.no_grad()
-def reduce_head(model: PreTrainedModel, *, rank: int) -> None:
-    """Replace a model's head by the nearest of rank `rank` (truncated SVD); the embedding stays as it is.
+def reduce_head(
+    model: PreTrainedModel,
+    *,
+    rank: int | None = None,
+    tokens: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
+) -> None:
+    """Replace a model's head by one of `rank` (truncated SVD) over `tokens`; the embedding stays as it is.
+
+    A head W of low rank is the nearest in the logits of states h of these moments, E |W h - W' h|^2, which the SVD of
+    W M^(1/2) gives; without them, the nearest in its weights.
+
+    Args:
+        model: model with a head of full rank over its vocabulary.
+        rank: rank of the new head; None: as before.
+        tokens: int64 [tokens], ascending, that it can predict; None: all.
+        moments: M = E h h^T [hidden, hidden] of the states that the head sees; None: all directions alike.
 
     Raises:
-        InvalidArgument: the head is as small already.
+        InvalidArgument: the head is small already, or would save nothing.
     """
     lm_head: Any = model.get_output_embeddings()
+    field = "head_tokens" if rank is None else "head_rank"
     if isinstance(lm_head, SmallHead):
-        raise InvalidArgument("the drafter has such a head already; leave this out to train it on", field="head_rank")
+        raise InvalidArgument("the drafter has a small head already; leave this out to train it on", field=field)
     vocab, hidden = lm_head.weight.shape
-    if rank >= hidden:
+    if rank is not None and rank >= hidden:
         raise InvalidArgument(f"{rank} saves nothing of a head of rank {hidden}; give less", field="head_rank")
-    head = SmallHead(hidden, vocab, rank)
     weight = lm_head.weight.detach().float().cpu()
-    _, directions = torch.linalg.eigh(weight.T @ weight)  # ascending: the right singular vectors
-    kept = directions.flip(1)[:, :rank]
-    head.down.weight.copy_(kept.T)
-    head.up.weight.copy_(weight @ kept)
+    if tokens is not None:
+        weight = weight[tokens]
+    head = SmallHead(hidden, vocab, rank=rank, tokens=None if tokens is None else len(tokens))
+    if rank is not None:
+        root, inverse = _root(torch.eye(hidden) if moments is None else moments.float().cpu())
+        _, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending: right singular vectors
+        kept = directions.flip(1)[:, :rank]
+        head.down.get_parameter("weight").copy_(kept.T @ inverse)
+        weight = weight @ root @ kept
+    head.up.weight.copy_(weight)
+    if head.tokens is not None and tokens is not None:
+        head.tokens.copy_(tokens)
     model.lm_head = head.to(lm_head.weight.device)
     model.config.tie_word_embeddings = False
-    setattr(model.config, HEAD, {"rank": rank})
+    setattr(model.config, HEAD, {"rank": rank, "tokens": None if tokens is None else len(tokens)})
+
+
+def _root(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the symmetric square root of a positive matrix, and the inverse of that."""
+    values, vectors = torch.linalg.eigh(moments.double())
+    values = values.clamp(min=1e-6 * float(values[-1])).sqrt()
+    return (vectors * values @ vectors.T).float(), (vectors / values @ vectors.T).float()
+
+
+def tokens_of(model: PreTrainedModel) -> torch.Tensor | None:
+    """Return the tokens that a model's head can predict, int64 [tokens]; None: all."""
+    head = model.get_output_embeddings()
+    return head.tokens if isinstance(head, SmallHead) else None
+
+
+@contextmanager
+def head_of_kept_tokens(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model return logits for `tokens_of` alone inside the `with` block."""
+    head: Any = model.lm_head
+    if tokens_of(model) is None:
+        yield
+        return
+    model.lm_head = nn.Sequential(head.down, head.up)
+    try:
+        yield
+    finally:
+        model.lm_head = head
 
 
 def has_small_head(folder: Path) -> bool:
@@ -77,7 +155,7 @@ def load_with_small_head(folder: Path, *, dtype: str, attention: str | None) -> 
     shape = getattr(config, HEAD)
     made: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model: PreTrainedModel = made
-    model.lm_head = SmallHead(config.hidden_size, config.vocab_size, int(shape["rank"]))
+    model.lm_head = SmallHead(config.hidden_size, config.vocab_size, rank=shape.get("rank"), tokens=shape.get("tokens"))
     state: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         state |= load_file(shard)
@@ -94,11 +172,14 @@ def loss_terms(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return states, matrix and target's logits whose `forward_kl` is that of a head of any kind.
 
+    A head over a part of the vocabulary learns the target's distribution over that part.
+
     Args:
         head: the drafter's `lm_head`.
         hidden: [rows, block, hidden], after the last norm.
         logits_by_target: [rows, block, vocab].
     """
     if isinstance(head, SmallHead):
-        return head.down(hidden), head.up.weight, logits_by_target
+        of_kept = logits_by_target if head.tokens is None else logits_by_target[..., head.tokens]
+        return head.down(hidden), head.up.weight, of_kept
     return hidden, head.get_parameter("weight"), logits_by_target

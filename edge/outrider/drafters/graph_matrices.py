@@ -68,7 +68,9 @@ def _quantised(node: Any, tensors: Mapping[str, Any]) -> _QuantisedMatrix:
     offsets = [name for name in node.input[3:5] if name]  # zero points and the order of columns; a bias may follow
     levels, scales = (tensors.get(name) for name in node.input[1:3])
     if numbers.get("bits") != 8 or offsets or levels is None or scales is None:
-        raise ModelRefused(f"a product of {node.input[0]!r} has no symmetric 8-bit weights; export the drafter again")
+        raise ModelRefused(
+            f"a product of {node.input[0]!r} has no symmetric 8-bit weights; export it with --precision int8"
+        )
     name = node.input[1].removesuffix(_LEVELS)
     matrix = _QuantisedMatrix(name, levels, scales, rows=numbers["N"], columns=numbers["K"])
     blocks = -(-matrix.columns // numbers["block_size"])

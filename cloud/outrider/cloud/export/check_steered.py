@@ -63,7 +63,7 @@ class SteeredCheck:
                 raise ExportMismatch(f"biases of zero change {', '.join(differing)} of the unsteered export")
 
     def _compare_loud(self, session: onnxruntime.InferenceSession, texts: list[ChunkedText]) -> None:
-        comparison = LogitsComparison(self.check.precision)
+        comparison = self.check.comparison()
         generator = torch.Generator().manual_seed(0)
         for text in texts:
             biases = torch.randn(self._shape_of_biases(text), generator=generator) * self._sizes(text)[:, None, None]
@@ -75,7 +75,7 @@ class SteeredCheck:
         self, session: onnxruntime.InferenceSession, texts: list[ChunkedText]
     ) -> dict[str, float | int]:
         steering_graph = open_session(self.package / STEERING_GRAPH_FILE)
-        comparison = LogitsComparison(self.check.precision)
+        comparison = self.check.comparison()
         generator = torch.Generator().manual_seed(0)
         for text in texts:
             vectors = self._vectors(len(text.chunks), generator)

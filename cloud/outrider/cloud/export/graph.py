@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from outrider.cloud.export.contract import INPUTS, OUTPUTS, VECTOR, ExportMismatch, cache_names, steering_names
 from outrider.cloud.export.model import Anatomy, AttentionSettings, forward
 from outrider.cloud.export.steered import SteeringWeights, steered_by
+from outrider.cloud.heads import head_of_kept_tokens, spread, tokens_of
 
 OPSET = 20
 IR_VERSION = 10  # of the traced graphs
@@ -80,6 +81,7 @@ class _Step(torch.nn.Module):
         super().__init__()
         self.model = model
         self.candidates = candidates
+        self.tokens = tokens_of(model)
         self.tables = [half for table in anatomy.rotations if table for half in (table.cos, table.sin)]
 
     def forward(
@@ -99,6 +101,9 @@ class _Step(torch.nn.Module):
         candidate_logits, candidate_tokens = logits.topk(self.candidates, dim=-1)
         # LogSoftmax is one quick node; a log of a sum of exponentials written out is six.
         log_normalizer = logits[:, 0] - logits.log_softmax(-1)[:, 0]
+        if self.tokens is not None:
+            candidate_tokens = self.tokens[candidate_tokens]
+            logits = spread(logits, log_normalizer[:, None], self.tokens, self.model.config.vocab_size)
         return candidate_tokens, candidate_logits, log_normalizer, logits, *step.present
 
 
@@ -123,10 +128,11 @@ def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph
         example += (biases,)
         dynamic += ([{}] * len(biases),)
     names = [name for name in INPUTS if name != "candidate_count"]
-    with warnings.catch_warnings(), torch.no_grad():
+    exported = _Step(model, anatomy, candidates).eval()
+    with warnings.catch_warnings(), torch.no_grad(), head_of_kept_tokens(model):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            _Step(model, anatomy, candidates).eval(),
+            exported,
             example,
             dynamo=True,
             opset_version=OPSET,
@@ -188,7 +194,7 @@ def _ask_for_candidate_count(graph: onnx.GraphProto) -> None:
     del graph.input[:]
     graph.input.extend(inputs)
     for output in graph.output:
-        if output.name in top.output:
+        if output.name.startswith("candidate_"):
             output.type.tensor_type.shape.dim[1].dim_param = name
 
 

@@ -90,8 +90,13 @@ def load(folder: Path, attention: str | None = None) -> PreTrainedModel:
 
 def load_for_export(folder: Path) -> PreTrainedModel:
     """Load the model in float32, with attention left to the `Pass` of each forward."""
-    AttentionInterface.register(ATTENTION, _attend)
+    offer_attention()
     return load(folder, ATTENTION)
+
+
+def offer_attention() -> None:
+    """Register `ATTENTION`, which leaves attention to the `Pass` of each forward, with transformers."""
+    AttentionInterface.register(ATTENTION, _attend)
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -33,12 +33,13 @@ from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
+from outrider.cloud.heads import HEAD, tokens_of
 from outrider.drafters.packages import GRAPHS, version_of
 from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
-PRECISIONS = ("float32", "int8")
+PRECISIONS = ("float32", "int8", "int4")
 
 Manifest = dict[str, Any]
 
@@ -59,7 +60,7 @@ def export_drafter(
             steering.safetensors and projection.safetensors the drafter is steered.
         out_folder: replaced whole once the check has passed, untouched otherwise.
         name: name of the drafter, for people and catalogues.
-        precision: "float32", or "int8" for 8-bit weights and products (see `quantise`).
+        precision: "float32", or "int8" and "int4" for 8-bit and 4-bit weights in 8-bit products (see `quantise`).
         candidates: how many of the most likely tokens an edge should ask for where it draws among them.
         target_id: id of the target that the drafter was distilled for.
 
@@ -76,9 +77,11 @@ def export_drafter(
     if not tokenizer_file.is_file():
         raise InvalidArgument(f"{source_folder} has no {TOKENIZER_FILE}", field="source_folder")
     model = load_for_export(source_folder)
-    if not 1 <= candidates <= model.config.vocab_size:
+    tokens = tokens_of(model)
+    predicted = model.config.vocab_size if tokens is None else len(tokens)
+    if not 1 <= candidates <= predicted:
         raise InvalidArgument(
-            f"{candidates} is not between 1 and the vocabulary of {model.config.vocab_size}", field="candidates"
+            f"{candidates} is not between 1 and the {predicted} tokens that its head predicts", field="candidates"
         )
     steering = steering_of(source_folder)
     if steering is not None:
@@ -115,8 +118,8 @@ def export_drafter(
 def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path, *, mlp: int = 0) -> Path:
     graph = folder / MODEL_FILE
     write_graph(model, anatomy, check.candidates, graph, mlp=mlp)
-    if check.precision == "int8":
-        quantise(graph)
+    if check.precision != "float32":
+        quantise(graph, bits={"int8": 8, "int4": 4}[check.precision])
     return graph
 
 
@@ -150,6 +153,8 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
             "opset": OPSET,
         },
     }
+    if (head := getattr(model.config, HEAD, None)) is not None:
+        manifest["head"] = head
     training = source_folder / TRAINING_FILE
     if training.is_file():
         record = json.loads(training.read_text(encoding="utf-8"))

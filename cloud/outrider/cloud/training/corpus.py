@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -115,6 +115,19 @@ class Source:
     name: str
     tokens: np.ndarray
     weight: float
+
+
+def most_frequent(sources: Sequence[Source], vocab: int, count: int, always: Collection[int]) -> np.ndarray:
+    """Return `count` tokens of a vocabulary, ascending int64: `always`, then those most read of `sources`.
+
+    Among tokens that no text has the lower ids come first, which byte-pair encodings merged earlier.
+    """
+    shares = np.zeros(vocab)
+    for source in sources:
+        if source.weight and len(source.tokens):
+            shares += source.weight * np.bincount(source.tokens, minlength=vocab) / len(source.tokens)
+    shares[sorted(always)] = np.inf
+    return np.sort(np.argsort(-shares, kind="stable")[:count])
 
 
 class BlockSampler:

@@ -14,6 +14,7 @@ from outrider.cloud.family_index import load_causal_lm
 from outrider.cloud.heads import loss_terms, reduce_head
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.training.acceptance import logits_of
+from outrider.cloud.training.corpus import BlockSampler, most_frequent
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
@@ -24,6 +25,7 @@ from outrider.drafters import embedded_packages, find_package
 from outrider.proto.errors import InvalidArgument
 
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
+MOMENT_BLOCKS = 8  # of text that a low-rank head begins as the best for
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -130,14 +132,44 @@ def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> 
     return start
 
 
+def _head_tokens(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor | None:
+    """Return the tokens of a trimmed head: those that end a text, and the most frequent of what is trained on."""
+    count = config.head_tokens
+    if count is None:
+        return None
+    vocab = drafter.config.vocab_size
+    if count >= vocab:
+        raise InvalidArgument(f"{count} saves nothing of a vocabulary of {vocab}; give less", field="head_tokens")
+    special = [getattr(drafter.config, name) for name in SPECIAL_TOKENS]
+    always = {token for each in special for token in (each if isinstance(each, list) else [each]) if token is not None}
+    return torch.from_numpy(most_frequent(texts.sources, vocab, count, always))
+
+
+@torch.no_grad()
+def _moments(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
+    """Return E h h^T [hidden, hidden] of the states h before the head, on blocks of the text to train on."""
+    blocks = BlockSampler(texts.sources, config.block, config.seed).draw(MOMENT_BLOCKS)
+    states = [
+        drafter.model(input_ids=torch.from_numpy(block[None]).to(drafter.device), use_cache=False).last_hidden_state[0]
+        for block in blocks
+    ]
+    joined = torch.cat(states).float()
+    return joined.T @ joined / len(joined)
+
+
 class _DrafterRun(TrainingRun):
     def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
         if config.start is None:
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         else:
             drafter = read_start(config.start, target)
-        if config.head_rank is not None:
-            reduce_head(drafter, rank=config.head_rank)
+        if config.head_rank is not None or config.head_tokens is not None:
+            reduce_head(
+                drafter,
+                rank=config.head_rank,
+                tokens=_head_tokens(config, drafter, texts),
+                moments=_moments(config, drafter, texts),
+            )
         matrices, others = matrices_and_others(drafter)
         super().__init__(
             config,

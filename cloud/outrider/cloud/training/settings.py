@@ -120,6 +120,11 @@ class DrafterTraining(Training):
         "of full rank",
         check=at_least(1),
     )
+    head_tokens: int | None = option(
+        None,
+        "tokens that the output head can predict, the most frequent of the corpus; not set: the whole vocabulary",
+        check=at_least(1),
+    )
     decay_fraction: float = option(
         0.4, "last share of the budget, over which the learning rates fall to zero", check=between(0, 1)
     )

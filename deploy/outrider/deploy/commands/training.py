@@ -47,7 +47,7 @@ class ExportSettings(Settings):
     output: Path = option(REQUIRED, "folder of the new package", metavar="PACKAGE", positional=True)
     name: str = option(REQUIRED, "name of the drafter, by which edges ask for it", metavar="NAME")
     target: str = option("reference", "target that it drafts for", metavar="NAME")
-    precision: str = option("float32", "precision of the weights", choices=("float32", "int8"))
+    precision: str = option("float32", "precision of the weights", choices=("float32", "int8", "int4"))
     candidates: int = option(64, "number of most likely tokens that it returns", metavar="K", check=at_least(1))
 
 
@@ -61,7 +61,7 @@ class ModelsSettings(Settings):
 TRAIN_DRAFTER = Command(
     "outrider.deploy.training:train_drafter",
     (
-        part(DrafterTraining, *TRAINING, "start", "head_rank", defaults=DEFAULTS),
+        part(DrafterTraining, *TRAINING, "start", "head_rank", "head_tokens", defaults=DEFAULTS),
         part(RateSettings),
         part(DrafterShape, "hidden", "layers", "mlp", "window"),
     ),
