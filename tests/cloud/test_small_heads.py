@@ -119,7 +119,7 @@ def test_with_moments_a_reduced_head_is_the_nearest_in_the_logits_of_such_states
     assert errors[1] < 0.5 * errors[0]
 
 
-def test_a_trimmed_head_has_the_whole_heads_logits_and_finds_other_tokens_next_to_impossible() -> None:
+def test_a_trimmed_head_has_the_whole_heads_logits_and_scores_the_rest_e_to_minus_20() -> None:
     model = tied_llama()
     whole = model(torch.arange(2, 20)[None]).logits[0].detach()
     reduce_head(model, tokens=KEPT)
@@ -131,7 +131,7 @@ def test_a_trimmed_head_has_the_whole_heads_logits_and_finds_other_tokens_next_t
     torch.testing.assert_close(log_q[:, missing], torch.full_like(log_q[:, missing], -MISSING_NATS), atol=1e-4, rtol=0)
 
 
-def test_the_kept_tokens_are_the_ends_of_texts_and_the_most_read_and_then_the_lowest() -> None:
+def test_kept_tokens_are_ends_of_texts_then_the_most_read_then_the_lowest() -> None:
     often = Source("a", np.array([7] * 9 + [5] * 3, dtype=np.uint32), 0.5)
     rare = Source("b", np.array([4], dtype=np.uint32), 0.25)
     unread = Source("c", np.array([8] * 100, dtype=np.uint32), 0.0)

@@ -150,7 +150,7 @@ def opened(package: DrafterPackage, threads: int) -> OnnxState:
 
 
 def milliseconds(states: Sequence[OnnxState], rounds: int) -> list[float]:
-    """Return each drafter's time of a draft in its fastest turn of `DRAFTS` drafts, in ms; others may share the machine."""
+    """Return each drafter's time of a draft in its fastest turn of `DRAFTS` drafts, in ms."""
     taken: list[list[float]] = [[] for _ in states]
     for _ in range(rounds):
         for state, times in zip(states, taken, strict=True):
