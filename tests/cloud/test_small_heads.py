@@ -119,7 +119,7 @@ def test_with_moments_a_reduced_head_is_the_nearest_in_the_logits_of_such_states
     assert errors[1] < 0.5 * errors[0]
 
 
-def test_a_trimmed_head_has_the_whole_heads_logits_and_scores_the_rest_e_to_minus_20() -> None:
+def test_a_trimmed_head_has_the_whole_heads_logits_and_finds_the_rest_impossible() -> None:
     model = tied_llama()
     whole = model(torch.arange(2, 20)[None]).logits[0].detach()
     reduce_head(model, tokens=KEPT)
