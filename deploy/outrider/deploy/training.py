@@ -21,12 +21,15 @@ def train_drafter(given: Given) -> int:
         from outrider.cloud.training.drafter import train_drafter
 
     rate = given(RateSettings).rate
+    common = _common(given, DrafterTraining)
+    if (source := given.fields(DrafterTraining)["source"]) is not None:
+        common["source"] = find_target(source)
     training = given(
         DrafterTraining,
         shape=_shape(given),
         matrix_lr=rate * DrafterTraining.matrix_lr,
         other_lr=rate * DrafterTraining.other_lr,
-        **_common(given, DrafterTraining),
+        **common,
     )
     with StopAtStep().listening() as stop:
         result = train_drafter(training, on_step=stop.stepped, stopping=stop.stopping)

@@ -16,6 +16,7 @@ from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.training.acceptance import logits_of
 from outrider.cloud.training.corpus import BlockSampler, most_frequent
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
+from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.self_text import embedding_weight
@@ -159,7 +160,11 @@ def _moments(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torc
 
 class _DrafterRun(TrainingRun):
     def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
-        if config.start is None:
+        drafter: Any
+        if config.source is not None:
+            source, layers = config.source, config.keep_layers
+            drafter = read_pruned(source, target, config.target, layers=layers, context=config.shape.context)
+        elif config.start is None:
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         else:
             drafter = read_start(config.start, target)

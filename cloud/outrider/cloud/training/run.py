@@ -35,7 +35,7 @@ from outrider.proto.errors import Cancelled, InvalidArgument
 
 TRAINING_FILE = "training.json"
 BEST = "best"
-MODELS = {"target", "start", "parent"}  # settings that are a model's name or its folder
+MODELS = {"target", "start", "source", "parent"}  # settings that are a model's name or its folder
 # Settings that may differ between a run and its resumption: they do not change its result.
 FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
 

@@ -113,6 +113,21 @@ class DrafterTraining(Training):
         "drafter to train further: an embedded name, or a folder of `train drafter`; not set: a new drafter",
         metavar="NAME",
     )
+    source: str | None = option(
+        None,
+        "small causal language model with the target's tokenizer to begin with: a folder or hub name; not set: a new "
+        "drafter",
+        metavar="NAME",
+        flag="from",
+    )
+    keep_layers: tuple[int, ...] = option(
+        (),
+        "layers of it to keep: their numbers, or one number of how many, which keeps the first ones and the last; not "
+        "set: all",
+        metavar="A,B",
+        many="commas",
+        check=at_least(0),
+    )
     shape: DrafterShape = DrafterShape()
     head_rank: int | None = option(
         None,
@@ -133,6 +148,10 @@ class DrafterTraining(Training):
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
         super().check_together()
+        if self.source is not None and self.start is not None:
+            raise ConfigError("begins with another model than --start; give one of the two", field="source")
+        if self.keep_layers and self.source is None:
+            raise ConfigError("keeps layers of --from, which is not given", field="keep_layers")
         if self.start is not None:
             from outrider.drafters import embedded_packages  # with numpy, which a command's help does without
 

@@ -23,6 +23,7 @@ TRAINING = (
     "device",
     "seed",
 )
+BEGINNING = ("start", "source", "keep_layers", "head_rank", "head_tokens")
 DEFAULTS = {"target": "reference", "self_text_tokens": 1_000_000, "threads": 0}
 
 
@@ -61,7 +62,7 @@ class ModelsSettings(Settings):
 TRAIN_DRAFTER = Command(
     "outrider.deploy.training:train_drafter",
     (
-        part(DrafterTraining, *TRAINING, "start", "head_rank", "head_tokens", defaults=DEFAULTS),
+        part(DrafterTraining, *TRAINING, *BEGINNING, defaults=DEFAULTS),
         part(RateSettings),
         part(DrafterShape, "hidden", "layers", "mlp", "window"),
     ),
