@@ -12,6 +12,9 @@ FUZZ_S := 120
 SEED := 1
 RECORDS := dist/records
 
+# Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test soak chaos frames fuzz clients vllm images check lint proto docs locks sbom clean
 
 demo: $(READY)
