@@ -23,8 +23,8 @@ from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
 SMALL = ("--min-step", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
-MEASURED = ["cloud", "sync", "colocated", "edge", "outrider"]
-REPLAYED = ["optimum", "cloud", "colocated", "edge", "outrider"]
+MEASURED = ["cloud", "sync", "pearl", "colocated", "edge", "outrider"]
+REPLAYED = ["optimum", "cloud", "pearl", "colocated", "edge", "outrider"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ def prompt(tmp_path_factory) -> str:
 def folder(prompt, tmp_path_factory) -> Path:
     """Return the folder of a benchmark's output: `record.json` and `report`."""
     path = tmp_path_factory.mktemp("bench")
-    modes = ("--modes", "cloud,sync,colocated,edge,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
+    modes = ("--modes", "cloud,sync,pearl,colocated,edge,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
     written = ("--json", str(path / "record.json"), "--report", str(path / "report"))
     assert main(["bench", *SMALL, *modes, *written]) == 0
     return path
@@ -89,6 +89,7 @@ def test_metrics_are_known_and_positive(benchmark) -> None:
         assert (run.forward_ms_p50 or 0) > 0
         assert (run.acceptance is None) == (run.mode in ("cloud", "colocated"))
         assert (run.sync_length is not None) == (run.mode == "sync")
+        assert (run.pearl_length is not None) == (run.mode == "pearl")
         assert (run.drafts_here is not None) == (run.mode == "colocated")
         assert (run.goal == "latency") == (run.mode in ("edge", "outrider"))
         assert {span.lane for span in run.timeline or ()} >= {"verify", "down"}
@@ -97,14 +98,14 @@ def test_metrics_are_known_and_positive(benchmark) -> None:
 
 def test_each_mode_drafts_where_it_should(benchmark) -> None:
     for run in benchmark.runs:
-        if run.mode in ("cloud", "sync", "edge"):
+        if run.mode in ("cloud", "sync", "pearl", "edge"):
             assert run.cloud_drafting_ms_per_token == 0
         if run.mode in ("cloud", "colocated"):
             assert run.edge_drafting_ms_per_token == 0
         if run.mode == "colocated":
             assert (run.cloud_drafting_ms_per_token or 0) > 0
             assert (run.drafts_here or 0) >= 1
-        if run.mode in ("sync", "edge"):
+        if run.mode in ("sync", "pearl", "edge"):
             assert (run.edge_drafting_ms_per_token or 0) > 0
         assert (run.rows_per_token or 0) >= (run.steps_per_token or 0) > 0
 

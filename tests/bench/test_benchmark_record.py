@@ -68,8 +68,8 @@ def test_the_json_has_the_agreed_shape_and_null_for_unknown_metrics(benchmark) -
         "mode link min_step_ms temperature sessions tokens seconds tokens_per_second steps_per_token "
         "rows_per_token cloud_drafting_ms_per_token edge_drafting_ms_per_token acceptance "
         "ttft_ms_p50 token_gap_ms_p50 token_gap_ms_p99 uplink_bytes_per_token downlink_bytes_per_token "
-        "identical_to_cloud goal sync_length drafts_here drafting_ms drafting_here_ms window_mean vector_age_mean "
-        "domain token_gaps_ms session_tokens_per_second timeline replayed forward_ms_p50 sample_ms_p50 "
+        "identical_to_cloud goal sync_length pearl_length drafts_here drafting_ms drafting_here_ms window_mean "
+        "vector_age_mean domain token_gaps_ms session_tokens_per_second timeline replayed forward_ms_p50 sample_ms_p50 "
         "overhead_ms_p50 arrivals_s"
     )
     assert set(run) == set(agreed.split())

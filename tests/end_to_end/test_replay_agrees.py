@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.runs import costs_of, traces_of
 from outrider.bench.benchmark.verifier import VerifierProcess
-from outrider.bench.replay.optimum import tokens_per_second
+from outrider.bench.replay.optimum import pearl, tokens_per_second
 from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
@@ -28,7 +29,13 @@ MIN_STEP_S = 0.030
 LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
 SAMPLING = Sampling(max_tokens=40)
 WARM_UP = 16
-DRAFTERS = {"cloud": "none", "outrider": "general"}
+BLOCKS = pearl(8)
+POLICIES = {"cloud": Policy(drafting=False), "pearl": BLOCKS, "outrider": Policy()}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cloud": {"drafter": "none"},
+    "pearl": {"window": "pearl:8", "patience": BLOCKS.patience, "max_drafts": BLOCKS.max_drafts},
+    "outrider": {},
+}
 ATTEMPTS = 3  # the machine may be busy with something else
 
 
@@ -82,8 +89,9 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
             await stack.enter_async_context(verifier)
             link = await stack.enter_async_context(LinkProcess(verifier.address, LINK))
             clients = {}
-            for mode, drafter in DRAFTERS.items():
-                config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer, drafter=drafter)
+            for mode, settings in SETTINGS.items():
+                chosen = {"drafter": "general"} | settings
+                config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer, **chosen)
                 clients[mode] = await stack.enter_async_context(Client(config))
                 await measure_text(clients[mode], prompts[0], replace(SAMPLING, max_tokens=WARM_UP))
             traces: list[HitTrace] = []
@@ -95,10 +103,11 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
                 drafting = clients["outrider"]
                 assert drafting.drafter is not None
                 traces = traces or traces_of(texts["cloud"], drafting, drafting.drafter, SAMPLING)
-                assert [text.tokens for text in texts["outrider"]] == [trace.tokens for trace in traces]
+                for mode in ("pearl", "outrider"):
+                    assert [text.tokens for text in texts[mode]] == [trace.tokens for trace in traces], mode
                 costs = costs_seen(texts["outrider"], await verifier.step_timings())
                 agreements = {
-                    mode: Agreement(measured, replayed(traces, costs, Policy(drafting=mode == "outrider")))
+                    mode: Agreement(measured, replayed(traces, costs, POLICIES[mode]))
                     for mode, measured in texts.items()
                 }
                 if all(agreement.good for agreement in agreements.values()):

@@ -65,7 +65,13 @@ opens = st.builds(
     session=names,
     committed=tokens,
     lease=st.binary(max_size=40),
-    patience=st.none() | st.builds(t.Patience, st.floats(0, allow_nan=False), st.integers(1, (1 << 32) - 1)),
+    patience=st.none()
+    | st.builds(
+        t.Patience,
+        st.floats(0, allow_nan=False),
+        st.integers(1, (1 << 32) - 1),
+        st.none() | st.floats(0, allow_nan=False),
+    ),
     drafting=st.booleans(),
     window=counts,
     max_drafts=counts,

@@ -21,6 +21,7 @@ from outrider.edge.policies.length.network import Network, Trained, load_trained
 from outrider.edge.policies.length.rules import (
     AimdWindow,
     FlexSpecWindow,
+    PearlWindow,
     SpecDecWindow,
     SpecKvWindow,
     ThresholdWindow,
@@ -30,7 +31,7 @@ from outrider.edge.policies.length.rules import (
 )
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow
-from outrider.proto.types import DraftToken, Goal, Sampling
+from outrider.proto.types import DraftToken, Goal, Patience, Sampling
 
 NAN = math.nan
 USUAL = EdgeView(
@@ -309,7 +310,7 @@ def test_only_a_rule_that_learns_observes_the_fate_of_its_drafts() -> None:
 
 # === names ======================================================================================================
 
-NUMBERED = {"fixed": "fixed:8"}
+NUMBERED = {"fixed": "fixed:8", "pearl": "pearl:8"}
 
 
 @pytest.mark.parametrize(
@@ -325,6 +326,7 @@ NUMBERED = {"fixed": "fixed:8"}
         ("flexspec", FlexSpecWindow()),
         ("flexspec:2.5", FlexSpecWindow(joule_s=2.5)),
         ("aimd", AimdWindow()),
+        ("pearl:8", PearlWindow(8)),
     ],
 )
 def test_rules_have_names(text: str, rule: object) -> None:
@@ -354,6 +356,8 @@ def test_trained_rules_take_weights_from_a_file(tmp_path) -> None:
         ("threshold:nan", "0 to 1"),
         ("specdec++:-0.1", "0 to 1"),
         ("aimd:3", "is not aimd"),
+        ("pearl", "is not pearl:N"),
+        ("pearl:0", "1 draft or more"),
         ("flexspec@weights.json", "is not flexspec"),
         ("flexspec:-1", "0 or more"),
         ("flexspec:inf", "finite"),
@@ -550,3 +554,15 @@ def test_no_rule_changes_the_text(name: str, seed: int, temperature: float, conf
     )
     assert simulation.run() == own_text(oracle, frame, rules())
     assert simulation.edge.statistics.drafted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("after_miss_s", [None, 0.0])
+def test_blocks_whose_verifier_waits_for_them_change_no_text(temperature: float, after_miss_s: float | None) -> None:
+    patience = Patience(0.2, after_miss_s=after_miss_s)
+    frame = open_frame(sampling=Sampling(max_tokens=40, temperature=temperature), patience=patience, max_drafts=4)
+    oracle, link = hashing_oracle(5, eos_odds=0.0), Faults(delay_s=0.04, jitter_s=0.02, breaks_every_s=0.8)
+    drafter = drafter_of(oracle, 5, right=0.7)
+    simulation = CheckedSimulation(frame, oracle, drafter, window=PearlWindow(4), link=link, seed=5)
+    assert simulation.run() == own_text(oracle, frame, rules())
+    assert simulation.edge.statistics.hits > 0

@@ -23,7 +23,7 @@ from outrider.proto.settings import REQUIRED, Settings, above, at_least, between
 from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
-MODES = ("cloud", "sync", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
+MODES = ("cloud", "sync", "pearl", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
 CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
 GOALS = ("latency", "efficiency")
 LLAMA_8BIT = "llama-8bit"
@@ -73,11 +73,14 @@ class BenchSettings(Settings):
     )
     modes: tuple[str, ...] = listed(
         MODES,
-        "ways of decoding: no drafts, rounds of drafts, a drafter beside the target alone, edges alone, both ends, the "
-        "best in a replay; those of transformers (hf-) need --rtt with a 0, and no --min-step",
+        "ways of decoding: no drafts, rounds of drafts, PEARL's blocks, a drafter beside the target, edges alone, both "
+        "ends, the best in a replay; those of transformers (hf-) need --rtt with a 0, and no --min-step",
         choices=MODES,
     )
     sync_length: int = option(0, "draft tokens per round; 0: the best one in a replay", check=at_least(0))
+    pearl_length: int = option(
+        0, "draft tokens per block of pearl; 0: as many as are drafted in a target step", check=at_least(0)
+    )
     colocated_length: int = option(
         0, "drafts before every step of a drafter beside the target; 0: the best number in a replay", check=at_least(0)
     )
@@ -232,7 +235,7 @@ class ReplaySettings(LinkListSettings):
     window: tuple[str, ...] = listed(
         ("adaptive", "4", "8", "16"),
         "adaptive, N unverified tokens at most, syncN: rounds of N drafts that wait for the verdict, or a rule: "
-        "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd",
+        "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd, pearl:N with PEARL's waits",
     )
     goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps")
     min_step: float = option(

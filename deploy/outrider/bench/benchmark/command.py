@@ -43,7 +43,7 @@ from outrider.bench.metrics import grouped
 from outrider.bench.outputs import check_file
 from outrider.bench.plot import check_drawing
 from outrider.bench.record import save
-from outrider.bench.replay.optimum import colocated, synchronous
+from outrider.bench.replay.optimum import colocated, pearl, pearl_length, synchronous
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
@@ -60,7 +60,8 @@ from outrider.drafters import embedded_packages
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
-MEASURED = ("cloud", "sync", "colocated", "edge", "outrider")
+MEASURED = ("cloud", "sync", "pearl", "colocated", "edge", "outrider")
+ALONE = ("sync", "pearl")  # modes of one link, not of several at once
 WITH_DRAFTER_HERE = ("colocated", "outrider")
 WITHOUT_EDGES = ("cloud", "colocated")  # that draft, and so take time from the steps on the same cores
 LIBRARY = ("hf-generate", "hf-assisted")
@@ -124,6 +125,24 @@ def drafting_here(given: Given, modes: Sequence[str]) -> dict[str, Any]:
     drafter = given.fields(EdgeConfig)["drafter"]
     named = drafter if drafter not in ("auto", "all", "none") and "," not in drafter else ""
     return {"draft_here": "on", "draft_with": own["draft_with"] or named}
+
+
+def edge_settings(mode: str, length: int) -> dict[str, Any]:
+    """Return an edge's settings that make a mode, with the `length` of its drafts where it has one."""
+    match mode:
+        case "cloud":
+            return {"drafter": "none", "drafts_here": 0}
+        case "sync":
+            return {"window": length, "patience": synchronous(length).patience, "drafts_here": 0}
+        case "pearl":
+            policy = pearl(length)
+            most = policy.max_drafts
+            return {"window": f"pearl:{length}", "patience": policy.patience, "max_drafts": most, "drafts_here": 0}
+        case "colocated":
+            return {"drafter": "none", "drafts_here": length}
+        case "edge":
+            return {"drafts_here": 0}
+    return {}
 
 
 class Bench:
@@ -205,23 +224,13 @@ class Bench:
 
     async def _client(self, stack: AsyncExitStack, address: str, mode: str, length: int = 0) -> Client:
         """Return a client of `mode`, with the `length` of its drafts, that has decoded its first tokens."""
-        chosen: dict[str, Any] = {}
-        match mode:
-            case "cloud":
-                chosen = {"drafter": "none", "drafts_here": 0}
-            case "sync":
-                chosen = {"window": length, "patience": synchronous(length).patience, "drafts_here": 0}
-            case "colocated":
-                chosen = {"drafter": "none", "drafts_here": length}
-            case "edge":
-                chosen = {"drafts_here": 0}
         config = self._given(
             EdgeConfig,
             verifier=address,
             model=self._config.target,
             tokenizer=self._verifier.tokenizer,
             logprobs=not self._options.no_logprobs,
-            **chosen,
+            **edge_settings(mode, length),
         )
         client = await stack.enter_async_context(Client(config))
         await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS, min_tokens=0))
@@ -286,7 +295,7 @@ class Bench:
         """Return the runs over one link: measured ones, replayed ones, and those of transformers."""
         self._say(f"link {link.label}")
         modes = self._options.modes
-        lengths = {"sync": self._sync_length(link, known), "colocated": known.colocated_length}
+        lengths = self._lengths(link, known)
         async with AsyncExitStack() as stack:
             emulator, address = await self._join(stack, link)
             arms = [
@@ -307,7 +316,7 @@ class Bench:
                 for mode, model in models.items():
                     by_library[mode] += [await model.text(ids) for ids in prompt_ids[first : first + share]]
         runs = [run for arm in arms for run in self._runs(arm, known, lengths)]
-        runs += self._replayed(link, known)
+        runs += self._replayed(link, known, lengths)
         return runs + [library_run(mode, texts, **self._common) for mode, texts in by_library.items()]
 
     async def _measure(self, arm: MeasuredMode, prompts: Sequence[Prompt]) -> None:
@@ -347,6 +356,11 @@ class Bench:
         config, logprobs = self._config, not self._options.no_logprobs
         return Replays(known.traces, known.costs, config.goal, self._drafts_here, config.draft_price, logprobs)
 
+    def _lengths(self, link: BenchLink, known: Known) -> dict[str, int]:
+        """Return the drafts of each mode that has a length; 0: it is left out."""
+        blocks = self._options.pearl_length or pearl_length(known.costs) if "pearl" in self._options.modes else 0
+        return {"sync": self._sync_length(link, known), "pearl": blocks, "colocated": known.colocated_length}
+
     def _sync_length(self, link: BenchLink, known: Known) -> int:
         if self._options.sync_length or "sync" not in self._options.modes:
             return self._options.sync_length
@@ -358,12 +372,12 @@ class Bench:
             return self._options.colocated_length
         return self._replays(known).best_length(colocated, self._links[0])
 
-    def _replayed(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
+    def _replayed(self, link: BenchLink, known: Known, lengths: Mapping[str, int]) -> list[BenchmarkRun]:
         alone = self._options.sessions == 1 and link.faults is None  # a replay knows no packets
         if "optimum" not in self._options.modes or not alone or not known.traces:
             return []
         replays = self._replays(known)
-        return [replays.optimum(link, self._common), *replays.modes(link, known.colocated_length, self._common)]
+        return [replays.optimum(link, self._common), *replays.modes(link, lengths, self._common)]
 
     # --- many sessions on unlike links ---
 
@@ -373,7 +387,7 @@ class Bench:
         record = replace(record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
         runs, alone = [], list[StepTiming]()
         lengths = {"colocated": known.colocated_length}
-        for mode in (mode for mode in MEASURED if mode in self._options.modes and mode != "sync"):
+        for mode in (mode for mode in MEASURED if mode in self._options.modes and mode not in ALONE):
             self._say(f"{sessions} sessions on {len(self._links)} links, {mode}")
             async with AsyncExitStack() as stack:
                 addresses = [(await self._join(stack, link))[1] for link in self._links]

@@ -74,7 +74,7 @@ def _runs(
     length = emulated.best_length(colocated, link)
     common = {**common, "drafting_ms": edge_ms, "drafting_here_ms": here_ms}
     for goal in goals:
-        for run in replace(emulated, goal=goal).modes(link, length, common):
+        for run in replace(emulated, goal=goal).modes(link, {"colocated": length}, common):
             if goal is goals[0] or run.goal is not None:
                 yield _short(run)
     if optimum:

@@ -26,6 +26,7 @@ LINES: dict[str, dict[str, Any]] = {
     for mode, colour, line, marker in (
         ("cloud", GREY, "--", "s"),
         ("sync", HUES[1], "-", "^"),
+        ("pearl", HUES[4], "-", "<"),
         ("colocated", INK, "-", "v"),
         ("edge", HUES[5], "--", "o"),
         ("outrider", HUES[0], "-", "o"),
@@ -36,13 +37,14 @@ LINES: dict[str, dict[str, Any]] = {
 }
 NAMES = {mode: mode for mode in MODES} | {
     "sync": "sync (best length)",
+    "pearl": "PEARL",
     "colocated": "drafter beside target",
     "edge": "edge alone",
     "optimum": "optimum (replayed)",
 }
 LANE_NAMES = {"draft": "drafting", "up": "uplink", "verify": "verifying", "down": "downlink", "idle": "idle"}
-MEASURED = ("cloud", "sync", "colocated", "outrider")
-DRAFTING = ("sync", "colocated", "edge", "outrider")
+MEASURED = ("cloud", "sync", "pearl", "colocated", "outrider")
+DRAFTING = ("sync", "pearl", "colocated", "edge", "outrider")
 SPEED_WINDOW_S = 0.5
 SPEED_STEP_S = 0.05
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis

@@ -50,6 +50,7 @@ class BenchmarkRun:
         domain: domain of the prompts; "": all.
         goal: goal of the policies, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
+        pearl_length: draft tokens a block of PEARL.
         drafts_here: drafts that the verifier's own drafter made before every step, in co-located drafting.
         drafting_ms, drafting_here_ms: emulated times of a drafted token at the edge and beside the target; None: their
             own.
@@ -86,6 +87,7 @@ class BenchmarkRun:
     domain: str = ""
     goal: Annotated[str, one_of(*GOALS)] | None = None
     sync_length: Count | None = None
+    pearl_length: Count | None = None
     drafts_here: Count | None = None
     drafting_ms: Metric | None = None
     drafting_here_ms: Metric | None = None

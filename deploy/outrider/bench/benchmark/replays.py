@@ -10,7 +10,7 @@ from outrider.bench.benchmark.record import BenchmarkRun
 from outrider.bench.benchmark.runs import load_run, replayed_run
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.replay.crowd import LENGTHS, Load, load_of
-from outrider.bench.replay.optimum import best_in_hindsight, best_length, colocated
+from outrider.bench.replay.optimum import best_in_hindsight, best_length, colocated, pearl
 from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
@@ -18,7 +18,7 @@ from outrider.proto.types import Goal
 
 WARM_UP_TOKENS = 24
 LOAD_S = 6.0  # that a replay of many sessions measures
-LENGTH_FIELDS = {"sync": "sync_length", "colocated": "drafts_here"}
+LENGTH_FIELDS = {"sync": "sync_length", "pearl": "pearl_length", "colocated": "drafts_here"}
 
 
 def fields_of(mode: str, lengths: Mapping[str, int], goal: Goal) -> dict[str, Any]:
@@ -57,18 +57,18 @@ class Replays:
         best = best_in_hindsight(self.traces, link.shape_at, self.costs, warm_up_tokens=WARM_UP_TOKENS, here=self.here)
         return replayed_run("optimum", link.record, best.outcomes, **common)
 
-    def modes(self, link: BenchLink, colocated_length: int, common: Mapping[str, Any]) -> list[BenchmarkRun]:
+    def modes(self, link: BenchLink, lengths: Mapping[str, int], common: Mapping[str, Any]) -> list[BenchmarkRun]:
         """Return the modes over a link that need no search but that of a length.
 
         Args:
             link: link between edge and verifier.
-            colocated_length: drafts before every step of a drafter beside the target; 0: leave it out.
+            lengths: drafts of a block of PEARL, and before every step of a drafter beside the target; 0: leave it out.
             common: fields that all runs have.
         """
         runs = []
-        for mode, policy in self._policies(colocated_length).items():
+        for mode, policy in self._policies(lengths).items():
             outcomes = replay(self.traces, link.shape_at, self.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
-            fields = fields_of(mode, {"colocated": colocated_length}, self.goal) | {**common}
+            fields = fields_of(mode, lengths, self.goal) | {**common}
             runs.append(replayed_run(mode, link.record, outcomes, **fields))
         return runs
 
@@ -99,14 +99,15 @@ class Replays:
             length = max(LENGTHS, key=lambda length: loaded(colocated(length)).tokens_per_second)
         return [
             load_run(mode, record, loaded(policy), **fields_of(mode, {"colocated": length}, self.goal) | {**common})
-            for mode, policy in self._policies(length).items()
+            for mode, policy in self._policies({"colocated": length}).items()
             if mode in modes
         ]
 
-    def _policies(self, colocated_length: int) -> dict[str, Policy]:
+    def _policies(self, lengths: Mapping[str, int]) -> dict[str, Policy]:
         policies = {"cloud": Policy(drafting=False)}
-        if colocated_length:
-            policies["colocated"] = colocated(colocated_length)
+        for mode, policy_of in (("pearl", pearl), ("colocated", colocated)):
+            if lengths.get(mode):
+                policies[mode] = policy_of(lengths[mode])
         if self.here:
             policies["edge"] = Policy(goal=self.goal)
         policies["outrider"] = Policy(goal=self.goal, here=self.here, price=self.price)

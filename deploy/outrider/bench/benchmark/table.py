@@ -82,7 +82,7 @@ def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
 
 def mode_name(run: BenchmarkRun) -> str:
     """Return the mode with its variant: `sync 4`, `colocated 8`, `outrider eff.`, and `*` where it was replayed."""
-    drafts = run.sync_length if run.sync_length is not None else run.drafts_here
+    drafts = next((n for n in (run.sync_length, run.pearl_length, run.drafts_here) if n is not None), None)
     length = f" {drafts}" if drafts is not None else ""
     goal = " eff." if run.goal == "efficiency" else ""
     return run.mode + length + goal + ("*" if run.replayed else "")
@@ -160,7 +160,7 @@ def _order(run: BenchmarkRun) -> tuple[object, ...]:
         MODES.index(run.mode),
         run.replayed,
         run.goal == "efficiency",
-        run.sync_length or run.drafts_here or 0,
+        run.sync_length or run.pearl_length or run.drafts_here or 0,
     )
 
 

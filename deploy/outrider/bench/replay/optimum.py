@@ -10,6 +10,7 @@ from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.simulator.wire import ShapeAt
+from outrider.edge.policies.length.rules import PearlWindow
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Patience
@@ -48,6 +49,20 @@ def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
 def synchronous(length: int) -> Policy:
     """Return classical speculative decoding: draft, wait for the verdict, begin again (Leviathan et al. 2023)."""
     return Policy(window=FixedWindow(length), patience=Patience(math.inf, length))
+
+
+def pearl(length: int) -> Policy:
+    """Return PEARL's overlap of drafting and verifying in blocks (Liu et al. 2024, arXiv 2408.11850).
+
+    The target decodes right after a miss, else it waits for drafts; each step verifies at most a block.
+    """
+    return Policy(window=PearlWindow(length), patience=Patience(math.inf, after_miss_s=0.0), max_drafts=length)
+
+
+def pearl_length(costs: Costs) -> int:
+    """Return the length of PEARL's blocks: the drafts that are made in a target step, at most those it verifies."""
+    ratio = round(costs.batch_s(LENGTHS[-1] + 1, 0) / costs.drafting_s) if costs.drafting_s else LENGTHS[-1]
+    return min(max(ratio, LENGTHS[0]), LENGTHS[-1])
 
 
 def colocated(length: int) -> Policy:

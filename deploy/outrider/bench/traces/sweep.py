@@ -13,11 +13,13 @@ from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import bytes_per_token, grouped, pooled
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.recording import Recording
-from outrider.bench.replay.optimum import synchronous, tokens_per_second
+from outrider.bench.replay.optimum import pearl, synchronous, tokens_per_second
 from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
 from outrider.edge.policies.length import RULES, USAGE, rule_by_name
+from outrider.edge.policies.length.rules import PearlWindow
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.window import BlockRule
 from outrider.proto.types import Goal
 
 WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, as in `outrider bench`
@@ -126,6 +128,18 @@ class NotedWindow:
         return self.wanted / self.asked if self.asked else 0.0
 
 
+class NotedBlocks(NotedWindow):
+    """The same of a rule that also says which drafts travel together."""
+
+    def is_block(self, sent: int, unsent: int) -> bool:
+        return isinstance(self.inner, BlockRule) and self.inner.is_block(sent, unsent)
+
+
+def noted(window: WindowPolicy) -> NotedWindow:
+    """Return the window, noting what it asks for."""
+    return NotedBlocks(window) if isinstance(window, BlockRule) else NotedWindow(window)
+
+
 def policy_of(name: str) -> Policy:
     """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, rounds of `syncN`, or a length rule.
 
@@ -135,7 +149,8 @@ def policy_of(name: str) -> Policy:
     if name == ADAPTIVE:
         return Policy(window=SurvivalWindow())
     if name.partition("@")[0].partition(":")[0] in RULES:
-        return Policy(window=rule_by_name(name))
+        rule = rule_by_name(name)
+        return pearl(rule.length) if isinstance(rule, PearlWindow) else Policy(window=rule)
     length = name.removeprefix(SYNCHRONOUS)
     if not (length.isascii() and length.isdecimal() and int(length) > 0):
         known = f"{ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on, {USAGE}"
@@ -177,9 +192,9 @@ class Sweep:
             for drafter in drafters:
                 for window in self.windows:
                     policy = policy_of(window)
-                    noted = NotedWindow(policy.window or SurvivalWindow())
-                    outcomes = self._replay(drafter, link, replace(policy, window=noted, goal=self.goal))
-                    yield self._results(link, outcomes, cloud, drafter, window, noted.mean)
+                    watched = noted(policy.window or SurvivalWindow())
+                    outcomes = self._replay(drafter, link, replace(policy, window=watched, goal=self.goal))
+                    yield self._results(link, outcomes, cloud, drafter, window, watched.mean)
 
     def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[ReplayOutcome]:
         traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, min_step_s=self.min_step_s)

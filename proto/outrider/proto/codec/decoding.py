@@ -67,7 +67,7 @@ OPEN = Table(
     t.Open,
     pb.Open,
     sampling=one(SAMPLING, missing="open.sampling"),
-    patience=optional(Table(t.Patience, pb.Patience)),
+    patience=optional(Table(t.Patience, pb.Patience, after_miss_s=optional_number)),
     steering=optional(STEERING_REQUEST),
     drafts_here=optional_number,
     learning=optional(Table(t.Learning, pb.Learning)),

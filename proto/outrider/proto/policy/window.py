@@ -33,6 +33,7 @@ class EdgeView:
         drafts: [in_flight] the drafts with the drafter's confidence; empty: unknown.
         battery: share of charge that is left, 1 on mains.
         covered: next tokens that the verifier has by its own drafts before any of the edge's can come.
+        sent: drafts in flight that have left.
     """
 
     in_flight: int
@@ -50,6 +51,7 @@ class EdgeView:
     temperature: float = 0.0
     battery: float = 1.0
     covered: int = 0
+    sent: int = 0
 
 
 class WindowPolicy(Protocol):
@@ -108,6 +110,15 @@ class LearningRule(WindowPolicy, Protocol):
 
     def observe(self, hits: int, missed: bool) -> None:
         """Learn that `hits` drafts agreed with the target's tokens, and then, if `missed`, one did not."""
+        ...
+
+
+@runtime_checkable
+class BlockRule(WindowPolicy, Protocol):
+    """A rule that also says which drafts travel together; they leave once a block is whole, and no branches do."""
+
+    def is_block(self, sent: int, unsent: int) -> bool:
+        """Return whether `unsent` drafts after the `sent` ones in flight are a block."""
         ...
 
 

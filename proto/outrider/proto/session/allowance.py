@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
-from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice, PricedRule
+from outrider.proto.policy.window import UNKNOWN_PRICE, BlockRule, DraftPrice, PricedRule
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.measuring import DRAFT_BYTES, Meter
 from outrider.proto.session.stream import EdgeStream
@@ -13,7 +13,11 @@ from outrider.proto.session.text import EdgeText
 
 
 class Allowance:
-    """The tokens that the next job may draft, computed once for each event that can change them."""
+    """The tokens that the next job may draft, computed once for each event that can change them.
+
+    Attributes:
+        blocks: the length rule, where it also says which drafts travel together; None: it does not.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Allowance:
         self._window = window
         self._learner = window if isinstance(window, LearningRule) else None
         self._priced = window if isinstance(window, PricedRule) else None
+        self.blocks = window if isinstance(window, BlockRule) else None
         self._price = UNKNOWN_PRICE
         self._price_at = -1  # revision of the measurements
         self._battery = battery
@@ -113,4 +118,5 @@ class Allowance:
             temperature=self._text.frame.sampling.temperature,
             battery=self._battery,
             covered=stream.covered,
+            sent=self._chain.sent,
         )

@@ -42,6 +42,7 @@ class Drafting:
         running: job that no event has answered yet.
         last_job_s: duration of the newest job, in seconds.
         branching: branches of the chain.
+        blocks: the length rule, where it also says which drafts travel together; None: it does not.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Drafting:
         self._meter = meter
         self._selection = selection
         self._length = Allowance(text, chain, stream, meter, window=window, battery=battery, job_tokens=job_tokens)
+        self.blocks = self._length.blocks
         self._verifier = VerifierArm()
         self._hits = HitCounter(text, meter, selection)
         self.branching = Branching(text, chain, stream, meter, battery)
@@ -74,8 +76,7 @@ class Drafting:
         self._choice_due = True
         self._yields = False  # the verifier's own drafter is the better one
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
-        self._issued_in = 0  # turn of the text in which the newest job was issued
-        self._replaced_in = 0  # turn in which the drafters last were
+        self._issued_in = self._replaced_in = 0  # turns in which the newest job was issued, and drafters replaced
         selection.begin_text(text.prompt_length, 0)
 
     @property
@@ -162,7 +163,7 @@ class Drafting:
     def branch(self, now: float) -> DraftJob | None:
         """Issue a job for a branch of the chain; None: there is none worth drafting."""
         selection, committed = self._selection, len(self._text.tokens)
-        if self._text.done or not self.enabled or selection.agreed < committed:
+        if self._text.done or not self.enabled or self.blocks is not None or selection.agreed < committed:
             return None
         job = self.branching.job(self.active, selection.agreed, self._job_tokens, now)
         if job is not None:

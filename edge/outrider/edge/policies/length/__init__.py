@@ -1,6 +1,6 @@
 """Rules of how far ahead the edge drafts, by the names of options; none can change a token.
 
-rules     those after papers: threshold, SpecDec++, SpecKV, FlexSpec, AIMD (`outrider.proto.policy` has the other two)
+rules     those after papers: threshold, SpecDec++, SpecKV, FlexSpec, AIMD, PEARL (two others: `outrider.proto.policy`)
 features  inputs of the trained ones
 network   their network, and its weights in a file
 
@@ -18,6 +18,7 @@ from outrider.edge.policies.length.network import load_trained
 from outrider.edge.policies.length.rules import (
     AimdWindow,
     FlexSpecWindow,
+    PearlWindow,
     SpecDecWindow,
     SpecKvWindow,
     ThresholdWindow,
@@ -58,6 +59,7 @@ RULES: Mapping[str, Rule] = {
     "speckv": Rule(SpecKvWindow, network=("network", "block")),
     "flexspec": Rule(FlexSpecWindow, "joule_s"),
     "aimd": Rule(AimdWindow),
+    "pearl": Rule(PearlWindow, "length", int, needs=True),
 }
 USAGE = ", ".join(rule.usage(name) for name, rule in RULES.items())
 

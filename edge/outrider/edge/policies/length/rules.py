@@ -223,6 +223,46 @@ class FlexSpecWindow:
         return count
 
 
+@dataclass(frozen=True, slots=True)
+class PearlWindow:
+    """Blocks of PEARL (Liu et al. 2024, arXiv 2408.11850), in which drafting and verifying overlap.
+
+    Theirs: target and drafter work in lockstep, `length` drafts for each target step, the ratio of their speeds. After
+    a miss the target decodes a token while the block after that miss is drafted, which verifies the block's first
+    draft in advance (pre-verify); while a block is verified the next one is drafted (post-verify). So the length
+    adapts: a drafter that hits goes on for block after block, one that misses has lost a block.
+
+    Ours, over a link: the first draft after a miss leaves alone, the rest of the block when it is whole, and then block
+    after block, until two are in flight. Together with `Patience(math.inf, 1, after_miss_s=0.0)`, at most `length`
+    drafts a step and no drafts beside the target it is PEARL's schedule; `outrider bench` has it as the mode `pearl`.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise InvalidArgument("a block must have 1 draft or more", field="window")
+
+    def more(self, view: EdgeView) -> int:
+        if not view.in_flight:
+            return 1
+        unsent = view.in_flight - view.sent
+        whole = self._block(view.sent)
+        if unsent >= whole:  # it leaves now
+            unsent, whole = 0, self._block(view.in_flight)
+        return whole - unsent if view.in_flight + whole - unsent <= 2 * self.length else 0
+
+    def is_block(self, sent: int, unsent: int) -> bool:
+        """Return whether the drafts are the first after a miss, the rest of its block, or a block."""
+        return unsent >= self._block(sent)
+
+    def _block(self, sent: int) -> int:
+        """Return the drafts of the message after `sent` drafts in flight."""
+        if not sent:
+            return 1
+        return max(1, self.length - 1) if sent == 1 else self.length
+
+
 @dataclass(slots=True)
 class AimdWindow:
     """Additive increase, multiplicative decrease (Chiu and Jain 1989: x + a_I, or x times b_D).
