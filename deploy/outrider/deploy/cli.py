@@ -50,6 +50,7 @@ SERVING = "outrider.deploy.commands.serving"
 TRAINING = "outrider.deploy.commands.training"
 OPERATING = "outrider.deploy.commands.operating"
 MEASURING = "outrider.bench.commands"
+RULES = "outrider.bench.rules.settings"
 
 # Without its completion system, which distributions' files start and an empty .zshrc does not, zsh knows no `compdef`.
 ZSH_COMPLETES = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
@@ -107,6 +108,7 @@ COMMANDS = {
         f"{MEASURING}:ENGINE_BENCH",
         "engine_bench",
     ),
+    "rule-bench": Entry("judge rules and drafters that are not built", f"{RULES}:RULE_BENCH", "rule_bench"),
     "learn-bench": Entry(
         "measure how drafters improve on streams of texts, by loss", f"{MEASURING}:LEARN_BENCH", "learn_bench"
     ),
