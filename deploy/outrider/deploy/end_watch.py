@@ -20,6 +20,7 @@ from outrider.deploy.descendants import end_descendants
 
 GRACE_S = 0.6  # for an end in order
 NOTED_WITHIN_S = 0.2
+FAILED = 1  # status of a command that says on standard error why
 WORDS = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "ended by SIGTERM",
@@ -78,7 +79,8 @@ class EndWatch:
         if self.number:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
-            self._end(status)
+            unheard = status == FAILED and self._errors is not None  # an interrupted import can look like a missing one
+            self._end(None if unheard else status)
 
     def end(self) -> NoReturn:
         """End the process after a signal, with a line that says so."""
