@@ -74,9 +74,9 @@ class CheckedVerifier(SimulatedVerifier):
     def credit(self) -> int:
         return self._rng.randint(1, self.rules.max_credit) if self._fickle_credit else super().credit()
 
-    def verify(self, slot, block, began) -> Commit:
+    def verify(self, slot, block, began, branches=()) -> Commit:
         before = tuple(slot.session.transcript)
-        commit = super().verify(slot, block, began)
+        commit = super().verify(slot, block, began, branches)
         assert tuple(slot.session.transcript) == before + token_ids(commit.tokens), "a commit appends and nothing else"
         return commit
 

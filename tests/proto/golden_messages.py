@@ -134,13 +134,24 @@ EXAMPLES = {
             chain=3,
             start=1000,
             tokens=tuple(map(t.DraftToken, (7, 200, 70000), (0.5, 0.25, 1.0))),
-            parents=(-1, 0, 0),
             drafter="swift",
             drafter_version="7",
             complete=True,
         )
     ),
     "branches": _edge(t.Branches(3, (t.Branch(1000, (7, 200)), t.Branch(1001, (70000, 5, 6))))),
+    "draft with branches": _edge(
+        t.Draft(
+            3,
+            1000,
+            tuple(map(t.DraftToken, (7, 200))),
+            branches=(t.Branch(1000, (9,), 51 / 255), t.Branch(1001, (70000, 5), 1 / 255)),
+        )
+    ),
+    "branches of known chances": _edge(t.Branches(3, (t.Branch(1000, (7, 200), 0.2),))),
+    "open that allows trees": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", trees=True)),
+    "opened with trees": _cloud(t.Opened(0, 64, 128, "v0", 4096, trees=True)),
+    "commit of a tree": _cloud(t.Commit(9, tuple(map(t.CommittedToken, (1, 2))), 1, 64, verified=1, verified_beside=5)),
     "draft, least": _edge(t.Draft(0, 0, tuple(map(t.DraftToken, (1,))))),
     "report": _edge(t.Report(True, 0.0015, 0.02, 0.75, REQUEST)),
     "report, least": _edge(t.Report(False)),

@@ -82,6 +82,16 @@ opens = st.builds(
 )
 
 
+def runs_of(least: int) -> st.SearchStrategy[tuple[t.Branch, ...]]:
+    """Return branches of `least` tokens or more, whose chances are all known, or none."""
+
+    def some(chance) -> st.SearchStrategy[tuple[t.Branch, ...]]:
+        tokens_of_one = st.lists(ids, min_size=least, max_size=9).map(tuple)
+        return st.lists(st.builds(t.Branch, counts, tokens_of_one, chance), min_size=1, max_size=5).map(tuple)
+
+    return some(st.just(math.nan)) | some(st.integers(0, 255).map(lambda share: share / 255))
+
+
 @st.composite
 def drafts(draw):
     content = draw(tokens)
@@ -91,7 +101,7 @@ def drafts(draw):
         chain=draw(counts),
         start=draw(counts),
         tokens=tuple(map(t.DraftToken, content, draw(st.just((math.nan,) * n) | st.tuples(*(half for _ in range(n)))))),
-        parents=draw(st.just(()) | st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
+        branches=draw(st.just(()) | runs_of(1)),
         drafter=draw(words),
         drafter_version=draw(words),
         complete=not content or draw(st.booleans()),
@@ -107,13 +117,7 @@ vectors = st.builds(
     st.integers(0, 8).flatmap(lambda n: st.binary(min_size=2 * n, max_size=2 * n)),
     st.sampled_from(t.SteeringPrecision),
 )
-branches = st.builds(
-    t.Branches,
-    counts,
-    st.lists(st.builds(t.Branch, counts, st.lists(ids, min_size=2, max_size=9).map(tuple)), min_size=1, max_size=5).map(
-        tuple
-    ),
-)
+branches = st.builds(t.Branches, counts, runs_of(1))
 edge_frames = opens | drafts() | branches | reports_of_edges | st.builds(t.Cancel, words)
 
 
@@ -310,7 +314,7 @@ VALID_EDGE = [
             steering=t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4),
         )
     ),
-    codec.encode_edge_frame(t.Draft(1, 2, tuple(map(t.DraftToken, (3, 4), (0.5, 0.25))), (-1, 0), "d", "1", True)),
+    codec.encode_edge_frame(t.Draft(1, 2, tuple(map(t.DraftToken, (3, 4), (0.5, 0.25))), "d", "1", True)),
     codec.encode_edge_frame(t.Report(True, 0.1, 0.2, 0.5)),
 ]
 VALID_CLOUD = [
@@ -400,11 +404,16 @@ def wire_prior(**fields):
         (wire_draft(q=b"\0\0"), "draft.q"),
         (wire_draft(tokens=[1 << 31]), "draft.tokens"),
         (wire_draft(tokens=[]), "draft.tokens"),
-        (wire_draft(parents=[0, 0]), "draft.parents"),
-        (wire_draft(parents=[-2, 0]), "draft.parents"),
-        (wire_draft(parents=[-1]), "draft.parents"),
+        (wire_draft(branches=pb.Branches(starts=[4], lengths=[0])), "draft.branches.lengths"),
+        (wire_draft(branches=pb.Branches(starts=[4], lengths=[2], tokens=[5])), "draft.branches.lengths"),
+        (wire_draft(branches=pb.Branches(starts=[4], lengths=[1], tokens=[1 << 31])), "draft.branches.tokens"),
+        (
+            wire_draft(branches=pb.Branches(starts=[4], lengths=[1], tokens=[5], chances=b"ab")),
+            "draft.branches.chances",
+        ),
         (wire_branches(), "branches.starts"),
-        (wire_branches(starts=[4], lengths=[1], tokens=[5]), "branches.lengths"),
+        (wire_branches(starts=[4], lengths=[0], tokens=[]), "branches.lengths"),
+        (wire_branches(starts=[4], lengths=[1], tokens=[5], chances=b"ab"), "branches.chances"),
         (wire_branches(starts=[4], lengths=[2, 2], tokens=[5, 6, 7, 8]), "branches.lengths"),
         (wire_branches(starts=[4, 5], lengths=[2, 3], tokens=[5, 6, 7, 8]), "branches.lengths"),
         (wire_branches(starts=[4], lengths=[2], tokens=[5, 1 << 31]), "branches.tokens"),

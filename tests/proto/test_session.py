@@ -32,6 +32,7 @@ from outrider.proto.session import Done, Emit, Reopen, RetryRules, Send, Verifie
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import (
     PROTOCOL_VERSION,
+    Branch,
     Cancel,
     Commit,
     CommittedToken,
@@ -348,7 +349,8 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: Draft(-1, 0, tuple(map(DraftToken, (1,)))), "draft.chain"),
         (lambda: Draft(0, 0, (DraftToken(1, 0.5), DraftToken(2))), "draft.q"),
         (lambda: Draft(0, 0, (DraftToken(1, 1.5),)), "draft.q"),
-        (lambda: Draft(0, 0, tuple(map(DraftToken, (1, 2))), parents=(-1, 1)), "draft.parents"),
+        (lambda: Draft(0, 0, (DraftToken(1),), branches=(Branch(0, ()),)), "draft.branches.lengths"),
+        (lambda: Draft(0, 0, (DraftToken(1),), branches=(Branch(0, (1,), 1.5),)), "draft.branches.chances"),
         (lambda: Report(True, math.inf), "report.drafting_s"),
         (lambda: Report(True, acceptance=1.1), "report.acceptance"),
         (lambda: Report(True, acceptance=math.nan), "report.acceptance"),
@@ -502,13 +504,14 @@ def test_an_old_message_that_comes_again_does_not_undo_complete():
     assert session.ready_at(0.01) == 0.0
 
 
-def test_only_the_first_branch_of_a_tree_is_judged():
+def test_a_verifier_that_steps_by_chains_verifies_no_branch():
     session = verifier_session()
     session.on_draft(
-        Draft(0, 3, tuple(map(DraftToken, (1, 2, 5, 6), (0.5, 0.25, 0.125, 1.0))), parents=(-1, 0, 0, 2)), 0.0
+        Draft(0, 3, tuple(map(DraftToken, (1, 2), (0.5, 0.25))), branches=(Branch(3, (5,)), Branch(4, (6, 7)))), 0.0
     )
     assert token_ids(session.block()) == (1, 2)
     assert [draft.confidence for draft in session.block()] == [0.5, 0.25]
+    assert session.branches == ()
 
 
 def test_probabilities_stay_with_their_drafts_as_these_are_followed():

@@ -37,3 +37,12 @@ def test_truncating_beyond_the_end_keeps_all():
     counts = TokenCounts(1, [4, 4, 4])
     counts.truncate(7)
     assert (counts.length, counts.in_prompt(np.array([4]))[0], counts.in_text(np.array([4]))[0]) == (3, 1, 2)
+
+
+@given(st.integers(0, 9), st.lists(TOKENS, max_size=20), st.lists(TOKENS, max_size=20))
+def test_other_counts_with_more_after_the_same_prefix_leave_the_first_alone(prompt_length, prefix, more):
+    counts = TokenCounts(prompt_length, prefix)
+    longer = counts.followed_by(more)
+    for each, tokens in ((counts, prefix), (longer, prefix + more)):
+        assert each.used.tolist() == sorted(set(tokens))
+        assert [each.in_prompt(EVERY).tolist(), each.in_text(EVERY).tolist()] == [*counted(prompt_length, tokens)]

@@ -46,6 +46,13 @@ class TokenCounts:
         self._add(1, tokens[left:], 1)
         self._tokens.extend(tokens)
 
+    def followed_by(self, tokens: Sequence[int]) -> TokenCounts:
+        """Return other counts, of the same prefix with `tokens` after it."""
+        longer = TokenCounts(self._prompt_length)
+        longer._tokens, longer._counts = list(self._tokens), self._counts.copy()
+        longer.extend(tokens)
+        return longer
+
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, which are at most all."""
         removed = self._tokens[length:]

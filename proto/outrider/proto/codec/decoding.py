@@ -27,6 +27,7 @@ from outrider.proto.v1 import decoding_pb2 as pb
 
 DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
 DECODING_SERVICE = "outrider.proto.v1.Decoding"
+_CHANCES = 255  # parts in which a branch's chance travels
 
 
 def _logit_bias(_: str) -> Field:
@@ -96,11 +97,11 @@ def _draft_to_wire(draft: t.Draft) -> pb.Draft:
         chain=draft.chain,
         start=draft.start,
         tokens=[token.id for token in draft.tokens],
-        parents=draft.parents,
         q=struct.pack(f"<{len(q)}e", *q),
         drafter=draft.drafter,
         drafter_version=draft.drafter_version,
         complete=draft.complete,
+        branches=_runs_to_wire(draft.branches) if draft.branches else None,
     )
 
 
@@ -109,32 +110,43 @@ def _draft_from_wire(wire: pb.Draft) -> t.Draft:
         chain=wire.chain,
         start=wire.start,
         tokens=_drafted_from_wire(wire),
-        parents=tuple(wire.parents),
         drafter=wire.drafter,
         drafter_version=wire.drafter_version,
         complete=wire.complete,
+        branches=_runs_from_wire(wire.branches, "draft.branches.") if wire.HasField("branches") else (),
     )
 
 
 def _branches_to_wire(frame: t.Branches) -> pb.Branches:
-    return pb.Branches(
-        chain=frame.chain,
-        starts=[branch.start for branch in frame.branches],
-        lengths=[len(branch.tokens) for branch in frame.branches],
-        tokens=[token for branch in frame.branches for token in branch.tokens],
-    )
+    wire = _runs_to_wire(frame.branches)
+    wire.chain = frame.chain
+    return wire
 
 
 def _branches_from_wire(wire: pb.Branches) -> t.Branches:
+    return t.Branches(wire.chain, _runs_from_wire(wire, "branches."))
+
+
+def _runs_to_wire(branches: tuple[t.Branch, ...]) -> pb.Branches:
+    known = not any(math.isnan(branch.chance) for branch in branches)
+    return pb.Branches(
+        starts=[branch.start for branch in branches],
+        lengths=[len(branch.tokens) for branch in branches],
+        tokens=[token for branch in branches for token in branch.tokens],
+        chances=bytes(round(_CHANCES * branch.chance) for branch in branches) if known else b"",
+    )
+
+
+def _runs_from_wire(wire: pb.Branches, prefix: str) -> tuple[t.Branch, ...]:
     if len(wire.lengths) != len(wire.starts) or sum(wire.lengths) != len(wire.tokens):
-        raise InvalidArgument("must hold one for each start, and their sum of tokens", field="branches.lengths")
+        raise InvalidArgument("must hold one for each start, and their sum of tokens", field=f"{prefix}lengths")
+    if len(wire.chances) not in (0, len(wire.starts)):
+        raise InvalidArgument("must hold one for each start, or none", field=f"{prefix}chances")
     tokens = iter(wire.tokens)
-    return t.Branches(
-        wire.chain,
-        tuple(
-            t.Branch(start, tuple(itertools.islice(tokens, length)))
-            for start, length in zip(wire.starts, wire.lengths, strict=True)
-        ),
+    chances = [share / _CHANCES for share in wire.chances] or [math.nan] * len(wire.starts)
+    return tuple(
+        t.Branch(start, tuple(itertools.islice(tokens, length)), chance)
+        for start, length, chance in zip(wire.starts, wire.lengths, chances, strict=True)
     )
 
 
@@ -168,6 +180,7 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         finish=pb.FinishReason.Name(commit.finish.value) if commit.finish else None,
         chain=commit.chain,
         verified=commit.verified,
+        verified_beside=commit.verified_beside,
         turn=commit.turn,
         cached_tokens=commit.cached_tokens,
         verified_here=commit.verified_here,
@@ -200,6 +213,7 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         finish=to_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
         chain=wire.chain,
         verified=wire.verified,
+        verified_beside=wire.verified_beside,
         turn=wire.turn,
         cached_tokens=wire.cached_tokens,
         verified_here=wire.verified_here,
@@ -325,8 +339,8 @@ _LISTS = {
     "open": ("prompt", "committed"),
     "continuation": ("prompt",),
     "sampling": ("bias_tokens", "bias_values", "allowed_tokens", "stop_tokens"),
-    "draft": ("tokens", "parents", "q"),
-    "branches": ("starts", "lengths", "tokens"),
+    "draft": ("tokens", "q"),
+    "branches": ("starts", "lengths", "tokens", "chances"),
 }
 
 
@@ -338,3 +352,5 @@ def _check_lengths(name: str, message: Any, max_tokens: int) -> None:
             raise error(f"holds {size} entries; {max_tokens} is the most that can make sense", field=f"{name}.{field}")
     if name in ("open", "continuation"):
         _check_lengths("sampling", message.sampling, max_tokens)
+    if name == "draft":
+        _check_lengths("branches", message.branches, max_tokens)

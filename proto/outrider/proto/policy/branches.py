@@ -23,6 +23,9 @@ _FIRST_SHARES = (0.4, 0.14)  # of the embedded family: 0.435 and 0.151 at T = 0,
 _FIRST_WEIGHT = 10.0
 _FADE = 0.98
 _SHORTEST, _LONGEST = 2, 10
+BRANCH_BYTES = 6  # of a branch of one token on the wire, for vocabularies below 2^14
+LEAST_GAIN = 0.02  # tokens that a branch of one token adds to a step, below which it is not sent
+MAX_LEAVES = 12  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,37 @@ class MissShares:
     def of(self, rank: int) -> float:
         """Return the share of the runner-up of this rank, from 0 on."""
         return self.hits[rank] / self.misses
+
+
+def likely_leaves(
+    chances: Sequence[float], runners_up: Sequence[Sequence[int]], shares: MissShares, first: int, least: float
+) -> list[tuple[int, int, float]]:
+    """Return the branches of one token that are worth a row of a step, likeliest first.
+
+    Where the target's token is one of them, the same step gives the token after it too.
+
+    Args:
+        chances: [n] calibrated chance that each draft of the chain agrees, given that all before it do.
+        runners_up: [n] tokens that the drafter would have proposed next at each, best first.
+        shares: shares of misses.
+        first: index of the first draft whose runners-up are wanted.
+        least: chance below which one is not worth its row and bytes.
+
+    Returns:
+        Index in the chain, token, and its chance given that the chain agrees before it, of each.
+    """
+    survival, found = 1.0, []
+    for index, (chance, tokens) in enumerate(zip(chances, runners_up, strict=True)):
+        if index >= first:
+            for rank, token in enumerate(tokens[:RUNNERS_UP]):
+                taken = (1 - chance) * shares.of(rank)
+                if survival * taken >= least:
+                    found.append((survival * taken, index, token, taken))
+        survival *= chance
+        if survival < least:
+            break
+    found.sort(reverse=True)
+    return [(index, token, taken) for _, index, token, taken in found[:MAX_LEAVES]]
 
 
 def likely_branches(

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from outrider.proto.types import CommittedToken, DraftToken, FinishReason, Sampling
+from collections.abc import Sequence
+
+from outrider.proto.types import BlockBranch, CommittedToken, DraftToken, FinishReason, Sampling
+
+
+def branch_taken(
+    block: Sequence[DraftToken], branches: Sequence[BlockBranch], tokens_by_target: Sequence[int]
+) -> BlockBranch | None:
+    """Return the branch that the target's tokens take where they leave the block; None: they take none.
+
+    Args:
+        block: [k] drafts that the step verified.
+        branches: branches that it verified beside them, each of one draft or more.
+        tokens_by_target: [k + 1] ids of the target's tokens after the transcript and after each of the block.
+    """
+    agreed = next((j for j, draft in enumerate(block) if draft.id != tokens_by_target[j]), len(block))
+    wanted = tokens_by_target[agreed]
+    return next((each for each in branches if each.index == agreed and each.drafts[0].id == wanted), None)
 
 
 def accept_drafts(

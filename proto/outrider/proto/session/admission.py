@@ -16,6 +16,7 @@ from outrider.proto.errors import (
 from outrider.proto.policy.branches import MAX_BRANCHES
 from outrider.proto.types import (
     PROTOCOL_VERSION,
+    Branch,
     Branches,
     Continue,
     Draft,
@@ -45,6 +46,7 @@ class VerifierRules:
         noise: noise of texts that ask for none.
         precision: what decides its rounding; empty: unknown.
         scores_prompts: whether it can tell the log probabilities of prompts.
+        trees: whether a step can verify branches beside the chain.
     """
 
     name: str
@@ -65,6 +67,7 @@ class VerifierRules:
     noise: Noise = Noise.OUTRIDER
     precision: str = ""
     scores_prompts: bool = True
+    trees: bool = False
 
 
 def check_continue(
@@ -104,6 +107,8 @@ def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
     if draft.tokens:
         largest = max(draft.tokens).id  # tokens are ordered by their ids first
         _check_vocabulary((largest,), rules.vocab_size, "draft.tokens")
+    if draft.branches:
+        _check_runs(draft.branches, prompt_length, rules, "draft.branches.")
 
 
 def check_branches(frame: Branches, prompt_length: int, rules: VerifierRules) -> None:
@@ -113,14 +118,18 @@ def check_branches(frame: Branches, prompt_length: int, rules: VerifierRules) ->
         InvalidArgument: a field is wrong; it is named.
         ResourceExhausted: there are more than any chain may have.
     """
-    if len(frame.branches) > MAX_BRANCHES:
-        raise ResourceExhausted(f"are {len(frame.branches)}; send {MAX_BRANCHES} at most", field="branches.starts")
-    for branch in frame.branches:
+    _check_runs(frame.branches, prompt_length, rules, "branches.")
+
+
+def _check_runs(branches: tuple[Branch, ...], prompt_length: int, rules: VerifierRules, prefix: str) -> None:
+    if len(branches) > MAX_BRANCHES:
+        raise ResourceExhausted(f"are {len(branches)}; send {MAX_BRANCHES} at most", field=f"{prefix}starts")
+    for branch in branches:
         if not prompt_length <= branch.start < rules.context_length + rules.max_credit:
-            raise InvalidArgument(f"{branch.start} lies outside the text", field="branches.starts")
+            raise InvalidArgument(f"{branch.start} lies outside the text", field=f"{prefix}starts")
         if len(branch.tokens) > rules.max_credit:
-            raise ResourceExhausted(f"exceed {rules.max_credit}; respect the credit", field="branches.lengths")
-        _check_vocabulary(branch.tokens, rules.vocab_size, "branches.tokens")
+            raise ResourceExhausted(f"exceed {rules.max_credit}; respect the credit", field=f"{prefix}lengths")
+        _check_vocabulary(branch.tokens, rules.vocab_size, f"{prefix}tokens")
 
 
 def check_open(frame: Open, rules: VerifierRules) -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.proto.policy.branches import MAX_BRANCHES, MIN_CHANCE, LikelyBranch, MissShares, likely_branches
+from outrider.proto.policy.branches import (
+    BRANCH_BYTES,
+    LEAST_GAIN,
+    MAX_BRANCHES,
+    MIN_CHANCE,
+    LikelyBranch,
+    MissShares,
+    likely_branches,
+    likely_leaves,
+)
 from outrider.proto.policy.window import due_to_flush
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.events import Drafted
@@ -34,6 +44,7 @@ class Branching:
     shares: MissShares = field(default_factory=MissShares)
     _made: dict[_Key, tuple[DraftToken, ...]] = field(default_factory=dict)
     _sent: set[_Key] = field(default_factory=set)
+    _chances: dict[_Key, float] = field(default_factory=dict)  # of those made, given that the chain agrees before them
     _job_s: float = 0.0  # duration of the newest job
 
     def job(self, drafter: int, agreed: int, job_tokens: Callable[[float], int], now: float) -> DraftJob | None:
@@ -105,7 +116,18 @@ class Branching:
         if not done.drafts or job.epoch != self._chain.epoch or job.branch < len(self._text.tokens):
             return
         token = job.extend_with[job.branch - job.truncate_to]
-        self._made[job.branch, token] = self._made.get((job.branch, token), ()) + done.drafts
+        key = job.branch, token
+        self._made[key] = self._made.get(key, ()) + done.drafts
+        if self._verified_beside:
+            index = job.branch - len(self._text.tokens)
+            rank = self._chain.drafts[index].runners_up.index(token)
+            chance = self._meter.chances(self._chain, job.drafter)[index]
+            self._chances[key] = (1 - chance) * self.shares.of(rank)
+
+    @property
+    def _verified_beside(self) -> bool:
+        """Whether steps verify branches beside the chain."""
+        return self._text.frame.trees and self._stream.terms.trees
 
     def message(self, now: float, *, finished: bool) -> Branches | None:
         """Return the branches to send now; None: there are none, or more can go with them in time.
@@ -123,12 +145,41 @@ class Branching:
         )
         if not (finished or due):
             return None
-        self._sent.update(unsent)
-        self._chain.branched = True
-        return Branches(
-            self._chain.number,
-            tuple(Branch(position, (token, *token_ids(self._made[position, token]))) for position, token in unsent),
+        return Branches(self._chain.number, self._send(unsent))
+
+    def _send(self, keys: Sequence[_Key]) -> tuple[Branch, ...]:
+        self._sent.update(keys)
+        self._chain.branched = True  # a verifier may make one of them the next chain
+        return tuple(
+            Branch(key[0], (key[1], *token_ids(self._made[key])), self._chances.get(key, math.nan)) for key in keys
         )
+
+    def leaves(self, drafter: int, first: int) -> tuple[Branch, ...]:
+        """Return branches that are worth a row of the step, for drafts of `drafter` from `first` on that are sent now.
+
+        They are runners-up, which cost no drafting; what has been drafted after one goes with it.
+        """
+        if not self._verified_beside:
+            return ()
+        chain, measured = self._chain, self._meter.measurements
+        row_s, byte_s = measured.step.fit()[1], measured.round_trip.fit()[1]
+        token_s = measured.pace.token_s
+        price = (row_s + BRANCH_BYTES * byte_s) / token_s if token_s else 0.0
+        leaves = likely_leaves(
+            self._meter.chances(chain, drafter),
+            [draft.runners_up for draft in chain.drafts],
+            self.shares,
+            first,
+            max(LEAST_GAIN, price),
+        )
+        committed, branches = len(self._text.tokens), list[Branch]()
+        for index, token, chance in leaves:
+            key = committed + index, token
+            if self._made.get(key) and key not in self._sent:
+                branches += self._send([key])
+            elif key not in self._sent:
+                branches.append(Branch(key[0], (token,), chance))
+        return tuple(branches)
 
     def take(self, position: int, draft: DraftToken, token: int) -> tuple[DraftToken, ...]:
         """Return the drafts that follow `token`, which the target put in place of `draft`; forget all branches."""
@@ -142,6 +193,7 @@ class Branching:
         """Forget all branches."""
         self._made.clear()
         self._sent.clear()
+        self._chances.clear()
 
     def advance(self) -> None:
         """Forget the branches of drafts that have become text."""
@@ -149,3 +201,4 @@ class Branching:
         for key in [key for key in self._made if key[0] < end]:
             del self._made[key]
             self._sent.discard(key)
+            self._chances.pop(key, None)

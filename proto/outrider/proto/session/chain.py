@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.proto.types import Draft, DraftToken, token_ids
+from outrider.proto.types import Branch, Draft, DraftToken, token_ids
 
 DrafterName = tuple[str, str]  # name and version
 NO_DRAFTER: DrafterName = ("", "")
@@ -74,11 +74,19 @@ class Chain:
         """Return the drafts that may be sent where `credit` of those in flight are allowed."""
         return self.drafts[self.sent : max(self.sent, credit)]
 
-    def send(self, start: int, tokens: tuple[DraftToken, ...], drafter: DrafterName, *, complete: bool) -> Draft:
-        """Return the message that sends the next `tokens` of `drafter`; the first has position `start`."""
+    def send(
+        self,
+        start: int,
+        tokens: tuple[DraftToken, ...],
+        drafter: DrafterName,
+        branches: tuple[Branch, ...] = (),
+        *,
+        complete: bool,
+    ) -> Draft:
+        """Return the message that sends the next `tokens` of `drafter`, the first at position `start`, and branches."""
         name, version = NO_DRAFTER if drafter == self._named else drafter
         self._named = drafter
         self.sent += len(tokens)
         self.said_complete = complete
         self._number_used = True
-        return Draft(self.number, start, tokens, drafter=name, drafter_version=version, complete=complete)
+        return Draft(self.number, start, tokens, name, version, complete, branches)

@@ -367,6 +367,7 @@ def _measure(
     statistics.steps += 1
     statistics.verified += commit.verified
     statistics.verified_here += commit.verified_here
+    statistics.verified_beside += commit.verified_beside
     statistics.drafting_here_s += commit.timing.drafting_s
     chain.said_complete = False
     timed = meter.take_commit(commit, now, downlink=vectors is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.proto.policy.branches import MissShares
 from outrider.proto.policy.measures import Calibration, Smoothed, TextCalibration
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob
@@ -75,6 +76,7 @@ class LocalDrafts:
         stopped: whether the newest job ended early, so that nothing more comes before the next commit.
         seconds: drafting since the last commit, in seconds.
         calibration: hits of the drafter in this text.
+        shares: shares of its misses by runner-up, in this text.
     """
 
     def __init__(self, transcript: list[int], calibration: TextCalibration) -> None:
@@ -84,6 +86,7 @@ class LocalDrafts:
         self.stopped = False
         self.seconds = 0.0
         self.calibration = calibration
+        self.shares = MissShares()
         self._own: list[bool] = []  # of the tokens: whether the drafter proposed it
         self._transcript = transcript
         self._epoch = 0  # chains abandoned
@@ -176,12 +179,15 @@ class LocalDrafts:
         self.seconds = 0.0
         self.stopped = False
         self.calibration = TextCalibration(self.calibration.common)
+        self.shares = MissShares()
 
     def _compare(self, position: int, draft: DraftToken, token: int) -> bool:
         """Count a proposal that was compared with the token at `position`; a miss ends the chain."""
         hit = draft.id == token
         self.calibration.add(draft.confidence, hit)
         if not hit:
+            if draft.runners_up:
+                self.shares.add(draft.runners_up, token)
             self._miss(position)
         return hit
 

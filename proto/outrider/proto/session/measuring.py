@@ -175,7 +175,7 @@ class Meter:
         self._has_commit = True
         self.commit_at = now
         if timing.verify_s > 0:
-            measurements.step.add(commit.verified + 1, timing.verify_s)
+            measurements.step.add(commit.verified + commit.verified_beside + 1, timing.verify_s)
         sent = self._sent.echoed(timing.echo)
         if sent is None:
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.proto.policy.patience import (
     LATE,
     MARGIN_S,
@@ -17,7 +19,8 @@ from outrider.proto.session.admission import VerifierRules
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.local import LocalJob
 from outrider.proto.session.received import ReceivedDrafts
-from outrider.proto.types import DraftToken, Goal, Open, Report
+from outrider.proto.session.step_tree import StepTree, step_tree
+from outrider.proto.types import Continue, DraftToken, Goal, Open, Report
 
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
 PROBE_RARELY_EVERY = 48  # where the verifier drafts itself
@@ -34,6 +37,8 @@ class NextStep:
         ready_since: time from which the step could begin, in seconds.
         pays: whether the edge's drafts are worth their while.
         of_edge: drafts of the newest block that the edge made, which come first.
+        newest_block: [k] that block.
+        tree: the drafts of its step.
     """
 
     def __init__(
@@ -46,6 +51,9 @@ class NextStep:
         self.ready_since = now
         self.pays = True
         self.of_edge = 0
+        self.newest_block: tuple[DraftToken, ...] = ()
+        self.tree = StepTree(0)
+        self._trees = rules.trees and frame.trees
         self.max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
         self._rules = rules
         self._patience = frame.patience or rules.patience
@@ -56,6 +64,24 @@ class NextStep:
     def probe_every(self) -> int:
         """Tokens from one request for probing drafts to the next."""
         return PROBE_EVERY if self.ends is None else PROBE_RARELY_EVERY
+
+    def go_on_from(self, last: NextStep, transcript: list[int], frame: Continue, now: float) -> None:
+        """Take over what the last turn's steps have measured and received; `frame` begins this one's transcript."""
+        self.received = last.received.continued(transcript, frame.chain, now)
+        self.report, self.ends = last.report, last.ends
+        if self.ends is not None:
+            self.ends.begin_turn(self.received, transcript, frame.start)
+
+    def take_report(self, report: Report) -> None:
+        """Replace the newest report of the edge."""
+        self.report, self.drafting = report, report.drafting
+        if report.acceptance:
+            acceptance, resting = self.received.acceptance, self.ends is not None and self.ends.edge_rests
+            (acceptance.restate if resting else acceptance.believe)(report.acceptance)
+
+    def made_here(self, path: tuple[int, ...]) -> int:
+        """Return how many drafts of the path [n] that a step has followed the verifier made, which come last."""
+        return self.tree.made_here(path, self.newest_block, self.of_edge)
 
     def change_plans(self) -> None:
         """Plan again: what the step waited for has come, or will not."""
@@ -101,11 +127,27 @@ class NextStep:
         chain, of_edge = self.chain()
         if self.ends is not None and len(chain) > of_edge:
             worthwhile = self.ends.worth_their_rows(row_s)
-        limit = min(worthwhile or int(probe), room)
-        block = chain[: max(0, limit)]
+        limit = max(0, min(worthwhile or int(probe), room))
+        self.tree = StepTree(min(limit, len(chain)))
+        if self._trees and worthwhile and room > 0:
+            tree = self._step_tree(chain, of_edge, step_s, row_s, room)
+            self.tree = tree._replace(chain=min(limit, tree.chain)).pruned()
+        block = chain[: self.tree.chain]
         self.of_edge = of_edge
         # The edge's drafter is rewarded for its own drafts alone.
-        return (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
+        self.newest_block = (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
+        return self.newest_block
+
+    def _step_tree(self, chain: Sequence[DraftToken], of_edge: int, step_s: float, row_s: float, room: int) -> StepTree:
+        return step_tree(
+            chain,
+            of_edge,
+            self.received,
+            self.ends.local if self.ends is not None else None,
+            depth=room,
+            room=self.max_drafts,
+            row_share=row_s / step_s if step_s else 0.0,
+        )
 
     def ready_at(self, step_s: float, row_s: float, room: int, credit: int) -> float:
         """Return the time by which the step should begin; infinite: at the next event.

@@ -8,7 +8,7 @@ from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.policy.branches import MAX_BRANCHES
 from outrider.proto.policy.measures import Acceptance, Smoothed
 from outrider.proto.session.chain import NO_DRAFTER
-from outrider.proto.types import Branches, Draft, DraftToken
+from outrider.proto.types import Branch, Branches, Draft, DraftToken
 
 MAX_COMMITS = 64  # commits whose times are kept
 FIRST_BRANCHED, FIRST_TRIALS, FIRST_DRAFTS = 0.4, 4.0, 5.0  # of branches, before any miss
@@ -49,7 +49,7 @@ class ReceivedDrafts:
         self._max_credit = max_credit
         self.branched = Acceptance(FIRST_BRANCHED * FIRST_TRIALS, FIRST_TRIALS)
         self.branch_drafts = Smoothed(FIRST_DRAFTS)
-        self._branches: dict[tuple[int, int], list[int]] = {}  # drafts by position and token of the miss
+        self._branches: dict[tuple[int, int], Branch] = {}  # by position and token of the miss
         self._alive = True  # no draft of the chain has missed
         self._commits: deque[tuple[int, float]] = deque(maxlen=MAX_COMMITS)  # length of the transcript, and time
 
@@ -80,14 +80,14 @@ class ReceivedDrafts:
             self.complete = False
             self.tokens.clear()
             self._branches.clear()
-        path = draft.first_path()
         if draft.start > len(self._transcript) + len(self.tokens):
             self.complete = True  # drafts are missing, and they will not come in order: do not wait for them
             return False
-        for i, token in enumerate(path):
+        for i, token in enumerate(draft.tokens):
             if not self._take(draft.start + i, token):
                 return True
-        overtaken = draft.start + len(path) < len(self._transcript) + bool(path)
+        self._keep(draft.branches)
+        overtaken = draft.start + len(draft.tokens) < len(self._transcript) + bool(draft.tokens)
         if draft.complete and not overtaken:  # otherwise the edge has yet to answer a newer commit
             self.complete = True
         return False
@@ -98,13 +98,27 @@ class ReceivedDrafts:
         Raises:
             ResourceExhausted: there are more than a chain may have.
         """
-        if frame.chain != self.chain or not self._alive:
+        if frame.chain == self.chain and self._alive:
+            self._keep(frame.branches)
+
+    def _keep(self, branches: tuple[Branch, ...]) -> None:
+        if not branches:
             return
         end = len(self._transcript)
-        self._branches = {key: drafts for key, drafts in self._branches.items() if key[0] >= end}
-        self._branches |= {(start, first): drafts for start, (first, *drafts) in frame.branches if start >= end}
+        self._branches = {key: branch for key, branch in self._branches.items() if key[0] >= end}
+        self._branches |= {(branch.start, branch.tokens[0]): branch for branch in branches if branch.start >= end}
         if len(self._branches) > MAX_BRANCHES:
             raise ResourceExhausted(f"are more than {MAX_BRANCHES} of one chain", field="branches.starts")
+
+    @property
+    def end(self) -> int:
+        """Position that the first draft has."""
+        return len(self._transcript)
+
+    def branches(self) -> list[Branch]:
+        """Return the branches at drafts that no commit has met; their chain lives."""
+        end = len(self._transcript)
+        return [branch for branch in self._branches.values() if branch.start >= end] if self._alive else []
 
     def _take(self, position: int, token: DraftToken) -> bool:
         """Take one draft in; return whether the chain still lives."""
@@ -140,10 +154,11 @@ class ReceivedDrafts:
 
     def _follow_branch(self, position: int, token: int, now: float) -> bool:
         """Begin the next chain with the branch of `token` at the draft that just missed; return whether it is here."""
-        drafts = self._branches.get((position, token))
+        branch = self._branches.get((position, token))
         self._branches.clear()
-        self.branched.add(drafts is not None)
-        if drafts is None:
+        drafts = branch.tokens[1:] if branch is not None else ()
+        self.branched.add(bool(drafts))
+        if not drafts:
             return False
         self.branch_drafts.add(len(drafts))
         self.chain += 1

@@ -7,7 +7,8 @@ import math
 import operator
 from dataclasses import dataclass
 
-from outrider.proto.policy.window import due_to_flush, worth_a_message
+from outrider.proto.policy.branches import BRANCH_BYTES
+from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush, worth_a_message
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.drafting import Drafting
 from outrider.proto.session.events import EdgeInstruction, Send
@@ -16,6 +17,8 @@ from outrider.proto.session.steering import VectorKeeper
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
 from outrider.proto.types import DraftToken, Goal, Report, token_ids
+
+_TOKENS_OF_A_BRANCH = BRANCH_BYTES // TOKEN_BYTES  # whose bytes it has
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +113,10 @@ class Sender:
         with_q = self._send_q and not any(map(math.isnan, confidence))
         ids = token_ids(drafts)
         tokens = tuple(map(DraftToken, ids, confidence) if with_q else map(DraftToken, ids))
-        start = len(self._text.tokens) + self._chain.sent
-        self._meter.send_draft(len(drafts), now)
+        sent = self._chain.sent
+        branches = self._drafting.branching.leaves(self._drafting.active, sent) if drafts else ()
+        self._meter.send_draft(len(drafts) + _TOKENS_OF_A_BRANCH * len(branches), now)
         self._text.statistics.messages += 1
-        return Send(self._chain.send(start, tokens, self._drafting.drafter, complete=complete))
+        self._text.statistics.sent_beside += len(branches)
+        start = len(self._text.tokens) + sent
+        return Send(self._chain.send(start, tokens, self._drafting.drafter, branches, complete=complete))

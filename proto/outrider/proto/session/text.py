@@ -34,6 +34,8 @@ class EdgeStatistics:
         accepted_here: those of these that the verifier's own drafter made.
         drafted: tokens that drafters proposed.
         branched: tokens that drafters proposed after likely misses.
+        sent_beside: branches of one token, or more, that went with drafts.
+        verified_beside: drafts that steps verified beside the chain, or the path that they followed.
         branches_taken: misses after which the verifier went on with a branch.
         verified: drafts that the verifier's steps verified, its own included.
         verified_here: those of these that the verifier's own drafter made.
@@ -64,6 +66,8 @@ class EdgeStatistics:
     accepted_here: int = 0
     drafted: int = 0
     branched: int = 0
+    sent_beside: int = 0
+    verified_beside: int = 0
     branches_taken: int = 0
     verified: int = 0
     verified_here: int = 0

@@ -23,6 +23,7 @@ from outrider.proto.session.local import DraftingHere, LocalJob
 from outrider.proto.session.next_step import PROBE, PROBE_EVERY, NextStep
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import (
+    BlockBranch,
     Branches,
     Commit,
     CommittedToken,
@@ -45,11 +46,12 @@ class Verified:
     """Result of a step for one session.
 
     Attributes:
-        block: [k] the drafts.
+        block: [k] the drafts, or those along the branch that the target's tokens took.
         tokens_by_target: [k + 1] the target's tokens; `logprob` and `top` are those of the a drafts that agree and the
             token after them, where asked for.
         queue_s: time between being due and the step, in seconds.
         reward: mean of min(1, p / q) over the drafts; None: no q came.
+        beside: other drafts that the step verified.
         steering: vector of the state after the last draft that agrees, or else after the transcript, where
             `wanted_vector` asked for it.
     """
@@ -60,6 +62,7 @@ class Verified:
     verify_s: float = 0.0
     reward: float | None = None
     steering: Steering | None = None
+    beside: int = 0
 
 
 class VerifierSession:
@@ -132,6 +135,7 @@ class VerifierSession:
             epoch=self.epoch,
             min_tokens=True,
             eos_tokens=tuple(sorted(self.eos_tokens)),
+            trees=rules.trees,
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
@@ -166,11 +170,7 @@ class VerifierSession:
         session.turn = self.turn + 1
         session.credit = session._granted = self._granted
         session._first_chain = frame.chain
-        session._next.received = self._next.received.continued(session.transcript, frame.chain, now)
-        session._next.report = self._next.report
-        session._next.ends = self.ends
-        if self.ends is not None:
-            self.ends.begin_turn(session._next.received, session.transcript, frame.start)
+        session._next.go_on_from(self._next, session.transcript, frame, now)
         return session
 
     @property
@@ -225,6 +225,11 @@ class VerifierSession:
         """
         probe = self.generated % PROBE_EVERY == 0  # a rise of acceptance shows only where drafts are verified
         return self._next.block(step_s, row_s, self.max_useful_drafts, probe=probe)
+
+    @property
+    def branches(self) -> tuple[BlockBranch, ...]:
+        """Branches that the step of the newest block verifies beside it."""
+        return self._next.tree.branches
 
     @property
     def max_useful_drafts(self) -> int:
@@ -297,16 +302,11 @@ class VerifierSession:
 
     def on_report(self, report: Report) -> None:
         """Replace the last report, and the request for vectors where this one has another."""
-        self._next.report = report
+        self._next.take_report(report)
         if report.steering is not None:
             if self._steering is None or report.steering.projection != self._steering.projection:
                 self._without_vector = math.inf  # the edge's vector is of another projection
             self._steering = report.steering
-        if report.acceptance:
-            resting = self.ends is not None and self.ends.edge_rests
-            acceptance = self._next.received.acceptance
-            (acceptance.restate if resting else acceptance.believe)(report.acceptance)
-        self._next.drafting = report.drafting
 
     def on_cancel(self) -> Commit:
         """End the text; the last commit says so."""
@@ -325,7 +325,7 @@ class VerifierSession:
             eos_tokens=self.eos_tokens,
         )
         start, ids = len(self.transcript), token_ids(tokens)
-        ends, verified_here = self.ends, max(0, len(verified.block) - self._next.of_edge)
+        ends, verified_here = self.ends, self._next.made_here(token_ids(verified.block))
         self.transcript.extend(ids)
         if not self._next.pays:
             probe = min(PROBE, self._rules.max_credit)
@@ -356,6 +356,7 @@ class VerifierSession:
             finish=self.finish,
             chain=max(0, self.chain),
             verified=len(verified.block),
+            verified_beside=verified.beside,
             verified_here=verified_here,
             covered=ends.covered if ends is not None else 0,
             turn=self.turn,

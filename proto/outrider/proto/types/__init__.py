@@ -5,6 +5,7 @@ Positions are absolute (prompt + text, from 0). Token ids are Python ints in tup
 
 from __future__ import annotations
 
+from outrider.proto.types.branches import Branch, Branches
 from outrider.proto.types.checks import MAX_TOKEN_ID, PROMPT_CLASSES
 from outrider.proto.types.control import (
     LINK_CLASSES,
@@ -28,8 +29,7 @@ from outrider.proto.types.control import (
 )
 from outrider.proto.types.decoding import (
     PROTOCOL_VERSION,
-    Branch,
-    Branches,
+    BlockBranch,
     Cancel,
     CloudFrame,
     Commit,
@@ -67,6 +67,7 @@ __all__ = [
     "MAX_TOP_LOGPROBS",
     "PROMPT_CLASSES",
     "PROTOCOL_VERSION",
+    "BlockBranch",
     "Branch",
     "Branches",
     "Cancel",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from outrider.proto.types.branches import Branch, Branches, require_branches
 from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, PROMPT_CLASSES, SHA256, require, require_tokens
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TopLogprobs
 from outrider.proto.types.sampling import Noise, Sampling
@@ -136,6 +137,7 @@ class Open:
         epoch: streams that the session had before, as its lease says.
         prompt_logprobs: likeliest tokens to carry for each token of the prompt, beside its own log probability; None:
             neither.
+        trees: whether steps may verify branches beside the chain.
     """
 
     model: str
@@ -159,6 +161,7 @@ class Open:
     learning: Learning | None = None
     epoch: int = 0
     prompt_logprobs: int | None = None
+    trees: bool = False
 
     def __post_init__(self) -> None:
         require(self.drafts_here is None or self.drafts_here >= 0, "open.drafts_here", "must be 0 or more")
@@ -250,10 +253,10 @@ class Draft:
     chain: int
     start: int
     tokens: tuple[DraftToken, ...]
-    parents: tuple[int, ...] = ()
     drafter: str = ""
     drafter_version: str = ""
     complete: bool = False
+    branches: tuple[Branch, ...] = ()
 
     def __post_init__(self) -> None:
         require(self.chain >= 0, "draft.chain", "must be 0 or more")
@@ -265,40 +268,14 @@ class Draft:
             known = [confidence for confidence in confidences if not math.isnan(confidence)]
             require(len(known) in (0, len(ids)), "draft.q", "must hold one number for each token, or none")
             require(not known or 0 <= min(known) <= max(known) <= 1, "draft.q", "must be probabilities")
-        if self.parents:
-            require(len(self.parents) == len(self.tokens), "draft.parents", "must hold one for each token, or none")
-            earlier = all(-1 <= parent < child for child, parent in enumerate(self.parents))
-            require(earlier, "draft.parents", "must point to an earlier token of the message, or be -1")
-
-    def first_path(self) -> tuple[DraftToken, ...]:
-        """Return the tokens of the tree's first branch, which a verifier without tree attention verifies."""
-        if not self.parents:
-            return self.tokens
-        length = next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.tokens))
-        return self.tokens[:length]
+        require_branches(self.branches, "draft.branches.")
 
 
-class Branch(NamedTuple):
-    """A likely miss of a chain at position `start`: the token in place of the draft, and drafts that follow it."""
+class BlockBranch(NamedTuple):
+    """Drafts [m] that a step verifies beside its block: they follow the block's first `index` drafts."""
 
-    start: int
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Branches:
-    """Branches of chain number `chain`; one whose token is the target's becomes the next chain at once."""
-
-    chain: int
-    branches: tuple[Branch, ...]
-
-    def __post_init__(self) -> None:
-        require(self.chain >= 0, "branches.chain", "must be 0 or more")
-        require(bool(self.branches), "branches.starts", "is empty")
-        for branch in self.branches:
-            require(branch.start >= 0, "branches.starts", "must be 0 or more")
-            require(len(branch.tokens) > 1, "branches.lengths", "must be 2 or more, a token and drafts after it")
-            require_tokens(branch.tokens, "branches.tokens")
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name, which nobody calls
+    drafts: tuple[DraftToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +341,7 @@ class Opened:
         epoch: that of the Open, as in every frame of the verifier: an edge ignores those of another.
         min_tokens: whether it holds to `Sampling.min_tokens`, which verifiers of older releases do not know.
         eos_tokens: ids that end a text of the target, by which drafters propose.
+        trees: whether steps verify branches beside the chain, so that branches of one token are of use.
     """
 
     committed: int
@@ -386,6 +364,7 @@ class Opened:
     epoch: int = 0
     min_tokens: bool = False
     eos_tokens: tuple[int, ...] = ()
+    trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +415,8 @@ class Commit:
         steering: vector of position `start + len(tokens) - 2`.
         finish: why the text ends, in its last commit only.
         chain: newest chain that the verifier knew.
-        verified: drafts that the step verified.
+        verified: drafts that the step verified: those of the chain, or of the path along a branch that it followed.
+        verified_beside: other drafts that it verified.
         turn: Continues of this stream that had come before it.
         cached_tokens: tokens before `start` that the verifier had computed already, in the first commit of a turn only.
         verified_here: verified drafts that the verifier made itself, which come last.
@@ -458,6 +438,7 @@ class Commit:
     verified_here: int = 0
     covered: int = 0
     epoch: int = 0
+    verified_beside: int = 0
 
     @property
     def accepted_here(self) -> int:

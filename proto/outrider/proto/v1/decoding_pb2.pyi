@@ -151,7 +151,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ..., after_miss_s: _Optional[float] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs", "trees")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,7 @@ class Open(_message.Message):
     LEARNING_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TREES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -194,7 +195,8 @@ class Open(_message.Message):
     learning: Learning
     epoch: int
     prompt_logprobs: int
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    trees: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ..., epoch: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., trees: _Optional[bool] = ...) -> None: ...
 
 class Learning(_message.Message):
     __slots__ = ("prompt_class",)
@@ -225,36 +227,38 @@ class Continue(_message.Message):
     def __init__(self, start: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., chain: _Optional[int] = ...) -> None: ...
 
 class Draft(_message.Message):
-    __slots__ = ("chain", "start", "tokens", "parents", "q", "drafter", "drafter_version", "complete")
+    __slots__ = ("chain", "start", "tokens", "q", "drafter", "drafter_version", "complete", "branches")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    BRANCHES_FIELD_NUMBER: _ClassVar[int]
     chain: int
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
     q: bytes
     drafter: str
     drafter_version: str
     complete: bool
-    def __init__(self, chain: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
+    branches: Branches
+    def __init__(self, chain: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., complete: _Optional[bool] = ..., branches: _Optional[_Union[Branches, _Mapping]] = ...) -> None: ...
 
 class Branches(_message.Message):
-    __slots__ = ("chain", "starts", "lengths", "tokens")
+    __slots__ = ("chain", "starts", "lengths", "tokens", "chances")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHANCES_FIELD_NUMBER: _ClassVar[int]
     chain: int
     starts: _containers.RepeatedScalarFieldContainer[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, chain: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    chances: bytes
+    def __init__(self, chain: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., chances: _Optional[bytes] = ...) -> None: ...
 
 class Report(_message.Message):
     __slots__ = ("drafting", "drafting_us", "round_trip_us", "acceptance", "steering")
@@ -291,7 +295,7 @@ class Pong(_message.Message):
     def __init__(self, number: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "guarantee", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered", "noise", "drafter_here", "branches", "precision", "epoch", "min_tokens", "eos_tokens")
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "guarantee", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered", "noise", "drafter_here", "branches", "precision", "epoch", "min_tokens", "eos_tokens", "trees")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +316,7 @@ class Opened(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TREES_FIELD_NUMBER: _ClassVar[int]
     committed: int
     credit: int
     max_tokens: int
@@ -332,7 +337,8 @@ class Opened(_message.Message):
     epoch: int
     min_tokens: bool
     eos_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., min_tokens: _Optional[bool] = ..., eos_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    trees: bool
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., min_tokens: _Optional[bool] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., trees: _Optional[bool] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("start", "logprobs", "ranks", "top_tokens", "top_logp", "epoch")
@@ -351,7 +357,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, start: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered", "epoch")
+    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered", "epoch", "verified_beside")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +377,7 @@ class Commit(_message.Message):
     VERIFIED_HERE_FIELD_NUMBER: _ClassVar[int]
     COVERED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_BESIDE_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
@@ -390,7 +397,8 @@ class Commit(_message.Message):
     verified_here: int
     covered: int
     epoch: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verified_here: _Optional[int] = ..., covered: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    verified_beside: int
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verified_here: _Optional[int] = ..., covered: _Optional[int] = ..., epoch: _Optional[int] = ..., verified_beside: _Optional[int] = ...) -> None: ...
 
 class Steering(_message.Message):
     __slots__ = ("scale", "values", "precision")
