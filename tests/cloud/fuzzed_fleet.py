@@ -376,13 +376,13 @@ class FuzzedVerifier:
             return sampled
 
         sampler.sample = failing_sample  # type: ignore[method-assign]
-        slots_of = target.pool._slots_of
+        slots_of = target.pool.slots_of
 
         def failing_slots_of(pages: list[int]) -> torch.Tensor:
             self.model.on_pages()
             return slots_of(pages)
 
-        target.pool._slots_of = failing_slots_of  # type: ignore[method-assign]
+        target.pool.slots_of = failing_slots_of  # type: ignore[method-assign]
 
     # --- as a stream uses it ---
 

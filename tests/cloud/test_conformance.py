@@ -13,10 +13,13 @@ import torch
 
 from outrider.cloud.backend import Backend, Handle, StepOutput, StepRow
 from outrider.cloud.target import Target, load_target
+from outrider.cloud.testing.branch_conformance import BRANCH_CHECKS
 from outrider.cloud.testing.conformance import CHECKS, Suite
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import ResourceExhausted
+from outrider.proto.token_counts import TokenCounts
+from outrider.proto.types import token_ids
 
 torch.set_num_threads(1)
 
@@ -72,6 +75,19 @@ def suite_of(
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_the_own_backend_conforms(check, page_size, folder, oracle) -> None:
     CHECKS[check](suite_of(folder, oracle, page_size=page_size))
+
+
+@pytest.mark.parametrize("check", BRANCH_CHECKS)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_the_own_backend_verifies_branches(check, page_size, folder, oracle) -> None:
+    suite = suite_of(folder, oracle, page_size=page_size)
+    assert suite.backend.facts.verifies_branches
+    BRANCH_CHECKS[check](suite)
+
+
+@pytest.mark.parametrize("check", BRANCH_CHECKS)
+def test_it_verifies_branches_in_tiles(check, folder, oracle) -> None:
+    BRANCH_CHECKS[check](suite_of(folder, oracle, exact="tiles"))
 
 
 @pytest.mark.parametrize("check", ["texts_are_those_of_the_rule", "anything_in_any_order"])
@@ -198,3 +214,69 @@ class TellsOfOthers(Defective):
 def test_a_backend_with_a_defect_fails(defective, check, folder, oracle) -> None:
     with pytest.raises((AssertionError, ResourceExhausted)):
         CHECKS[check](suite_of(folder, oracle, defective))
+
+
+class JudgesByTheBrother(Defective):
+    """A backend that counts the block's draft beside a branch as if it came before it."""
+
+    def change(self, row: StepRow) -> StepRow:
+        branches = []
+        for branch in row.branches:
+            whole, judged = row.verification, branch.verification
+            if whole is not None and branch.index < len(whole.block):
+                brother = whole.block[branch.index].id
+                counts = TokenCounts(judged.prompt_length, judged.transcript).followed_by((brother,))
+                judged = replace(judged, counts=counts)
+            branches.append(replace(branch, verification=judged))
+        return replace(row, branches=tuple(branches))
+
+
+class CountsRowsForDepth(Defective):
+    """A backend that draws a branch's tokens with the noise of positions after the block."""
+
+    def change(self, row: StepRow) -> StepRow:
+        whole = row.verification
+        branches = []
+        for branch in row.branches:
+            assert whole is not None
+            after = range(len(whole.transcript) + len(whole.block) + 1)
+            branches.append(replace(branch, verification=replace(branch.verification, transcript=after)))
+        return replace(row, branches=tuple(branches))
+
+
+class FollowsInTextAlone(Defective):
+    """A backend in whose cache the block stays where a branch was followed."""
+
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        ends = [row.handle.length + len(row.tokens) for row in rows]
+        output = super().step(rows)
+        for i in output.followed:
+            cache, block = rows[i].handle, rows[i].verification.block  # type: ignore[union-attr]
+            text = list(cache.tokens)  # type: ignore[attr-defined]
+            self.truncate(cache, ends[i])
+            super().step([StepRow(cache, token_ids(block) or (0,), None)])
+            self.truncate(cache, ends[i])
+            cache.extend(text[ends[i] :])  # type: ignore[attr-defined]
+        return output
+
+
+class TellsNothingOfBranches(Defective):
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        return replace(super().step(rows), followed={})
+
+
+@pytest.mark.parametrize(
+    ("defective", "check"),
+    [
+        (JudgesByTheBrother, "every_tree_of_drafts"),
+        (CountsRowsForDepth, "trees_in_ragged_company"),
+        (CountsRowsForDepth, "every_tree_of_drafts"),
+        (FollowsInTextAlone, "trees_in_ragged_company"),
+        (TellsNothingOfBranches, "every_tree_of_drafts"),
+        (LeaksAPage, "trees_in_ragged_company"),
+        (TapsAnotherRow, "trees_in_ragged_company"),
+    ],
+)
+def test_a_backend_with_a_defect_in_its_branches_fails(defective, check, folder, oracle) -> None:
+    with pytest.raises((AssertionError, ResourceExhausted)):
+        BRANCH_CHECKS[check](suite_of(folder, oracle, defective))

@@ -387,7 +387,7 @@ def test_a_device_that_gives_no_slots_leaves_the_pool_as_it_was(monkeypatch) -> 
         return torch.empty(0, dtype=torch.int64)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pool, "_slots_of", slots_of)
+        patched.setattr(pool, "slots_of", slots_of)
         for fails in (lambda: pool.open([1] * 10), lambda: pool.fork(held, 8), lambda: pool.resize(held, 12)):
             with pytest.raises(RuntimeError):
                 fails()

@@ -154,7 +154,7 @@ def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch
     def broken(*_: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(bench.target.pool, "_slots_of", broken)
+    monkeypatch.setattr(bench.target.pool, "slots_of", broken)
     first, second = bench.open(0), bench.open(1)
     bench.run()
     assert bench.engine.failed
@@ -170,7 +170,7 @@ def test_sessions_are_told_of_a_device_on_which_not_even_pages_can_be_given_back
         bench.open(key)
     bench.run(steps=2)
     bench.fails(lambda _: True)
-    monkeypatch.setattr(bench.target.pool, "_slots_of", broken)
+    monkeypatch.setattr(bench.target.pool, "slots_of", broken)
     bench.run()
     assert bench.engine.failed
     assert bench.failures == 1

@@ -18,15 +18,17 @@ from collecting_outbox import CollectingOutbox
 from random_models import save_random_model
 
 from outrider.cloud import transformers_backend as transformers_backend_module
+from outrider.cloud.backend import StepRow
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.engine import Engine
 from outrider.cloud.sampling import Sampled
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.slots import NO_HANDLE
 from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.target import SessionRows, load_target
-from outrider.cloud.transformers_backend import TransformersBackend, newest_rows
+from outrider.cloud.transformers_backend import TransformersBackend, newest_rows, paths_of
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.session import VerifierRules
@@ -168,7 +170,8 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
         Sampled(tuple(map(CommittedToken, said, (0.0,) * 5)), None),
         Sampled(tuple(map(CommittedToken, (7, 8), (0.0,) * 2)), None),
     ]
-    assert newest_rows(verified, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
+    rows = [StepRow(NO_HANDLE, (2,), each) for each in verified]
+    assert newest_rows(paths_of(rows, [], sampled)) == [0, 1 + agreed, 1 + (K + 1) + 1]
 
 
 # === the engine: which state a commit's vector is of ==============================================================
@@ -316,7 +319,7 @@ def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, aske
     monkeypatch.setattr(
         transformers_backend_module,
         "newest_rows",
-        lambda verified, sampled: [row - 1 for row in right(verified, sampled)],
+        lambda paths: [row - 1 for row in right(paths)],
     )
     box = Collected()
     engine.post_open(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from outrider.cloud.branch_cache import BranchCache
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import ModelRefused
 
@@ -68,6 +69,8 @@ class RaggedBatch:
         slots: [rows] int64, places of the keys and values of each row.
         block: most positions of a session whose rows attend in one call.
         rest: [n] int64, places after each session's last row that are read with it, which must hold numbers.
+        borrowed: [n] int64, places of what branches that begin here have copies of; None: there are none.
+        copies: [n] int64, places of these copies.
     """
 
     pool: PagedKVCache
@@ -75,18 +78,27 @@ class RaggedBatch:
     slots: torch.Tensor
     block: int = BLOCK
     rest: torch.Tensor = field(init=False)
+    borrowed: torch.Tensor | None = field(default=None, init=False)
+    copies: torch.Tensor | None = field(default=None, init=False)
     masks: dict[tuple[int, int, int, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         last = {id(span.cache): span for span in sorted(self.spans, key=lambda span: span.context)}
         self.rest = torch.cat([span.cache.slots[span.context : self._num_held(span)] for span in last.values()])
+        caches = {id(span.cache): span.cache for span in self.spans if span.start == span.cache.length}
+        began = [cache for cache in caches.values() if isinstance(cache, BranchCache)]
+        if began:
+            self.borrowed = torch.cat([branch.borrowed for branch in began])
+            self.copies = torch.cat([branch.copies for branch in began])
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `keys` and `values` [rows, kv_heads, head_dim], and zeros after them.
+        """Store `keys` and `values` [rows, kv_heads, head_dim], what branches copy, and zeros after them.
 
         Masked keys count for nothing, but what a page's last owner has left there may be no number.
         """
         self.pool.write(layer, self.slots, keys, values)
+        if self.borrowed is not None and self.copies is not None:
+            self.pool.copy(layer, self.borrowed, self.copies)
         if len(self.rest):
             self.pool.clear(layer, self.rest)
 

@@ -7,15 +7,16 @@ that pass the same conformance suite (`outrider.cloud.testing.conformance`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampled
-from outrider.proto.types import Guarantee, PromptToken
+from outrider.proto.types import BlockBranch, DraftToken, Guarantee, PromptToken, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class TargetFacts:
         scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
         precision: what decides its rounding: engine and device where they are not our own on a CPU, types, and how the
             weights are quantised.
+        verifies_branches: whether steps verify branches beside a block; else they are never given any.
     """
 
     tokenizer_json: str
@@ -48,6 +50,7 @@ class TargetFacts:
     guarantee: Guarantee = Guarantee.DISTRIBUTION
     precision: str = ""
     scores_prompts: bool = False
+    verifies_branches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,41 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class VerificationBranch:
+    """Drafts to verify beside a block.
+
+    Attributes:
+        index: drafts of the block that come before them.
+        first: first of them.
+        verification: of the rows after each of them: `first` ends its transcript, and the others are its block.
+    """
+
+    index: int
+    first: DraftToken
+    verification: VerificationInput
+
+    @classmethod
+    def of(cls, whole: VerificationInput, branch: BlockBranch, allowed: np.ndarray | None = None) -> VerificationBranch:
+        """Return a branch beside the block of `whole`; `allowed` [m, vocab] is what may follow each of its m drafts."""
+        first, *others = branch.drafts
+        before = (*token_ids(whole.block[: branch.index]), first.id)
+        length = len(whole.transcript) + len(before)
+        after = replace(
+            whole,
+            transcript=[*whole.transcript, *before] if whole.sampling.penalises else range(length),
+            block=tuple(others),
+            allowed=allowed,
+            counts=whole.counts.followed_by(before) if whole.counts is not None else None,
+        )
+        return cls(branch.index, first, after)
+
+    @property
+    def drafts(self) -> tuple[DraftToken, ...]:
+        """[m] the drafts."""
+        return self.first, *self.verification.block
+
+
+@dataclass(frozen=True, slots=True)
 class StepRow:
     """The part of a step that is one sequence's.
 
@@ -101,6 +139,8 @@ class StepRow:
         scored: [m] the transcript's tokens after the first m of `tokens`, whose log probabilities are wanted; only of a
             backend that scores prompts.
         top_logprobs: number of likeliest tokens wanted beside each of these.
+        branches: drafts to verify beside the block, where the target verifies branches; no two of them, and none and
+            the block, have the same draft at the same place.
     """
 
     handle: Handle
@@ -109,6 +149,14 @@ class StepRow:
     tapped: bool = False
     scored: tuple[int, ...] = ()
     top_logprobs: int = 0
+    branches: tuple[VerificationBranch, ...] = ()
+
+    def path(self, branch: int | None) -> tuple[DraftToken, ...]:
+        """Return the drafts that lead to the end of a branch; None: to that of the block."""
+        block = self.verification.block if self.verification is not None else ()
+        if branch is None:
+            return block
+        return (*block[: self.branches[branch].index], *self.branches[branch].drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +165,15 @@ class StepOutput:
 
     Attributes:
         sampled: [rows] target's tokens for each row: one after each draft that was verified, and one more. A backend
-            may verify fewer drafts than it was given. None: the row only read, or was put off; `handle.length` tells.
+            may verify fewer drafts and branches than it was given. None: the row only read, or was put off;
+            `handle.length` tells.
         taps: [tapped rows with tokens, taps * hidden] float32, in their order; None: there are none.
         forwarded: moment at which the logits were there, on the monotonic clock, seconds.
         logits: [sum of verified rows, vocab] float32, of the rows that `sampled` has tokens for, in their order, before
             any processing; valid until the next step. None: they are not at hand.
         scores: [rows that score] what the model says of the tokens that these wanted, in their order.
+        followed: by the number of its row, the branch that has the target's token where the block has not; the row's
+            `sampled` then has the tokens after each draft of `StepRow.path`.
     """
 
     sampled: Sequence[Sampled | None]
@@ -130,6 +181,7 @@ class StepOutput:
     forwarded: float
     logits: torch.Tensor | None = None
     scores: Sequence[tuple[PromptToken, ...]] = ()
+    followed: Mapping[int, int] = field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -189,7 +241,8 @@ class Backend(Protocol):
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
         """Compute the rows in one pass, and sample after those that verify.
 
-        Each sequence grows by the tokens and the drafts that were computed, for which it must hold pages.
+        Each sequence grows by the tokens and the drafts that were computed, for which it must hold pages: those of
+        its block or, where that is followed, of the path to the end of a branch. Other branches leave no trace.
 
         Raises:
             FloatingPointError: logits are no numbers, from which there is no text to make.

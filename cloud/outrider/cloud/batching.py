@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
 from outrider.proto.session import VerifierRules, VerifierSession, unscored_tokens
-from outrider.proto.types import DraftToken
+from outrider.proto.types import BlockBranch, DraftToken, token_ids
 
 MAX_PREFILL_ROWS = 512  # rows of prompts in one step
 MAX_SCORED_ROWS = 128  # of these, rows whose logits are all kept for log probabilities of prompts: [rows, vocab]
@@ -67,16 +67,29 @@ class Share(Generic[CandidateT]):
         slot: the session.
         num_tokens: uncomputed tokens of its transcript that the step computes, in their order.
         block: [k] drafts that the step verifies after them; None: more of the prompt is left for later steps.
+        branches: drafts beside the block that it verifies too; no two, and no draft of the block, have one place and
+            token.
     """
 
     slot: CandidateT
     num_tokens: int
     block: tuple[DraftToken, ...] | None
+    branches: tuple[BlockBranch, ...] = ()
 
     @property
     def num_rows(self) -> int:
         """Rows of the forward pass."""
-        return self.num_tokens + len(self.block or ())
+        return self.num_tokens + len(self.block or ()) + sum(len(branch.drafts) for branch in self.branches)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that the step verifies, of block and branches."""
+        return self.num_rows - self.num_tokens
+
+    @property
+    def tokens_beside(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The branches' tokens, and how many drafts of the block come before them."""
+        return tuple((branch.index, token_ids(branch.drafts)) for branch in self.branches)
 
     @property
     def only_decodes(self) -> bool:
@@ -213,7 +226,8 @@ class Batching:
         uncomputed = slot.num_uncomputed_tokens
         if uncomputed > max_tokens:
             return Share(slot, max_tokens, None)
-        return Share(slot, uncomputed, slot.session.block(self.base_s, self.row_s))
+        block = slot.session.block(self.base_s, self.row_s)
+        return Share(slot, uncomputed, block, slot.session.branches)
 
     def _delay_s(self, due: Sequence[Candidate], waiting: Sequence[Candidate], now: float) -> float:
         """Return by how many seconds to delay the step, because others will have their drafts by then."""
@@ -283,20 +297,28 @@ class Batching:
         of_prompts: list[Share[CandidateT]] = []
         for share in self._prompts(reading, room, now):
             if room > 0:
-                of_prompts.append(_cut(share, room))
+                of_prompts.append(cut(share, room))
                 room -= of_prompts[-1].num_rows
         left = limit - sum(share.num_rows for share in of_prompts)
         shares: list[Share[CandidateT]] = []
         for slot in decoding:
             if left <= 0:
                 break
-            shares.append(_cut(self.share_of(slot, 1), left))
+            shares.append(cut(self.share_of(slot, 1), left))
             left -= shares[-1].num_rows
         if left <= 0:
             self.limit.hold()
         return (*shares, *of_prompts)
 
 
-def _cut(share: Share[CandidateT], max_rows: int) -> Share[CandidateT]:
+def cut(share: Share[CandidateT], max_rows: int) -> Share[CandidateT]:
     """Return a share without the drafts that exceed `max_rows`."""
-    return share if share.block is None else replace(share, block=share.block[: max_rows - share.num_tokens])
+    if share.block is None:
+        return share
+    block, left, branches = share.block[: max_rows - share.num_tokens], max_rows - share.num_tokens, []
+    left -= len(block)
+    for branch in share.branches:
+        if branch.index <= len(block) and len(branch.drafts) <= left:
+            branches.append(branch)
+            left -= len(branch.drafts)
+    return replace(share, block=block, branches=tuple(branches))

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +41,24 @@ KEPT_REFUSALS = 256
 REFUSED_FOR_S = 60.0  # without another trial
 
 
+Beside = tuple[tuple[int, tuple[int, ...]], ...]  # drafts beside a block, and how many of the block's come before them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllowedBranch:
+    """The tokens that the grammar allows along a branch.
+
+    Attributes:
+        index: drafts of the block that come before it.
+        drafts: [m] the first of its drafts, as far as the grammar allows them and goes on after them; at least one.
+        tokens: [m, vocab] bool; row j: the tokens that may follow drafts[: j + 1], at least one.
+    """
+
+    index: int
+    drafts: tuple[int, ...]
+    tokens: np.ndarray
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Allowed:
     """The tokens that the grammar allows in a step.
@@ -48,10 +66,20 @@ class Allowed:
     Attributes:
         block: [k] the first of the drafts asked about, as far as the grammar allows them and goes on after them.
         tokens: [k + 1, vocab] bool; row j: the tokens that may follow the committed text and block[:j], at least one.
+        branches: those asked about that leave this block and of which the grammar allows something.
     """
 
     block: tuple[int, ...]
     tokens: np.ndarray
+    branches: tuple[AllowedBranch, ...] = ()
+
+    def about(self, block: tuple[int, ...], branches: Beside) -> Allowed:
+        """Return the answer as far as it is about the drafts `block` [k] and those beside them."""
+        agreed, found = _common(self.block, block), []
+        for (index, drafts), answer in itertools.product(branches, self.branches):
+            if answer.index == index <= agreed and (kept := _common(answer.drafts, drafts)):
+                found.append(AllowedBranch(index, drafts[:kept], answer.tokens[:kept]))
+        return Allowed(block[:agreed], self.tokens[: agreed + 1], tuple(found))
 
 
 class Grammars:
@@ -201,7 +229,7 @@ class GrammarMatcher:
         self._text: list[int] = []
         self._consumed = 0  # tokens of the text that the matcher has seen,
         self._drafts = 0  # and of drafts after them
-        self._asked: tuple[int, ...] = ()
+        self._asked: tuple[tuple[int, ...], Beside] = ((), ())
         self._answer: Future[Allowed] | None = None
 
     def resume(self, committed: list[int]) -> None:
@@ -217,15 +245,15 @@ class GrammarMatcher:
 
     # --- the engine's thread ---
 
-    def ask(self, block: tuple[int, ...], answered: Callable[[], None]) -> Future[Allowed]:
+    def ask(self, block: tuple[int, ...], answered: Callable[[], None], branches: Beside = ()) -> Future[Allowed]:
         """Ask what is allowed after the committed text and the drafts `block` [k]; while busy, return that answer.
 
         `answered` is called from another thread. The future raises InvalidArgument where the grammar is at its end
-        without being complete, or has become too costly.
+        without being complete, or has become too costly; for a branch beside the block it never does.
         """
-        if self._answer is None or not (self.busy or self._asked == block):
-            self._asked = block
-            self._answer = self._threads.submit(self._allowed, block)
+        if self._answer is None or not (self.busy or self._asked == (block, branches)):
+            self._asked = block, branches
+            self._answer = self._threads.submit(self._allowed_with, block, branches)
             self._answer.add_done_callback(lambda _: answered())
         return self._answer
 
@@ -239,16 +267,14 @@ class GrammarMatcher:
         """Whether it has been asked and has not answered yet."""
         return self._answer is not None and not self._answer.done()
 
-    def allowed(self, block: tuple[int, ...]) -> Allowed | None:
-        """Return its answer, as far as that is about the drafts `block` [k]; None: there is no answer yet.
+    def allowed(self, block: tuple[int, ...], branches: Beside = ()) -> Allowed | None:
+        """Return its answer, as far as that is about the drafts `block` [k] and those beside; None: there is none yet.
 
         Raises what `ask` does.
         """
         if self._answer is None or not self._answer.done():
             return None
-        answer = self._answer.result()
-        agreed = sum(itertools.takewhile(bool, map(operator.eq, answer.block, block)))
-        return answer if agreed == len(answer.block) else Allowed(block[:agreed], answer.tokens[: agreed + 1])
+        return self._answer.result().about(block, branches)
 
     def advance(self, tokens: tuple[int, ...]) -> None:
         """Note that `tokens` [n] are committed."""
@@ -275,11 +301,37 @@ class GrammarMatcher:
         self._back_to_the_text()
         return Allowed(block[: len(rows) - 1], np.stack(rows))
 
+    def _allowed_with(self, block: tuple[int, ...], branches: Beside) -> Allowed:
+        answer = self._allowed(block)
+        if not branches:
+            return answer
+        beside = (self._allowed_beside(answer, index, drafts) for index, drafts in branches)
+        return replace(answer, branches=tuple(branch for branch in beside if branch is not None))
+
+    def _allowed_beside(self, answer: Allowed, index: int, drafts: tuple[int, ...]) -> AllowedBranch | None:
+        """Return what may follow each draft of a branch; None: it does not leave the block, or is not allowed."""
+        if index > len(answer.block):
+            return None
+        row, rows = answer.tokens[index], list[np.ndarray]()
+        if all(map(self._consumed_draft, answer.block[:index])):
+            for draft in drafts:
+                after = self._row_after(draft) if row[draft] else None
+                if after is None:
+                    break
+                row = after
+                rows.append(row)
+        self._back_to_the_text()
+        return AllowedBranch(index, drafts[: len(rows)], np.stack(rows)) if rows else None
+
+    def _consumed_draft(self, draft: int) -> bool:
+        taken = bool(self._matcher.consume_token(draft))
+        self._drafts += taken
+        return taken
+
     def _row_after(self, draft: int) -> np.ndarray | None:
         """Return `_row` after one token more, or None after EOS: the row before says the same, and nothing follows."""
-        if draft in self._eos_tokens or not self._matcher.consume_token(draft):
+        if draft in self._eos_tokens or not self._consumed_draft(draft):
             return None
-        self._drafts += 1
         return self._row()
 
     def _row(self) -> np.ndarray | None:
@@ -315,6 +367,11 @@ class GrammarMatcher:
     def _complaint(self) -> str:
         why = one_line(self._matcher.get_error()) or "nothing that it allows can come next"
         return f"cannot be followed to its end, or not at a bounded cost; simplify it ({why})"
+
+
+def _common(some: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """Return the number of first tokens that agree."""
+    return sum(itertools.takewhile(bool, map(operator.eq, some, others)))
 
 
 @contextmanager

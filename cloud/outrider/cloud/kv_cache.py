@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -124,6 +125,11 @@ class _KeysAndValues:
         self._keys[layer].index_fill_(0, slots, 0.0)
         self._values[layer].index_fill_(0, slots, 0.0)
 
+    def copy(self, layer: int, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Copy what a layer holds at the slots `before` [n] to the slots `after` [n]."""
+        for layers in (self._keys, self._values):
+            layers[layer].index_copy_(0, after, layers[layer].index_select(0, before))
+
     def read(self, layer: int, cache: SessionCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [length, kv_heads, head_dim] of a session's first positions, a view if possible."""
         if cache.contiguous:
@@ -175,7 +181,7 @@ class PagedKVCache(_KeysAndValues):
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:
         """Return the share of a new session, which holds as many of the first `tokens` [n] as the pool has."""
-        cache = SessionCache(self.page_size, self._slots_of([]), isolation)
+        cache = SessionCache(self.page_size, self.slots_of([]), isolation)
         cache.known = self._tree.find(isolation, tokens, self.page_size)
         full = len(cache.known) * self.page_size
         rest = tokens[full : full + self.page_size]
@@ -192,7 +198,7 @@ class PagedKVCache(_KeysAndValues):
     def fork(self, cache: SessionCache, length: int) -> SessionCache:
         """Return the share of a session with the same first `length` positions; ResourceExhausted: no page is free."""
         full = length // self.page_size
-        forked = SessionCache(self.page_size, self._slots_of([]), cache.isolation, trusted=cache.trusted)
+        forked = SessionCache(self.page_size, self.slots_of([]), cache.isolation, trusted=cache.trusted)
         self._begin_on(forked, cache.pages[:full], cache.tokens[: full * self.page_size])
         forked.known = cache.known[:full]
         rest = cache.tokens[forked.length : length]
@@ -280,11 +286,23 @@ class PagedKVCache(_KeysAndValues):
             if known is not None and len(known.tokens) > max(0, cache.length - i * self.page_size):
                 self._tree.remove(known)
 
+    @contextmanager
+    def lend(self, count: int) -> Iterator[list[int]]:
+        """Lend `count` pages that hold nothing, or as many as are free; inside the block nobody else has them."""
+        count = min(count, self.free_pages)
+        self._evict(count)
+        pages = self._blank()[:count].tolist()
+        self._hold(pages)
+        try:
+            yield list(pages)
+        finally:
+            self._drop(pages)
+
     # --- pages ---
 
     def _begin_on(self, cache: SessionCache, pages: list[int], tokens: Sequence[int]) -> None:
         """Let a new session hold `pages`, which hold `tokens`."""
-        slots = self._slots_of(pages)  # first, since a device may fail
+        slots = self.slots_of(pages)  # first, since a device may fail
         self._hold(pages)
         cache.lie_on(pages, slots)
         cache.extend(tokens)
@@ -350,7 +368,7 @@ class PagedKVCache(_KeysAndValues):
         What is cached on new ones moves to blank ones, or to those that it leaves; if these are too few, the least
         recently used is evicted.
         """
-        slots = self._slots_of(pages)  # first, since a device may fail
+        slots = self.slots_of(pages)  # first, since a device may fail
         own, stay = set(cache.pages), set(pages)
         new = [page for page in pages if page not in own]
         left = [page for page in cache.pages if page not in stay]
@@ -387,7 +405,7 @@ class PagedKVCache(_KeysAndValues):
         """Copy pages to others, all at once."""
         if not moves:
             return
-        before, after = self._slots_of(list(moves)), self._slots_of(list(moves.values()))
+        before, after = self.slots_of(list(moves)), self.slots_of(list(moves.values()))
         for layers in (self._keys, self._values):
             for tensor in layers.values():
                 tensor[after] = tensor[before]
@@ -415,7 +433,7 @@ class PagedKVCache(_KeysAndValues):
         """Return the free pages [n] that hold nothing."""
         return np.flatnonzero((self._holders == 0) & ~self._tree.cached)
 
-    def _slots_of(self, pages: list[int]) -> torch.Tensor:
+    def slots_of(self, pages: list[int]) -> torch.Tensor:
         """Return [capacity] int64, the slot of each position on `pages`."""
         first = torch.tensor(pages, dtype=torch.int64, device=self._device) * self.page_size
         return (first[:, None] + torch.arange(self.page_size, device=self._device)).flatten()

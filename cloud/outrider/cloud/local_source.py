@@ -20,6 +20,7 @@ from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.slots import Slot, Slots
 from outrider.drafters import ProposalRule
 from outrider.proto.plumbing.logs import about
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import VerifierSession
 from outrider.proto.session.local import DraftingHere
 from outrider.proto.types import DraftToken
@@ -194,7 +195,9 @@ class LocalSource(NoSource):
         session, followed = slot.session, self._texts.get(slot)
         if followed is None or followed.session is not session:
             eos = session.eos_tokens
-            rule = ProposalRule(session.sampling, prompt_length=session.prompt_length, eos_tokens=eos)
+            rule = ProposalRule(
+                session.sampling, prompt_length=session.prompt_length, runners_up=RUNNERS_UP, eos_tokens=eos
+            )
             if followed is None:
                 followed = self._texts[slot] = _Followed(slot, DraftedText(self._own), session, rule)
             followed.session, followed.rule = session, rule

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.cloud.batching import Share
+from outrider.cloud.grammar import Allowed
 from outrider.cloud.slots import Slot, Slots
 from outrider.proto.errors import Internal, OutriderError
-from outrider.proto.types import token_ids
+from outrider.proto.types import BlockBranch, DraftToken, token_ids
 
 MASKS_WITHIN_S = 0.005  # a session whose grammar takes longer to say what is allowed misses the step
 
@@ -32,15 +33,26 @@ class Masks:
             try:
                 if not slot.matcher.asked:
                     slot.masks_by = now + MASKS_WITHIN_S
-                    slot.matcher.ask(token_ids(block), self._wake)
-                allowed = slot.matcher.allowed(token_ids(block))
+                    slot.matcher.ask(token_ids(block), self._wake, share.tokens_beside)
+                allowed = slot.matcher.allowed(token_ids(block), share.tokens_beside)
             except Exception as error:  # a parser may raise anything for a stranger's grammar
                 known = error if isinstance(error, OutriderError) else Internal(f"the grammar failed: {error!r}")
                 self._slots.fail(slot, known)
                 continue
             if allowed is not None:
-                masked.append(replace(share, block=block[: len(allowed.block)]))
+                masked.append(_within(share, block, allowed))
         return masked
+
+
+def _within(share: Share[Slot], block: tuple[DraftToken, ...], allowed: Allowed) -> Share[Slot]:
+    """Return a share with the drafts of `block` and its branches that the grammar allows."""
+    kept = {(branch.index, branch.drafts[0]): len(branch.drafts) for branch in allowed.branches}
+    beside = (
+        BlockBranch(branch.index, branch.drafts[: kept[branch.index, branch.drafts[0].id]])
+        for branch in share.branches
+        if (branch.index, branch.drafts[0].id) in kept
+    )
+    return replace(share, block=block[: len(allowed.block)], branches=tuple(beside))
 
 
 def masks_by_of(slots: Sequence[Slot]) -> float:

@@ -23,10 +23,10 @@ def split_scored(
     Args:
         rows: rows of a step, of which one or more score.
         logits: [sum of wanted rows, vocab] float32: of a row that scores all that it reads and verifies, and of others
-            what they verify.
+            what they verify; then those of the rows' branches.
 
     Returns:
-        The scores, the logits [verified rows, vocab], and the places that these had before.
+        The scores, the logits [verified rows, vocab] and those of the branches, and the places that these had before.
     """
     scores: list[tuple[PromptToken, ...]] = []
     verified: list[int] = []
@@ -38,6 +38,7 @@ def split_scored(
         end = first + wanted_rows(row)
         verified += range(end - verifies, end)
         first = end
+    verified += range(first, len(logits))
     return scores, logits[torch.tensor(verified, dtype=torch.int64, device=logits.device)], verified
 
 

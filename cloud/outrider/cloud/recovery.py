@@ -19,7 +19,7 @@ import torch
 
 from outrider.cloud.admission import verifier_failed
 from outrider.cloud.backend import Backend
-from outrider.cloud.batching import Batch, Batching, Share
+from outrider.cloud.batching import Batch, Batching, Share, cut
 from outrider.cloud.masks import Masks
 from outrider.cloud.runner import StepResult
 from outrider.cloud.slots import Outbox, Slot, Slots
@@ -87,7 +87,7 @@ class Part:
 
     Attributes:
         max_tokens: most uncomputed tokens of the transcript.
-        max_drafts: most drafts, if these are the last.
+        max_drafts: most drafts, of the block and its branches, if these are the last.
         tried: whether it has failed alone before.
     """
 
@@ -155,7 +155,7 @@ class Recovery:
             VerifierFailed: none of them is.
         """
         alone = len(batch.shares) == 1
-        parts = [Part(share.slot, share.num_tokens, len(share.block or ()), alone) for share in batch.shares]
+        parts = [Part(share.slot, share.num_tokens, share.num_rows - share.num_tokens, alone) for share in batch.shares]
         done = self._attempt(parts)
         if isinstance(done, Exception) and (fitting := self._in_parts(parts, done)):
             self._batching.limit.fail(batch.num_rows, fitting)
@@ -263,7 +263,7 @@ class Recovery:
     def _share(self, part: Part) -> Share[Slot]:
         part.slot.forget_drafts(self._backend)
         share = self._batching.share_of(part.slot, part.max_tokens)
-        return replace(share, block=share.block and share.block[: part.max_drafts])
+        return cut(share, share.num_tokens + part.max_drafts)
 
 
 def _lacks_memory(error: Exception) -> bool:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from outrider.cloud.backend import Backend, StepRow
+from outrider.cloud.backend import Backend, StepRow, VerificationBranch
 from outrider.cloud.batching import Share
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.slots import Slot
@@ -56,20 +57,24 @@ class ModelRunner:
         self.min_step_s = min_step_s
 
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
-        """Compute every share's rows and verify its drafts.
+        """Compute every share's rows and verify its drafts, along a branch where the target's tokens follow one.
 
         Raises:
             FloatingPointError: logits are no numbers, from which there is no text to make.
             Exception: whatever the target raises.
         """
-        rows = [_row(share) for share in shares]
+        rows = [self._row(share) for share in shares]
         scoring = [
             (share.slot, share.slot.handle.length + 1) for share, row in zip(shares, rows, strict=True) if row.scored
         ]
         began = time.monotonic()
         output = self._backend.step(rows)
-        done = [(share, sampled) for share, sampled in zip(shares, output.sampled, strict=True) if sampled is not None]
-        vectors = self._vectors.of([share.slot.session.wanted_vector for share, _ in done], output.taps)
+        done = [
+            (share, row.path(output.followed.get(number)), sampled)
+            for number, (share, row, sampled) in enumerate(zip(shares, rows, output.sampled, strict=True))
+            if sampled is not None
+        ]
+        vectors = self._vectors.of([share.slot.session.wanted_vector for share, _, _ in done], output.taps)
         sampled_at = time.monotonic()
         self._wait_until(began + self.min_step_s)
         times = StepTimes(began, output.forwarded, sampled_at, time.monotonic())
@@ -77,21 +82,43 @@ class ModelRunner:
             (
                 share.slot,
                 Verified(
-                    (share.block or ())[: len(sampled.tokens) - 1],
+                    path[: len(sampled.tokens) - 1],
                     sampled.tokens,
                     max(0.0, began - share.slot.ready_since),
                     times.verify_s,
                     sampled.reward,
                     vector,
+                    max(0, share.num_drafts - len(path)),
                 ),
             )
-            for (share, sampled), vector in zip(done, vectors, strict=True)
+            for (share, path, sampled), vector in zip(done, vectors, strict=True)
         ]
         scored = [
             (slot, PromptLogprobs(start, scores, slot.session.epoch))
             for (slot, start), scores in zip(scoring, output.scores, strict=True)
         ]
         return StepResult(verified, times, output.logits, scored)
+
+    def _row(self, share: Share[Slot]) -> StepRow:
+        """Return a row of the next uncomputed tokens, and of the drafts where these are the last."""
+        slot, start = share.slot, share.slot.handle.length
+        session = slot.session
+        tokens = tuple(session.transcript[start : start + share.num_tokens])
+        unscored = min(share.num_tokens, unscored_tokens(session, slot.num_uncomputed_tokens))
+        scored = tuple(session.transcript[start + 1 : start + 1 + unscored])
+        top = session.prompt_logprobs or 0
+        if share.block is None:
+            return StepRow(slot.handle, tokens, None, scored=scored, top_logprobs=top)
+        branches = share.branches if self._backend.facts.verifies_branches else ()
+        masks: Sequence[np.ndarray | None] = [None] * len(branches)
+        allowed = None
+        if slot.matcher is not None:
+            allowed = slot.matcher.allowed(token_ids(share.block), share.tokens_beside)
+            masks = [branch.tokens for branch in allowed.branches] if allowed is not None else []
+        verification = _verification_input(slot, share.block, allowed.tokens if allowed is not None else None)
+        tapped = session.wanted_vector is not None
+        beside = [VerificationBranch.of(verification, *each) for each in zip(branches, masks, strict=False)]
+        return StepRow(slot.handle, tokens, verification, tapped, scored, top, tuple(beside))
 
     @staticmethod
     def _wait_until(end: float) -> None:
@@ -100,29 +127,14 @@ class ModelRunner:
             time.sleep(left_s)
 
 
-def _row(share: Share[Slot]) -> StepRow:
-    """Return a row of the next uncomputed tokens, and of the drafts where these are the last."""
-    slot, start = share.slot, share.slot.handle.length
+def _verification_input(slot: Slot, block: tuple[DraftToken, ...], allowed: np.ndarray | None) -> VerificationInput:
     session = slot.session
-    tokens = tuple(session.transcript[start : start + share.num_tokens])
-    unscored = min(share.num_tokens, unscored_tokens(session, slot.num_uncomputed_tokens))
-    scored = tuple(session.transcript[start + 1 : start + 1 + unscored])
-    top = session.prompt_logprobs or 0
-    if share.block is None:
-        return StepRow(slot.handle, tokens, None, scored=scored, top_logprobs=top)
-    tapped = session.wanted_vector is not None
-    return StepRow(slot.handle, tokens, _verification_input(slot, share.block), tapped, scored, top)
-
-
-def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> VerificationInput:
-    session = slot.session
-    allowed = slot.matcher.allowed(token_ids(block)) if slot.matcher is not None else None
     return VerificationInput(
         session.sampling,
         session.transcript,
         session.prompt_length,
         block,
-        allowed.tokens if allowed is not None else None,
+        allowed,
         session.logprobs,
         session.top_logprobs,
         slot.count_tokens() if session.sampling.penalises else None,

@@ -426,6 +426,7 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         noise=config.noise,
         precision=target.precision,
         scores_prompts=target.scores_prompts,
+        trees=target.verifies_branches,
     )
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
+from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts, VerificationBranch
+from outrider.cloud.branch_cache import BranchCache
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.prompt_scores import split_scored, wanted_rows
 from outrider.cloud.sampling import Sampled, Sampler, are_numbers
 from outrider.cloud.target import SessionRows, Target
@@ -46,6 +47,7 @@ class TransformersBackend:
             guarantee=target.passes.guarantee,
             precision=target.precision,
             scores_prompts=True,
+            verifies_branches=True,
         )
 
     @property
@@ -81,24 +83,34 @@ class TransformersBackend:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
-        """Compute all rows in one pass and sample by the coupled rule."""
-        lengths = [row.handle.length for row in rows]
-        logits = self.target.forward([_session_rows(row) for row in rows])
-        if not are_numbers(logits):
-            self._refuse(rows, lengths)
-        forwarded = time.monotonic()
-        scores: list[tuple[PromptToken, ...]] = []
-        places: Sequence[int] = range(len(logits))
-        if any(row.scored for row in rows):
-            scores, logits, places = split_scored(rows, logits)
-        inputs = [row.verification for row in rows if row.verification is not None]
-        sampled = self._sampler.sample(logits, inputs) if inputs else []
+        """Compute all rows and branches in one pass and sample by the coupled rule."""
+        pool, lengths = self.target.pool, [row.handle.length for row in rows]
         for row in rows:
-            drafts = 0 if row.verification is None else len(row.verification.block)
-            self.target.pool.register(_own(row.handle), row.handle.length - drafts)
-        left = iter(sampled)
-        of_rows = [None if row.verification is None else next(left) for row in rows]
-        return StepOutput(of_rows, self._taps(rows, inputs, sampled, places), forwarded, logits, scores)
+            pool.begin_write(_own(row.handle), _longest(row))  # before pages are lent, and slots read for branches
+        with pool.lend(sum(_branch_pages(pool, row) for row in rows)) as pages:
+            branches = [branch for number, row in enumerate(rows) for branch in self._branches(number, row, pages)]
+            logits = self.target.forward([*map(_session_rows, rows), *(branch.rows for branch in branches)])
+            if not are_numbers(logits):
+                self._refuse(rows, lengths)
+            forwarded = time.monotonic()
+            scores: list[tuple[PromptToken, ...]] = []
+            places: Sequence[int] = range(len(logits))
+            if any(row.scored for row in rows):
+                scores, logits, places = split_scored(rows, logits)
+            inputs = [row.verification for row in rows if row.verification is not None]
+            inputs += [branch.verification for branch in branches]
+            paths = paths_of(rows, branches, self._sampler.sample(logits, inputs) if inputs else [])
+            for row, length in zip(rows, lengths, strict=True):
+                pool.register(_own(row.handle), length + len(row.tokens))
+            for path in paths:
+                if path.branch is not None:
+                    path.branch.cache.replace_end(pool, _own(rows[path.row].handle))
+        sampled: list[Sampled | None] = [None] * len(rows)
+        for path in paths:
+            sampled[path.row] = path.sampled
+        followed = {path.row: path.branch.number for path in paths if path.branch is not None}
+        taps = self._taps(rows, paths, places)
+        return StepOutput(sampled, taps, forwarded, _logits_of(logits, paths), scores, followed)
 
     def close(self) -> None:
         """Do nothing: what it holds ends with this process."""
@@ -113,19 +125,23 @@ class TransformersBackend:
             self.truncate(row.handle, length)
         raise FloatingPointError("the target's logits are not numbers")
 
-    def _taps(
-        self,
-        rows: Sequence[StepRow],
-        inputs: Sequence[VerificationInput],
-        sampled: Sequence[Sampled],
-        places: Sequence[int],
-    ) -> torch.Tensor | None:
+    def _branches(self, number: int, row: StepRow, pages: list[int]) -> Iterator[_Branch]:
+        """Lay a row's branches on lent `pages`, those that find room there and, should they be followed, in its own."""
+        pool, cache = self.target.pool, _own(row.handle)
+        for i, branch in enumerate(row.branches):
+            base = cache.length + len(row.tokens) + branch.index
+            laid = None
+            if base + len(branch.drafts) <= cache.capacity:
+                laid = BranchCache.beside(pool, cache, base, len(branch.drafts), pages)
+            if laid is not None:
+                yield _Branch(number, i, branch, laid)
+
+    def _taps(self, rows: Sequence[StepRow], paths: Sequence[_Path], places: Sequence[int]) -> torch.Tensor | None:
         """Return the tapped states; `places` are those of the verified rows among all that had logits."""
-        verifying = [row for row in rows if row.verification is not None]
-        if not any(row.tapped for row in verifying):
+        tapped = [path for path in paths if rows[path.row].tapped]
+        if not tapped:
             return None
-        newest = newest_rows(inputs, sampled)
-        wanted = [places[at] for at, row in zip(newest, verifying, strict=True) if row.tapped]
+        wanted = [places[row] for row in newest_rows(tapped)]
         try:
             return self.target.tapped(self._tapped_layers, wanted)
         except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
@@ -144,15 +160,100 @@ def _session_rows(row: StepRow) -> SessionRows:
     return SessionRows(cache, (*row.tokens, *drafts), wanted_rows(row))
 
 
-def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]) -> list[int]:
+def _longest(row: StepRow) -> int:
+    """Return how many positions a row may write to."""
+    drafts = [len(row.path(branch)) for branch in (None, *range(len(row.branches)))]
+    return min(len(row.tokens) + max(drafts), _own(row.handle).capacity - row.handle.length)
+
+
+def _branch_pages(pool: PagedKVCache, row: StepRow) -> int:
+    """Return how many pages the branches of a row take."""
+    start = row.handle.length + len(row.tokens)
+    bases = [start + branch.index for branch in row.branches]
+    return sum(
+        pool.pages_for(base + len(branch.drafts)) - base // pool.page_size
+        for base, branch in zip(bases, row.branches, strict=True)
+    )
+
+
+class _Branch(NamedTuple):
+    """Branch `number` of row `row` of a step, laid on pages."""
+
+    row: int
+    number: int
+    branch: VerificationBranch
+    cache: BranchCache
+
+    @property
+    def verification(self) -> VerificationInput:
+        """What its rows are sampled by."""
+        return self.branch.verification
+
+    @property
+    def rows(self) -> SessionRows:
+        """Its rows of a pass."""
+        return SessionRows(self.cache, token_ids(self.branch.drafts), len(self.branch.drafts))
+
+
+class _Path(NamedTuple):
+    """Drafts of a row, in its block or along a branch, and what the target says of them.
+
+    Attributes:
+        row: number of the row.
+        sampled: the target's tokens.
+        logits: [k + 1] rows of logits that these come from.
+        newest: row of logits of the newest position that is valid after the step.
+        branch: the branch; None: the block was followed.
+    """
+
+    row: int
+    sampled: Sampled
+    logits: list[int]
+    newest: int
+    branch: _Branch | None
+
+
+def paths_of(rows: Sequence[StepRow], branches: Sequence[_Branch], sampled: Sequence[Sampled]) -> list[_Path]:
+    """Return the path of each row that verifies, in order; `sampled` has the blocks' results, then the branches'."""
+    verifying = [(number, row.verification) for number, row in enumerate(rows) if row.verification is not None]
+    counts = [each.rows for _, each in verifying] + [branch.verification.rows for branch in branches]
+    firsts = list(itertools.accumulate(counts, initial=0))
+    beside = {
+        (branch.row, branch.branch.index, branch.branch.first.id): place
+        for place, branch in enumerate(branches, start=len(verifying))
+    }
+    paths = []
+    for place, (number, verification) in enumerate(verifying):
+        result, first = sampled[place], firsts[place]
+        agreed = _agreed(verification.block, result.tokens)
+        there = beside.get((number, agreed, result.tokens[agreed].id))
+        if there is None:
+            of_block = list(range(first, first + verification.rows))
+            paths.append(_Path(number, result, of_block, first + agreed, None))
+            continue
+        branch, further = branches[there - len(verifying)], sampled[there]
+        tokens = (*result.tokens[: agreed + 1], *further.tokens)
+        of_path = [*range(first, first + agreed + 1), *range(firsts[there], firsts[there + 1])]
+        newest = firsts[there] + _agreed(branch.verification.block, further.tokens)
+        paths.append(_Path(number, Sampled(tokens, result.reward), of_path, newest, branch))
+    return paths
+
+
+def newest_rows(paths: Sequence[_Path]) -> list[int]:
     """Return [n] each session's row, among the step's logits, of the newest position that is valid after the step.
 
     A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
     drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
     """
-    firsts = itertools.accumulate((each.rows for each in inputs), initial=0)
-    agreed = (_agreed(each.block, result.tokens) for each, result in zip(inputs, sampled, strict=True))
-    return [first + hits for first, hits in zip(firsts, agreed, strict=False)]
+    return [path.newest for path in paths]
+
+
+def _logits_of(logits: torch.Tensor, paths: Sequence[_Path]) -> torch.Tensor:
+    """Return the rows of the paths, of all that a step has; without a copy where every block was followed."""
+    rows = [row for path in paths for row in path.logits]
+    if rows == list(range(len(rows))):
+        return logits[: len(rows)]
+    return logits[torch.tensor(rows, device=logits.device)]
 
 
 def _agreed(block: tuple[DraftToken, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:

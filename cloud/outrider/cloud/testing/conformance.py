@@ -1,9 +1,9 @@
 """The conformance suite: what every backend must do, checked against transformers' own forward pass.
 
 A test file makes a `Suite` of its backend, on the folder of `save_conformance_target` (`oracle.py`), and calls each of
-`CHECKS`. The expected token is worked out from the plain model's logits and the documented rule, at every position that
-a check meets, so a text cannot go astray unnoticed. Wrong backends must fail: `tests/cloud/test_conformance.py` has
-some.
+`CHECKS`; of a backend that verifies branches, `BRANCH_CHECKS` of `branch_conformance.py` too. The expected token is
+worked out from the plain model's logits and the documented rule, at every position that a check meets, so a text cannot
+go astray unnoticed. Wrong backends must fail: `tests/cloud/test_conformance.py` has some.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Text:
         verification = VerificationInput(self.sampling, self.transcript, len(self.prompt), drafts, mask, eos_tokens=eos)
         return StepRow(self.sequence, tokens, verification, tapped)
 
-    def take(self, row: StepRow, sampled: Sampled | None) -> bool:
-        """Check the tokens of a row and commit them; return whether there are any."""
+    def take(self, row: StepRow, sampled: Sampled | None, branch: int | None = None) -> bool:
+        """Check the tokens of a row, along the branch that was followed, and commit them; return whether any came."""
         if sampled is None or row.verification is None:
             assert sampled is None, "a row that only reads has no tokens"
             return False
-        block = token_ids(row.verification.block)[: len(sampled.tokens) - 1]
+        block = token_ids(row.path(branch))[: len(sampled.tokens) - 1]
         assert len(sampled.tokens) == len(block) + 1, "one token after each draft that was verified, and one more"
         for j, token in enumerate(sampled.tokens):
             before = [*self.transcript, *block[:j]]

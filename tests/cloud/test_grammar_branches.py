@@ -1,0 +1,186 @@
+"""Grammars along branches: their masks are those of the same drafts in a block, and texts stay those of the rule."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from table_target import HASH, TableBackend
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from outrider.cloud.batching import Share
+from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.masks import Masks
+from outrider.cloud.runner import ModelRunner
+from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
+
+torch.set_num_threads(1)
+
+PIECES, EOS, VOCAB, PROMPT = ("a", "b", "ab"), 3, 4, (1, 0, 1)
+GRAMMAR = Grammar(GrammarKind.REGEX, "a|b|ab|ba|bab|aab|abba")
+MOST = 5  # tokens that a word and its EOS take
+CHAINS = [chain for size in range(4) for chain in itertools.product(range(VOCAB), repeat=size)]
+
+
+class Inline(Executor):
+    """Does the work at once."""
+
+    def submit(self, work, /, *args, **kwargs):
+        done = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def tokenizer():
+    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[("a", "b")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<eos>", special=True)])
+    return made.to_str()
+
+
+GRAMMARS = Grammars(tokenizer(), VOCAB, frozenset({EOS}))
+
+
+def matcher_of(kind=GrammarMatcher, committed=()):
+    matcher = kind(lambda: GRAMMARS._matcher(GRAMMAR), VOCAB, frozenset({EOS}), Inline())
+    matcher.resume(list(committed))
+    return matcher
+
+
+@cache
+def logits_after(prefix):
+    rng = random.Random(f"grammar {prefix}")
+    return tuple(rng.gauss(0, 1.5) for _ in range(VOCAB))
+
+
+def masks_agree(matcher, block, index, drafts):
+    """Whether a branch is allowed as the same drafts are in a block, asked of a fresh matcher."""
+    [*found] = matcher.ask(block, lambda: None, ((index, drafts),)).result().branches
+    alone = matcher_of().ask((*block[:index], *drafts), lambda: None).result()
+    if index > len(matcher_of().ask(block, lambda: None).result().block) or len(alone.block) <= index:
+        return found == []
+    if len(found) != 1:
+        return False
+    [branch] = found
+    return (
+        branch.index == index
+        and (*block[:index], *branch.drafts) == alone.block
+        and np.array_equal(branch.tokens, alone.tokens[index + 1 :])
+    )
+
+
+def test_a_branch_is_allowed_as_the_same_drafts_are_in_a_block():
+    rng, matcher = random.Random(5), matcher_of()
+    for _ in range(250):
+        block, drafts = rng.choice(CHAINS), rng.choice(CHAINS[1:])
+        assert masks_agree(matcher, block, rng.randrange(len(block) + 1), drafts)
+
+
+def test_an_answer_about_other_branches_is_worth_what_both_have_in_common():
+    matcher = matcher_of()
+    matcher.ask((0, 0), lambda: None, ((0, (1, 0, 1)), (1, (1,)), (2, (1,))))
+    here = matcher.allowed((0, 0), ((0, (1, 0, 1)), (1, (1,)), (2, (1,))))
+    assert [(each.index, each.drafts) for each in here.branches] == [(0, (1, 0, 1)), (1, (1,)), (2, (1,))]
+    other = matcher.allowed((0, 2), ((0, (1, 0, 0)), (0, (2,)), (2, (1,))))
+    assert other.block == (0,)
+    assert [(each.index, each.drafts, len(each.tokens)) for each in other.branches] == [(0, (1, 0), 2)]
+
+
+def decode(sampling, trees, kind=GrammarMatcher):
+    """The texts of a seed and a tree each, which is verified in every step."""
+    backend = TableBackend(logits_after)
+    runner, keys = ModelRunner(backend, {}), Slots(backend, "v", lambda *_: None)
+    masks = Masks(keys, lambda: None)
+    running, texts = [], []
+    for i, (seed, tree) in enumerate(trees):
+        settings = replace(sampling, seed=seed, max_tokens=MOST, grammar=GRAMMAR)
+        rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), 8)
+        session = VerifierSession(Open("m", HASH, PROMPT, settings, "s", drafting=False), rules, 0.0)
+        slot = Slot(i, session, Outbox(), 0.0, handle=backend.open((), str(i)), matcher=matcher_of(kind))
+        backend.reserve(slot.handle, len(PROMPT) + MOST)
+        running.append((slot, tree))
+        texts.append(session)
+    followed = 0
+    while running:
+        shares = []
+        for slot, (block, branches) in running:
+            room = MOST - slot.session.generated - 1
+            beside = tuple(BlockBranch(i, drafts(some[: room - i])) for i, some in branches if i < room)
+            shares.append(Share(slot, slot.num_uncomputed_tokens, drafts(block[:room]), beside))
+        shares = masks.applied(shares, 0.0)
+        for slot, verified in runner.run(shares).verified:
+            [share] = [share for share in shares if share.slot is slot]
+            followed += verified.block != share.block
+            commit = slot.session.on_verified(verified, 1.0)
+            slot.matcher.advance(token_ids(commit.tokens))
+            slot.forget_drafts(backend)
+        running = [(slot, tree) for slot, tree in running if slot.session.finish is None]
+    return [tuple(session.transcript) for session in texts], followed
+
+
+def drafts(tokens):
+    return tuple(map(DraftToken, tokens))
+
+
+def random_tree(rng):
+    block = rng.choice(CHAINS)
+    places = [(j, t) for j in range(len(block) + 1) for t in range(VOCAB) if (*block, -1)[j] != t]
+    return block, [(j, (t, *rng.choice(CHAINS[:21]))) for j, t in rng.sample(places, 3)]
+
+
+def same_text(sampling, kind=GrammarMatcher):
+    rng, seeds = random.Random(1), range(3)
+    plain, _ = decode(sampling, [(seed, ((), ())) for seed in seeds])
+    pairs = [(seed, random_tree(rng)) for seed in seeds for _ in range(50)]
+    texts, followed = decode(sampling, pairs, kind)
+    assert followed > 25, "branches are followed, or this shows nothing"
+    return all(text == plain[seed] for text, (seed, _) in zip(texts, pairs, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_tree_gives_the_text_that_the_grammar_gives_without_drafts(temperature):
+    assert same_text(Sampling(temperature=temperature, frequency_penalty=0.5))
+
+
+class MasksOfTheBlock(GrammarMatcher):
+    """Wrong: a branch has the masks of the block beside it."""
+
+    def _allowed_beside(self, answer, index, drafts):
+        right = super()._allowed_beside(answer, index, drafts)
+        if right is None or len(answer.tokens) < index + 2:
+            return right
+        return replace(right, tokens=np.repeat(answer.tokens[index + 1][None], len(right.tokens), axis=0))
+
+
+class StaysInTheBranch(GrammarMatcher):
+    """Wrong: after a branch the state is that of its drafts."""
+
+    def _allowed_beside(self, answer, index, drafts):
+        back, self._back_to_the_text = self._back_to_the_text, lambda: None
+        try:
+            return super()._allowed_beside(answer, index, drafts)
+        finally:
+            self._back_to_the_text, self._drafts = back, 0
+
+
+@pytest.mark.parametrize("wrong", [MasksOfTheBlock, StaysInTheBranch])
+def test_a_matcher_that_confuses_branches_fails(wrong):
+    rng, matcher = random.Random(5), matcher_of(wrong)
+    places = [(rng.choice(CHAINS), rng.choice(CHAINS[1:])) for _ in range(200)]
+    assert not all(masks_agree(matcher, block, rng.randrange(len(block) + 1), some) for block, some in places)
+
+
+def test_texts_with_masks_of_the_block_are_others():
+    assert not same_text(Sampling(temperature=1.0, frequency_penalty=0.5), MasksOfTheBlock)
