@@ -156,6 +156,12 @@ class EdgeConfig(Settings):
         check=at_least(0),
     )
     max_drafts: int = option(0, "limit of drafts verified in one step; 0: the verifier's", check=at_least(0))
+    chains: bool = option(
+        False,
+        "have steps verify chains of drafts alone, without likely misses beside them, which take 6 bytes each of "
+        "the uplink",
+        group=DRAFTING,
+    )
     share_texts: bool = option(
         False,
         "let verifiers keep prompts and texts in memory for a day, to train drafters for everybody; where they and "

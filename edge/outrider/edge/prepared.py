@@ -89,6 +89,7 @@ class Prepared:
             drafts_here=config.drafts_here,
             logp=config.logprobs,
             steering=self.steering_request,
+            trees=not config.chains,
         )
 
     def ready_now(self) -> Ready:

@@ -121,6 +121,7 @@ class Edge:
             patience=habits.patience,
             drafting=habits.right is not None,
             keep_s=habits.keep_s,
+            trees=True,
         )
         self.machine = EdgeSession(frame, job_tokens=lambda _: 3)
         self.attempts = Attempts(self.machine)

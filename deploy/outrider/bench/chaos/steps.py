@@ -12,6 +12,8 @@ from outrider.cloud.runner import StepResult
 from outrider.cloud.slots import Slot
 from outrider.cloud.step_timing import StepTimes
 from outrider.proto.session import Verified
+from outrider.proto.session.acceptance import branch_taken
+from outrider.proto.types import token_ids
 
 SLOW_STEP_S = 1.6  # above the least time of a slow step, and far above ten times the usual one
 
@@ -64,9 +66,15 @@ class ToyRunner:
         now, verified = self._clock.monotonic(), []
         verify_s = self.seconds(Batch(shares))
         for share in shares:
-            self._pages.compute(share.slot.handle, share.num_rows)
+            path = share.block or ()
             if share.block is not None:
                 session = share.slot.session
-                tokens = self._world.targets.of(session.sampling).after(session.transcript, share.block)
-                verified.append((share.slot, Verified(share.block, tokens, verify_s=verify_s)))
+                target = self._world.targets.of(session.sampling)
+                tokens = target.after(session.transcript, share.block)
+                if (branch := branch_taken(share.block, share.branches, token_ids(tokens))) is not None:
+                    path = (*share.block[: branch.index], *branch.drafts)
+                    tokens = target.after(session.transcript, path)
+                beside = share.num_drafts - len(path)
+                verified.append((share.slot, Verified(path, tokens, verify_s=verify_s, beside=beside)))
+            self._pages.compute(share.slot.handle, share.num_tokens + len(path))
         return StepResult(verified, StepTimes(now - verify_s, now, now, now), None)

@@ -193,7 +193,16 @@ class Process:
         self.alive = True
         self.clock = clock
         self.rules = VerifierRules(
-            f"{name}", MODEL, TOKENIZER, VOCAB, CONTEXT, frozenset({EOS}), max_drafts=4, max_credit=12, keep_s=6.0
+            f"{name}",
+            MODEL,
+            TOKENIZER,
+            VOCAB,
+            CONTEXT,
+            frozenset({EOS}),
+            max_drafts=4,
+            max_credit=12,
+            keep_s=6.0,
+            trees=True,
         )
         self.max_sessions = shape.max_sessions
         self.streams: dict[int, ServedStream] = {}

@@ -52,6 +52,7 @@ class Policy:
         here: whether the verifier has a drafter of its own, the edge's.
         drafts_here: drafts that it makes before every step, none during one; None: as it prices them.
         price: seconds of waiting that a second of its drafting is worth; None: derived.
+        trees: whether steps verify branches beside the chain.
     """
 
     window: WindowPolicy | None = None
@@ -63,6 +64,7 @@ class Policy:
     here: bool = False
     drafts_here: int | None = None
     price: float | None = None
+    trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,7 @@ def _open_frame(trace: HitTrace, text: TracedText, policy: Policy) -> Open:
         logp=policy.logprobs,
         patience=policy.patience,
         drafts_here=policy.drafts_here,
+        trees=policy.trees,
     )
 
 
@@ -271,6 +274,7 @@ def _rules(trace: HitTrace, text: TracedText, policy: Policy) -> VerifierRules:
         eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
         max_drafts=policy.max_drafts,
         goal=policy.goal,
+        trees=policy.trees,
     )
 
 

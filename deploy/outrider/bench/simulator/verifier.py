@@ -14,7 +14,9 @@ from outrider.cloud.batching import Batch, Batching, Share, credit_of
 from outrider.cloud.inbox import WaitingEvents
 from outrider.cloud.stream_state import expects, pass_frame
 from outrider.proto.session import Drafted, DrafterFailed, Verified, VerifierRules, VerifierSession
+from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.types import (
+    BlockBranch,
     CloudFrame,
     Commit,
     CommittedToken,
@@ -182,15 +184,29 @@ class SimulatedVerifier:
         elif (commit := pass_frame(slot.session, frame, arrived)) is not None:
             stream.send_down(commit)
 
-    def verify(self, slot: SimulatedSlot, block: tuple[DraftToken, ...], began: float) -> Commit:
-        """Let the target verify `block` in the step that `began`, and commit what follows."""
+    def verify(
+        self,
+        slot: SimulatedSlot,
+        block: tuple[DraftToken, ...],
+        began: float,
+        branches: tuple[BlockBranch, ...] = (),
+    ) -> Commit:
+        """Let the target verify `block`, and branches beside it, in the step that `began`; commit what follows."""
         now, transcript = self._clock.now, slot.session.transcript
-        tokens = tuple([CommittedToken(token, -1.0) for token in self._target.after(transcript, token_ids(block))])
+        num_drafts = len(block) + sum(len(branch.drafts) for branch in branches)
+        after = self._target.after(transcript, token_ids(block))
+        branch = branch_taken(block, branches, after)
+        if branch is not None:
+            block = (*block[: branch.index], *branch.drafts)
+            after = self._target.after(transcript, token_ids(block))
+        tokens = tuple([CommittedToken(token, -1.0) for token in after])
         sent_q = any(draft.confidence > 0 for draft in block)
         reward = self._target.reward(len(transcript), len(block)) if sent_q else None
         queue_s = max(0.0, began - slot.ready_since)
         slot.session.credit = self.credit()  # the session lowers it where drafts do not pay
-        return slot.session.on_verified(Verified(block, tokens, queue_s, now - began, reward=reward), now)
+        beside = num_drafts - len(block)
+        verified = Verified(block, tokens, queue_s, now - began, reward=reward, beside=beside)
+        return slot.session.on_verified(verified, now)
 
     def _running(self) -> list[SimulatedSlot]:
         return [slot for slot in self._slots.values() if slot.session.finish is None]
@@ -268,7 +284,7 @@ class SimulatedVerifier:
         slot, now = share.slot, self._clock.now
         slot.num_computed_tokens += share.num_tokens
         if share.block is not None:
-            commit = self.verify(slot, share.block, began)
+            commit = self.verify(slot, share.block, began, share.branches)
             slot.num_computed_tokens = len(slot.session.transcript) - 1
             slot.ready_since = now
             self._clock.at(now + self._costs.commit_s, lambda: slot.stream.send_down(commit))

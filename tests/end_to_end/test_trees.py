@@ -1,0 +1,73 @@
+"""Trees over real gRPC: texts are the same whether steps verify chains, trees or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_invariant import ALL_SAMPLING, texts
+
+from outrider.proto.policy import trees as trees_module
+from outrider.proto.types import Grammar, GrammarKind, Patience
+
+WAITS = Patience(5.0, 6)  # so that each step has drafts, and branches beside them, on a busy machine too
+LETTERS = Grammar(GrammarKind.REGEX, r"[a-zA-Z ,.\n]{40,400}")
+
+
+@pytest.fixture
+def rows_cost_nothing(monkeypatch) -> None:
+    """Verify whatever is likely enough, at any price of a row on this machine."""
+    really = trees_module.best_tree
+
+    def best_tree(*given: Any, row_share: float = 0.0, **named: Any) -> trees_module.Tree:
+        return really(*given, **named)
+
+    monkeypatch.setattr("outrider.proto.session.step_tree.best_tree", best_tree)
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+@pytest.mark.parametrize("name", [*ALL_SAMPLING, "grammar"])
+def test_the_text_is_the_same_with_trees_and_with_chains(serving, edge, prompts, name) -> None:
+    sampling = ALL_SAMPLING.get(name) or replace(ALL_SAMPLING["sampled"], grammar=LETTERS)
+
+    async def main() -> None:
+        chosen = prompts(1)[:2]
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                expected = await texts(client, chosen, sampling)
+            beside = {}
+            for trees in (False, True):
+                async with edge(address, drafter="general", chains=not trees, patience=WAITS) as client:
+                    done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+                assert [each.ids for each in done] == expected
+                beside[trees] = sum(each.statistics.verified_beside for each in done)
+        assert beside[False] == 0
+        assert beside[True] >= 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, relay, prompts) -> None:
+    sampling = ALL_SAMPLING["sampled"]
+
+    async def main() -> None:
+        (prompt, *_) = prompts(1)
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                expected = await texts(client, [prompt], sampling)
+            async with relay(address) as link, edge(link.address, drafter="general", patience=WAITS) as client:
+                got: list[int] = []
+                async for event in client.generate(prompt.text, sampling):
+                    if hasattr(event, "reason"):
+                        statistics = event.statistics
+                        continue
+                    got += event.ids
+                    link.cut()
+        assert tuple(got) == expected[0]
+        assert statistics.resumes >= 2
+        assert statistics.verified_beside > 0
+
+    asyncio.run(main())
