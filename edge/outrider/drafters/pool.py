@@ -166,6 +166,11 @@ class DrafterPool:
         return tuple(member.version for member in self._members)
 
     @property
+    def by_text(self) -> tuple[str, ...]:
+        """Names of those that have another tokenizer than the target, and draft by text."""
+        return tuple(member.name for member in self._members if member.by_text)
+
+    @property
     def bytes(self) -> tuple[int, ...]:
         """Memory of each drafter in bytes, [K], measured after loading; until then the size of its graphs on disk."""
         return tuple(self._bytes)

@@ -11,10 +11,11 @@ import pytest
 from outrider.drafters.packages import FAMILY, find_package
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Finding, Outcome, agreement, examine, speed
+from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.release import release
-from outrider.proto.testing import write_keys
+from outrider.proto.testing import word_tokenizer, write_keys
 
 
 @pytest.fixture
@@ -98,6 +99,17 @@ def test_a_wrong_tokenizer_is_found_by_its_hash_or_by_the_verifier(cloud, config
     assert opening.metrics["kind"] == "TokenizerMismatch"
     missing = asyncio.run(examine(config(verifier=cloud.verifier, model="reference")))
     assert "--tokenizer" in finding(missing, "tokenizer").message
+
+
+def test_a_drafter_with_another_tokenizer_is_said_to_draft_by_text(cloud, config, tmp_path) -> None:
+    foreign = with_tokenizer(tmp_path / "foreign", byte_tokenizer())
+    drafter = finding(asyncio.run(examine(config(coordinator=cloud.coordinator, drafter=str(foreign)))), "drafter")
+    assert drafter.outcome is Outcome.OK
+    assert "drafts by text, since its tokenizer is another than the target's" in drafter.message
+    words = with_tokenizer(tmp_path / "words", word_tokenizer(100))
+    drafter = finding(asyncio.run(examine(config(coordinator=cloud.coordinator, drafter=str(words)))), "drafter")
+    assert drafter.outcome is Outcome.FAILED
+    assert "cannot draft by text" in drafter.message
 
 
 def test_a_damaged_drafter_is_named_and_the_rest_is_still_looked_at(cloud, config, tmp_path) -> None:

@@ -66,11 +66,18 @@ async def load_drafter(visit: Visit) -> Finding:
             "train one (`outrider train drafter`), and serve it with `outrider coordinator --drafters DIR`",
         )
     return ok(
-        f"{drafter.name} {drafter.version}, every file as promised, ready after {1000 * seconds:.0f} ms",
+        f"{drafter.name} {drafter.version} {_way(pool)}, every file as promised, ready after {1000 * seconds:.0f} ms",
         name=drafter.name,
+        by_text=bool(pool.by_text),
         version=drafter.version,
         ready_s=seconds,
     )
+
+
+def _way(pool: DrafterPool) -> str:
+    if pool.by_text:
+        return "drafts by text, since its tokenizer is another than the target's"
+    return "drafts in the target's own tokens"
 
 
 def _load_all(pool: DrafterPool) -> Finding:
@@ -86,10 +93,13 @@ def _load_all(pool: DrafterPool) -> Finding:
             "the others draft without " + "; ".join(f"{name}: {reason}" for name, reason in broken.items()),
             "mend them, `outrider export` them again, or leave them out of --drafter",
         )
+    seconds = time.monotonic() - began
+    by_text = f"; by text, with tokenizers of their own: {', '.join(pool.by_text)}" if pool.by_text else ""
     return ok(
         f"{', '.join(pool.names)}: every file as promised, {sum(pool.bytes) / 1e6:.1f} MB in memory, "
-        f"ready after {1000 * (time.monotonic() - began):.0f} ms",
+        f"ready after {1000 * seconds:.0f} ms{by_text}",
         names=",".join(pool.names),
+        by_text=",".join(pool.by_text),
         bytes=sum(pool.bytes),
     )
 
