@@ -235,6 +235,6 @@ def test_a_mistake_is_one_clear_line(arguments, status, says, capfd) -> None:
     assert out == ""
 
 
-def test_a_drafter_with_another_tokenizer_is_refused(family, capfd) -> None:
+def test_a_drafter_with_another_tokenizer_is_refused_where_the_targets_loses_text(family, capfd) -> None:
     assert main(["compare", f"tiny={family.plain}", "g=general", "--target", str(family.target), "--threads", "1"]) == 1
-    assert "outrider compare: package: 'g' has another tokenizer than the target" in capfd.readouterr().err
+    assert "package: 'general' cannot draft by text: of the target's tokenizer" in capfd.readouterr().err
