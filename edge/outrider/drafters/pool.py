@@ -92,6 +92,7 @@ class DrafterPool:
         if twice is not None:
             raise ConfigError(f"names {twice!r} twice; give each drafter once", field="drafter")
         self._members = tuple(members)
+        self.by_text = tuple(member.name for member in members if member.by_text)  # with another tokenizer
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._bytes = [member.bytes for member in members]  # the most that was ever measured
@@ -164,11 +165,6 @@ class DrafterPool:
     def versions(self) -> tuple[str, ...]:
         """Versions in the manifests, [K]."""
         return tuple(member.version for member in self._members)
-
-    @property
-    def by_text(self) -> tuple[str, ...]:
-        """Names of those that have another tokenizer than the target, and draft by text."""
-        return tuple(member.name for member in self._members if member.by_text)
 
     @property
     def bytes(self) -> tuple[int, ...]:
