@@ -8,8 +8,8 @@ of chance r, raises the tokens a second while
 
     r (1 + rho (n + 1)) > rho (1 + sum of the n chances),
 
-where rho is the time of a row over that of a step beside its rows. Where rows are dear, what is left is a chain, or
-nothing.
+where rho is the time of a row over that of a step beside its rows. A branch's first draft counts as `BRANCH_ROWS` rows.
+Where rows are dear, what is left is a chain, or nothing.
 
 The trees of the literature are points of this rule: SpecInfer (Miao et al. 2024) fixes the number of children by depth,
 Sequoia (Chen et al. 2024) knows chances by depth and rank alone, EAGLE-2 (Li et al. 2024) and OPT-Tree (Wang et al.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST = 0.01  # chance of a draft below which no row is spent on it, whatever a row costs
-_MARGIN = 1.5  # by which a row of a branch must exceed its price: it makes drafts of the chain no longer
+BRANCH_ROWS = 3.0  # rows of the chain as dear as a branch's first: its attention reads the text before it once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,18 @@ def best_tree(
             heapq.heappush(heap, (-reached * runs[place].chance, place))
 
     grow(1.0)
+    rows = 1.0
     while heap and taken < room:
         chance, place = heapq.heappop(heap)
-        worth, price = -chance * (1 + row_share * (taken + 1)), row_share * total
-        if -chance < LEAST or worth <= price:
+        price = BRANCH_ROWS if place >= 0 and not kept[place] else 1.0
+        if -chance < LEAST:
             break
-        if place >= 0 and worth <= _MARGIN * price:
+        if -chance * (1 + row_share * rows) <= row_share * price * total:
+            if place < 0:
+                break
             continue
         taken += 1
+        rows += price
         total -= chance
         if place < 0:
             chain += 1

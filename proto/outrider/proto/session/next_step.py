@@ -131,7 +131,8 @@ class NextStep:
         self.tree = StepTree(min(limit, len(chain)))
         if self._trees and worthwhile and room > 0:
             tree = self._step_tree(chain, of_edge, step_s, row_s, room)
-            self.tree = tree._replace(chain=min(limit, tree.chain)).pruned()
+            beside = tree.num_drafts - tree.chain
+            self.tree = tree._replace(chain=min(self.tree.chain, self.max_drafts - beside)).pruned()
         block = chain[: self.tree.chain]
         self.of_edge = of_edge
         # The edge's drafter is rewarded for its own drafts alone.
