@@ -23,8 +23,8 @@ from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
 SMALL = ("--min-step", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
-MEASURED = ["cloud", "sync", "pearl", "colocated", "edge", "outrider"]
-REPLAYED = ["optimum", "cloud", "pearl", "colocated", "edge", "outrider"]
+MEASURED = ["cloud", "sync", "pearl", "colocated", "edge", "chains", "outrider"]
+REPLAYED = ["optimum", "cloud", "pearl", "colocated", "edge", "chains", "outrider"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ def prompt(tmp_path_factory) -> str:
 def folder(prompt, tmp_path_factory) -> Path:
     """Return the folder of a benchmark's output: `record.json` and `report`."""
     path = tmp_path_factory.mktemp("bench")
-    modes = ("--modes", "cloud,sync,pearl,colocated,edge,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
+    modes = ("--modes", "cloud,sync,pearl,colocated,edge,chains,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
     written = ("--json", str(path / "record.json"), "--report", str(path / "report"))
     assert main(["bench", *SMALL, *modes, *written]) == 0
     return path
@@ -91,7 +91,7 @@ def test_metrics_are_known_and_positive(benchmark) -> None:
         assert (run.sync_length is not None) == (run.mode == "sync")
         assert (run.pearl_length is not None) == (run.mode == "pearl")
         assert (run.drafts_here is not None) == (run.mode == "colocated")
-        assert (run.goal == "latency") == (run.mode in ("edge", "outrider"))
+        assert (run.goal == "latency") == (run.mode in ("edge", "chains", "outrider"))
         assert {span.lane for span in run.timeline or ()} >= {"verify", "down"}
         assert run.arrivals_s is None  # only links that change have them
 

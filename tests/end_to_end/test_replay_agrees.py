@@ -30,10 +30,10 @@ LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
 SAMPLING = Sampling(max_tokens=40)
 WARM_UP = 16
 BLOCKS = pearl(8)
-POLICIES = {"cloud": Policy(drafting=False), "pearl": BLOCKS, "outrider": Policy()}
+POLICIES = {"cloud": Policy(drafting=False), "pearl": BLOCKS, "outrider": Policy(trees=True)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cloud": {"drafter": "none"},
-    "pearl": {"window": "pearl:8", "patience": BLOCKS.patience, "max_drafts": BLOCKS.max_drafts},
+    "pearl": {"window": "pearl:8", "patience": BLOCKS.patience, "max_drafts": BLOCKS.max_drafts, "chains": True},
     "outrider": {},
 }
 ATTEMPTS = 3  # the machine may be busy with something else

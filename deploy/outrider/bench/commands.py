@@ -23,7 +23,11 @@ from outrider.proto.settings import REQUIRED, Settings, above, at_least, between
 from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
-MODES = ("cloud", "sync", "pearl", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
+MODES = (
+    *("cloud", "sync", "pearl", "colocated", "edge-chains", "edge", "chains", "outrider", "optimum"),
+    *("hf-generate", "hf-assisted"),
+)
+USUAL_MODES = tuple(mode for mode in MODES if "chains" not in mode)
 CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
 GOALS = ("latency", "efficiency")
 LLAMA_8BIT = "llama-8bit"
@@ -72,9 +76,10 @@ class BenchSettings(Settings):
         0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
     )
     modes: tuple[str, ...] = listed(
-        MODES,
+        USUAL_MODES,
         "ways of decoding: no drafts, rounds of drafts, PEARL's blocks, a drafter beside the target, edges alone, both "
-        "ends, the best in a replay; those of transformers (hf-) need --rtt with a 0, and no --min-step",
+        "ends, these two without trees (chains), the best in a replay; those of transformers (hf-) need --rtt with a "
+        "0, and no --min-step",
         choices=MODES,
     )
     sync_length: int = option(0, "draft tokens per round; 0: the best one in a replay", check=at_least(0))

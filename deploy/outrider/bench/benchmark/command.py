@@ -60,9 +60,9 @@ from outrider.drafters import embedded_packages
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
-MEASURED = ("cloud", "sync", "pearl", "colocated", "edge", "outrider")
+MEASURED = ("cloud", "sync", "pearl", "colocated", "edge-chains", "edge", "chains", "outrider")
 ALONE = ("sync", "pearl")  # modes of one link, not of several at once
-WITH_DRAFTER_HERE = ("colocated", "outrider")
+WITH_DRAFTER_HERE = ("colocated", "chains", "outrider")
 WITHOUT_EDGES = ("cloud", "colocated")  # that draft, and so take time from the steps on the same cores
 LIBRARY = ("hf-generate", "hf-assisted")
 SAMPLE_LENGTH = 4  # drafts before every step where the verifier's drafting is timed
@@ -133,15 +133,18 @@ def edge_settings(mode: str, length: int) -> dict[str, Any]:
         case "cloud":
             return {"drafter": "none", "drafts_here": 0}
         case "sync":
-            return {"window": length, "patience": synchronous(length).patience, "drafts_here": 0}
+            return {"window": length, "patience": synchronous(length).patience, "drafts_here": 0, "chains": True}
         case "pearl":
             policy = pearl(length)
             most = policy.max_drafts
-            return {"window": f"pearl:{length}", "patience": policy.patience, "max_drafts": most, "drafts_here": 0}
+            blocks = {"window": f"pearl:{length}", "patience": policy.patience, "max_drafts": most}
+            return {**blocks, "drafts_here": 0, "chains": True}
         case "colocated":
             return {"drafter": "none", "drafts_here": length}
-        case "edge":
-            return {"drafts_here": 0}
+        case "edge" | "edge-chains":
+            return {"drafts_here": 0, "chains": mode == "edge-chains"}
+        case "chains":
+            return {"chains": True}
     return {}
 
 
@@ -354,7 +357,8 @@ class Bench:
 
     def _replays(self, known: Known) -> Replays:
         config, logprobs = self._config, not self._options.no_logprobs
-        return Replays(known.traces, known.costs, config.goal, self._drafts_here, config.draft_price, logprobs)
+        chains = tuple(mode for mode in self._options.modes if mode.endswith("chains"))
+        return Replays(known.traces, known.costs, config.goal, self._drafts_here, config.draft_price, logprobs, chains)
 
     def _lengths(self, link: BenchLink, known: Known) -> dict[str, int]:
         """Return the drafts of each mode that has a length; 0: it is left out."""

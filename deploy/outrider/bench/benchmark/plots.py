@@ -28,7 +28,9 @@ LINES: dict[str, dict[str, Any]] = {
         ("sync", HUES[1], "-", "^"),
         ("pearl", HUES[4], "-", "<"),
         ("colocated", INK, "-", "v"),
+        ("edge-chains", HUES[5], ":", "."),
         ("edge", HUES[5], "--", "o"),
+        ("chains", HUES[0], ":", "."),
         ("outrider", HUES[0], "-", "o"),
         ("optimum", HUES[3], ":", "D"),
         ("hf-generate", HUES[2], "-.", "P"),
@@ -39,12 +41,14 @@ NAMES = {mode: mode for mode in MODES} | {
     "sync": "sync (best length)",
     "pearl": "PEARL",
     "colocated": "drafter beside target",
+    "edge-chains": "edge alone, chains",
     "edge": "edge alone",
+    "chains": "outrider, chains",
     "optimum": "optimum (replayed)",
 }
 LANE_NAMES = {"draft": "drafting", "up": "uplink", "verify": "verifying", "down": "downlink", "idle": "idle"}
-MEASURED = ("cloud", "sync", "pearl", "colocated", "outrider")
-DRAFTING = ("sync", "pearl", "colocated", "edge", "outrider")
+MEASURED = ("cloud", "sync", "pearl", "colocated", "chains", "outrider")
+DRAFTING = ("sync", "pearl", "colocated", "edge-chains", "edge", "chains", "outrider")
 SPEED_WINDOW_S = 0.5
 SPEED_STEP_S = 0.05
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis

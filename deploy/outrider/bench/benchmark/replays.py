@@ -23,7 +23,8 @@ LENGTH_FIELDS = {"sync": "sync_length", "pearl": "pearl_length", "colocated": "d
 
 def fields_of(mode: str, lengths: Mapping[str, int], goal: Goal) -> dict[str, Any]:
     """Return the fields of a run by its mode: the length of its drafts, by mode in `lengths`, and its goal."""
-    fields: dict[str, Any] = {"goal": goal.name.lower() if mode in ("edge", "outrider") else None}
+    planned = mode in ("edge-chains", "edge", "chains", "outrider")
+    fields: dict[str, Any] = {"goal": goal.name.lower() if planned else None}
     return fields | ({LENGTH_FIELDS[mode]: lengths[mode]} if mode in LENGTH_FIELDS else {})
 
 
@@ -38,6 +39,7 @@ class Replays:
         here: whether the verifier has a drafter of its own.
         price: seconds of waiting that a second of its drafting is worth; None: derived.
         logprobs: whether commits carry log probabilities.
+        chains: modes without trees to replay.
     """
 
     traces: Sequence[HitTrace]
@@ -46,6 +48,7 @@ class Replays:
     here: bool
     price: float | None = None
     logprobs: bool = True
+    chains: tuple[str, ...] = ()
 
     def best_length(self, policy_of: Callable[[int], Policy], link: BenchLink) -> int:
         """Return the length that makes the texts fastest over a link, by `policy_of` it."""
@@ -107,8 +110,11 @@ class Replays:
         policies = {"cloud": Policy(drafting=False)}
         for mode, policy_of in (("pearl", pearl), ("colocated", colocated)):
             if lengths.get(mode):
-                policies[mode] = policy_of(lengths[mode])
+                policies[mode] = replace(policy_of(lengths[mode]), trees=mode == "colocated")
+        ahead = Policy(goal=self.goal, trees=True)
         if self.here:
-            policies["edge"] = Policy(goal=self.goal)
-        policies["outrider"] = Policy(goal=self.goal, here=self.here, price=self.price)
+            policies["edge"] = ahead
+        policies["outrider"] = replace(ahead, here=self.here, price=self.price)
+        for mode in self.chains:
+            policies[mode] = replace(ahead if mode == "edge-chains" else policies["outrider"], trees=False)
         return {mode: replace(policy, logprobs=self.logprobs) for mode, policy in policies.items()}

@@ -19,7 +19,7 @@ LEGEND = (
     "both ms; same: texts identical to cloud streaming; steps, rows: of the target, a token; cloud ms, edge ms: "
     "drafting at the verifier and at the edge, a token; up B, down B: bytes a token; over: ms of a step beside forward "
     "pass, sampling and waiting. colocated: the same drafter beside the target alone; edge: outrider without drafts of "
-    "the verifier's own"
+    "the verifier's own; chains, edge-chains: these two without trees"
 )
 RATIO_LEGEND = (
     "Ratios are of tokens a second, on the same link; above 1, outrider is faster. drafting: cloud drafting a token, "
