@@ -77,7 +77,7 @@ class DraftingOutbox(Outbox):
     def _draft(self) -> None:
         drafts = tuple(map(DraftToken, self._drafts(list(self.transcript))))
         self._chain += 1
-        draft = Draft(self._chain, len(self.transcript), drafts, (), *self._drafter, complete=True)
+        draft = Draft(self._chain, len(self.transcript), drafts, *self._drafter, complete=True)
         self._engine.post_frame(self._key, draft, lambda: None)
 
     def unread(self) -> int:

@@ -18,6 +18,7 @@ from outrider.proto.errors import FailedPrecondition, Internal, InvalidArgument,
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
+    Branch,
     Cancel,
     Commit,
     Draft,
@@ -114,6 +115,11 @@ def damaged(rng, data):
     return bytes(data)
 
 
+def random_branches(rng, top):
+    starts = [rng.choice([3, 4, 5, 30, rng.randrange(1 << 32)]) for _ in range(rng.choice([1, 2, 5, 70]))]
+    return tuple(Branch(start, tuple(rng.randrange(top) for _ in range(rng.choice([1, 1, 3, 70])))) for start in starts)
+
+
 def random_draft(rng):
     n = rng.choice([1, 1, 2, 5, 20, 70])
     top = rng.choice([VOCAB, VOCAB, VOCAB, VOCAB + 3])
@@ -127,7 +133,7 @@ def random_draft(rng):
                 tuple(rng.random() for _ in range(n)) if rng.random() < 0.3 else (math.nan,) * n,
             )
         ),
-        parents=tuple(rng.randrange(-1, i) for i in range(n)) if rng.random() < 0.2 else (),
+        branches=random_branches(rng, top) if rng.random() < 0.2 else (),
         complete=rng.random() < 0.3,
     )
 
