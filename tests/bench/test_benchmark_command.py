@@ -24,7 +24,7 @@ from outrider.proto.types import Goal, Patience
 TOKENS = 16
 SMALL = ("--min-step", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
 MEASURED = ["cloud", "sync", "pearl", "colocated", "edge", "chains", "outrider"]
-REPLAYED = ["optimum", "cloud", "pearl", "colocated", "edge", "chains", "outrider"]
+REPLAYED = ["optimum", "cloud", "pearl", "colocated", "edge", "outrider", "chains"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -138,11 +138,17 @@ def random_draft(rng):
     )
 
 
+def nearly(rng, tokens):
+    """Return `tokens`, of which some are others."""
+    return tuple(token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in tokens)
+
+
 def random_frames(rng, server):
     """The bytes of one hostile stream."""
     patience = rng.choice([None, Patience(0.0), Patience(0.01, 3)])
     name = f"hostile-{rng.randrange(1 << 60)}"
-    opening = codec.encode_edge_frame(honest_open(server, 99, session=name, patience=patience))
+    frame = honest_open(server, 99, session=name, patience=patience, trees=rng.random() < 0.5)
+    opening = codec.encode_edge_frame(frame)
     kind = rng.random()
     if kind < 0.2:
         return [rng.randbytes(rng.randrange(60))]
@@ -206,12 +212,19 @@ def test_random_drafts_of_any_kind_never_change_the_text_of_their_own_session(co
         wanted = await honest_text(channel, server, 7)
         whole = 0
         for _ in range(80):
-            frames = [codec.encode_edge_frame(honest_open(server, 7, patience=Patience(0.002, 4)))]
+            opening = honest_open(server, 7, patience=Patience(0.002, 4), trees=rng.random() < 0.8)
+            frames = [codec.encode_edge_frame(opening)]
             for _ in range(rng.randrange(1, 12)):
                 start = rng.randrange(3, 20)
                 ahead = wanted[start - 3 : start - 3 + rng.randrange(1, 9)]
-                tokens = tuple(token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in ahead)
-                frames.append(codec.encode_edge_frame(Draft(rng.randrange(3), start, tuple(map(DraftToken, tokens)))))
+                tokens = nearly(rng, ahead)
+                beside = tuple(
+                    Branch(start + i, nearly(rng, ahead[i : i + rng.randrange(1, 4)]))
+                    for i in range(len(ahead))
+                    if rng.random() < 0.4
+                )
+                draft = Draft(rng.randrange(3), start, tuple(map(DraftToken, tokens)), branches=beside)
+                frames.append(codec.encode_edge_frame(draft))
             seen = await send_and_look(channel, frames, 64)
             tokens = tuple(token for frame in seen if isinstance(frame, Commit) for token in token_ids(frame.tokens))
             ended_by_error = not isinstance(seen[-1], Commit)  # it contradicted its own chain

@@ -61,9 +61,10 @@ def test_a_signal_while_a_server_is_silent_is_one_line(words: str, number: int) 
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
-            silent.accept()  # the command waits from now on
-            os.killpg(process.pid, number)
-            output, errors = process.communicate(timeout=60)
+            connection, _ = silent.accept()  # the command waits from now on
+            with connection:
+                os.killpg(process.pid, number)
+                output, errors = process.communicate(timeout=60)
     assert process.returncode == STATUS[number]
     assert output == ""
     (line,) = without_progress(errors)

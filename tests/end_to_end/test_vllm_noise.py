@@ -74,7 +74,7 @@ def test_edges_draft_with_the_noise_that_the_verifier_names(serving, edge, promp
     async def main() -> None:
         async with serving(noise=Noise.VLLM) as address:
             followed = await acceptance(address)
-            monkeypatch.setattr(Decoding, "_follow_noise", lambda _, noise: None)
+            monkeypatch.setattr(Decoding, "_follow_terms", lambda _, terms, noise: None)
             assert followed > await acceptance(address) + 0.1
 
     asyncio.run(main())

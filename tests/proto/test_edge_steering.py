@@ -86,8 +86,8 @@ class SteeringVerifier(CheckedVerifier):
             self.requests.append(frame.steering)
         super().take(stream, frame, arrived)
 
-    def verify(self, slot, block, began):
-        commit = super().verify(slot, block, began)
+    def verify(self, slot, block, began, branches=()):
+        commit = super().verify(slot, block, began, branches)
         if slot.session.wanted_vector is None or commit.finish is not None:
             return commit
         return replace(commit, steering=self._vector(commit.start + len(commit.tokens) - 2))

@@ -23,11 +23,8 @@ from outrider.proto.settings import REQUIRED, Settings, above, at_least, between
 from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
-MODES = (
-    *("cloud", "sync", "pearl", "colocated", "edge-chains", "edge", "chains", "outrider", "optimum"),
-    *("hf-generate", "hf-assisted"),
-)
-USUAL_MODES = tuple(mode for mode in MODES if "chains" not in mode)
+USUAL_MODES = ("cloud", "sync", "pearl", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
+MODES = (*USUAL_MODES, "edge-chains", "chains")
 CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
 GOALS = ("latency", "efficiency")
 LLAMA_8BIT = "llama-8bit"
