@@ -250,7 +250,7 @@ def every_tree():
 
 
 def test_every_tree_gives_the_targets_tokens_as_far_as_a_path_agrees() -> None:
-    """By enumeration: 3 ** 3 continuations of the target, and all small trees."""
+    """All 3 ** 3 continuations of the target are tried, each with 150 of all small trees."""
     trees = list(every_tree())
     assert len(trees) > 1000
     rng = random.Random(5)

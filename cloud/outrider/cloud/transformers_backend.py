@@ -186,7 +186,7 @@ class _Branch(NamedTuple):
 
     @property
     def verification(self) -> VerificationInput:
-        """What its rows are sampled by."""
+        """Facts by which its rows are sampled."""
         return self.branch.verification
 
     @property

@@ -13,7 +13,7 @@ TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one posit
 
 
 class PromptToken(NamedTuple):
-    """What the model says of a token of the prompt, given those before it.
+    """The model's word on a token of the prompt, given those before it.
 
     Attributes:
         logprob: natural log of its probability.
@@ -28,7 +28,7 @@ class PromptToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What the model says of the prompt's tokens from position `start` on; nothing comes before its first token."""
+    """The model's word on the prompt's tokens from position `start` on; nothing comes before its first token."""
 
     start: int
     tokens: tuple[PromptToken, ...]
