@@ -253,6 +253,11 @@ def test_a_hundred_thousand_schedules_show_every_fault_in_every_state() -> None:
     assert not summary.missed, shown(summary)
 
 
+def test_a_process_that_fails_and_stands_still_owes_a_late_stream_no_word() -> None:
+    """Seed 1055422: the process ends in the moment in which it goes on, and the checker took that for a defect."""
+    assert not run_schedules(1_055_422, 1).found
+
+
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -391,8 +391,9 @@ class Process:
 
     def _end_failed(self) -> None:
         left = [stream.state.session for stream in self.streams.values() if stream.state.session]
-        hung_too = self._has_failed and self._world.now < self.hung_until  # one that opens then hears nothing more
-        if left and not hung_too:
+        # One that opens while it hangs too, or stands still and ends as it goes on, hears nothing more.
+        still_too = self._world.now < self.hung_until or self._world.now == self.frozen_until
+        if left and not (self._has_failed and still_too):
             raise Violation(f"{self.rules.name} has failed, and does not tell {left}")
         self._on_failure()
 
