@@ -13,6 +13,7 @@ DOCS = (
     "exactness",
     "benchmarks",
     "both-ends",
+    "trees",
     "steering",
     "selection",
     "learning",
