@@ -8,7 +8,7 @@ import json
 import pytest
 from near_verifier import NearVerifier
 
-from outrider.bench.copying import edited
+from outrider.bench.edits import edited
 from outrider.deploy.cli import main
 
 TOKENS = list(range(4000))

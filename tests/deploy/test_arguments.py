@@ -45,6 +45,7 @@ TEXTS = {
     "learn-max-load": "0.5",
     "learn-rehearsed": "0.25",
     "rehearsed": "0.25",
+    "edited": "0.25",
 }
 
 

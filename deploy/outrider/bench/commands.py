@@ -212,23 +212,6 @@ class CompareSettings(WritingSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordSettings(WritingSettings):
-    """Drafters to record, and texts."""
-
-    drafter: tuple[str, ...] = listed(
-        ("general", "ngram"),
-        "drafters: embedded names, package folders, NAME=FOLDER, or ngram",
-    )
-    temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", check=at_least(0))
-    seed: int = option(0, "seed of the noise; the same seed gives the same text", check=at_least(0))
-    seeds: int = option(0, "texts per prompt, with seeds 1 to N; 0: one, with --seed", check=at_least(0))
-    age: int = option(
-        4, "positions by which vectors of steered drafters are older than the freshest; -1: none", check=at_least(-1)
-    )
-    output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings(LinkListSettings):
     """A recording to replay, with windows or selectors."""
 
@@ -476,9 +459,6 @@ COPY_BENCH = Command(
 COMPARE = Command(
     "outrider.bench.comparison.command:compare",
     (part(CompareSettings), _WRITER, part(VerifierConfig, "steering")),
-)
-RECORD = Command(
-    "outrider.bench.traces.record:record", (part(RecordSettings), _WRITER, part(VerifierConfig, "steering"))
 )
 REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
 OVERHEAD = Command("outrider.bench.traces.overhead:overhead", (part(OverheadSettings),))

@@ -11,7 +11,6 @@ with edits, as it would be after a prompt that asks for them; the prompt itself 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -24,6 +23,7 @@ from rich.console import Console
 from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.commands import CopySettings, LinkListSettings
+from outrider.bench.edits import edited
 from outrider.bench.environment import Environment, environment
 from outrider.bench.links import BenchLink, LinkRecord, link_name, links_of
 from outrider.bench.outputs import check_file
@@ -192,24 +192,6 @@ class _Bench:
         warm_up = Prompt("warm-up", "Once upon a time there was")
         await measure_text(client, warm_up, replace(self._sampling, max_tokens=WARM_UP_TOKENS, min_tokens=0))
         return client
-
-
-def edited(tokens: Sequence[int], share: float, run: int, *, seed: int) -> list[int]:
-    """Return tokens with `share` of them replaced, inserted or deleted in runs of `run`, by tokens of the same text."""
-    draw_number = random.Random(f"{seed} {run} {len(tokens)}")
-    document: list[int] = []
-    place = 0
-    while place < len(tokens):
-        if draw_number.random() >= share / run:
-            document.append(tokens[place])
-            place += 1
-            continue
-        kind = draw_number.choice(("replace", "insert", "delete"))
-        if kind != "delete":
-            document += draw_number.choices(tokens, k=run)
-        if kind != "insert":
-            place += run
-    return document
 
 
 def _run_of(

@@ -51,6 +51,7 @@ TRAINING = "outrider.deploy.commands.training"
 OPERATING = "outrider.deploy.commands.operating"
 MEASURING = "outrider.bench.commands"
 RULES = "outrider.bench.rules.settings"
+TRACES = "outrider.bench.traces.settings"
 
 # Without its completion system, which distributions' files start and an empty .zshrc does not, zsh knows no `compdef`.
 ZSH_COMPLETES = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
@@ -119,7 +120,7 @@ COMMANDS = {
     "traces": Entry("record which drafts would hit, and replay them over any link"),
     "traces record": Entry(
         "record a target's texts, and where drafters propose the same tokens",
-        f"{MEASURING}:RECORD",
+        f"{TRACES}:RECORD",
         "traces_record",
     ),
     "traces replay": Entry(
@@ -136,6 +137,11 @@ COMMANDS = {
         "simulate who drafts, at given times of a drafted token: nobody, verifier, edge, both",
         f"{MEASURING}:ENDS",
         "traces_ends",
+    ),
+    "traces trees": Entry(
+        "count the steps of chains, of trees, and of trees merged of several drafters",
+        f"{TRACES}:TREES",
+        "traces_trees",
     ),
     "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }

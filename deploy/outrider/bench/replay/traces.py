@@ -17,7 +17,17 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.types import MAX_TOKEN_ID
 
 # One entry for each token.
-LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "perturbed_probability", "agreement", "runner_up")
+LISTS = (
+    "tokens",
+    "hits",
+    "confidence",
+    "silent",
+    "entropy",
+    "perturbed_probability",
+    "agreement",
+    "runner_up",
+    "choices",
+)
 OPTIONAL_LISTS = LISTS[2:]  # these may be empty
 MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # these may hold NaN
 
@@ -63,6 +73,7 @@ class HitTrace:
             above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
         runner_up: [n] at a miss, the rank of tokens[i] among the drafter's runners-up, from 1 on; 0: it is none of
             them, or a hit; empty: not recorded, and a replay has no branches.
+        choices: [n] its proposal and runners-up, best first; none where it is silent; empty: not recorded.
         seed: seed of the text.
         prompt_log_q: log q of the prompt's end, in nats a token; NaN: not recorded.
 
@@ -87,6 +98,7 @@ class HitTrace:
     perturbed_probability: Chances = ()
     agreement: Chances = ()
     runner_up: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    choices: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = ()
     seed: int = 0
     prompt_log_q: Annotated[float, Field(le=0)] = math.nan
 

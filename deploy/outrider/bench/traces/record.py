@@ -8,12 +8,13 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from statistics import median
 
+import numpy as np
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outrider.bench.commands import RecordSettings
 from outrider.bench.drafters import find_packages, load_drafters
+from outrider.bench.edits import edited
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file, progress
 from outrider.bench.record import save
@@ -21,6 +22,7 @@ from outrider.bench.recording import CostSheet, DrafterCosts, TargetCosts, costs
 from outrider.bench.replay.record import Chances, HitRecorder
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
+from outrider.bench.traces.settings import RecordSettings
 from outrider.bench.vectors import SentVectors
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput, processed_logits
@@ -36,6 +38,9 @@ from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, steering_of
+from outrider.drafters.retrieval import RetrievalDrafter
+from outrider.drafters.search import NGRAM, RETRIEVAL
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Line
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
@@ -60,7 +65,7 @@ def record(given: Given) -> int:
         temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens, noise=verifier.noise
     )
     prompts = choose_prompts(options.prompts, options.per_domain)
-    packages = find_packages(options.drafter, "drafter", ngram=True)
+    packages = find_packages(options.drafter, "drafter", without=(NGRAM, RETRIEVAL))
     check_file(options.output, "output")
     check_file(costs_file, "output")
     if verifier.threads:
@@ -70,7 +75,8 @@ def record(given: Given) -> int:
     drafters = load_drafters(packages, target.tokenizer_json, "drafter")
     projections = _projections(target, drafters, verifier) if options.age >= 0 else {}
     seeds = range(1, options.seeds + 1)
-    traces, sheet = Recorder(target, drafters, sampling, seeds, projections, options.age).record(prompts)
+    documents = options.edited, options.edits_of
+    traces, sheet = Recorder(target, drafters, sampling, seeds, projections, options.age, documents).record(prompts)
     save_traces(traces, options.output)
     versions = [package.version if package is not None else "-" for package in packages.values()]
     made_in = environment(
@@ -116,6 +122,7 @@ class Recorder:
         seeds: Sequence[int] = (),
         projections: Mapping[str, Projection] | None = None,
         age: int = 0,
+        documents: tuple[float, int] = (0.1, 4),
     ) -> None:
         """Take what is recorded.
 
@@ -126,12 +133,16 @@ class Recorder:
             seeds: one for each text of a prompt; empty: one text, by the seed of `sampling`.
             projections: projections of the drafters to steer, by id; None: none is.
             age: positions by which the vectors are older than the freshest.
+            documents: share of tokens in which the documents that drafters copy differ from the texts, and tokens of
+                such an edit.
         """
         self._target = target
         self._drafters = drafters
         self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
         self._projections = projections or {}
         self._age = age
+        self._documents = documents
+        self._copiers = [drafter for drafter in drafters.values() if isinstance(drafter, RetrievalDrafter)]
         self._console = Console(stderr=True, highlight=False)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
@@ -162,6 +173,7 @@ class Recorder:
             writer = TextWriter(self._target, self._projections, max_age=max(0, self._age))
             for text in writer.stream(requests):
                 ended, vectors = text.tokens[-1] in self._target.eos_tokens, self._vectors(text)
+                self._give_document(text)
                 traces = recorder.record(
                     text.request, text.tokens, chances=chances_of(text), ended=ended, vectors=vectors
                 )
@@ -171,6 +183,16 @@ class Recorder:
         tokens, seconds = sum(len(text) for text in texts), time.monotonic() - began
         self._say(f"{tokens} tokens, with every drafter's, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
         return texts, [trace for request in requests for trace in found[request][1]]
+
+    def _give_document(self, text: WrittenText) -> None:
+        """Let drafters that copy have one document, most of which the text repeats."""
+        if not self._copiers:
+            return
+        share, run = self._documents
+        document = edited(text.tokens, share, run, seed=text.request.sampling.seed)
+        index = SuffixIndex([np.array(document, dtype=np.uint32)])
+        for copier in self._copiers:
+            copier.sources = lambda: (index,)
 
     def _vectors(self, text: WrittenText) -> dict[str, SentVectors]:
         """Return the text's vectors by the names of the drafters that they steer."""

@@ -12,6 +12,7 @@ where c are the calibrated chances of the drafts and h_r is the share of misses 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,38 @@ class MissShares:
     def of(self, rank: int) -> float:
         """Return the share of the runner-up of this rank, from 0 on."""
         return self.hits[rank] / self.misses
+
+
+_CONFIDENCE_EDGES = (0.3, 0.6, 0.9)
+_FIRST_OTHER, _FIRST_OTHER_WEIGHT = 0.1, 6.0  # share of misses at which another drafter is right, before any is known
+
+
+@dataclass(slots=True)
+class OtherShares:
+    """The share of a chain's misses at which another drafter had the token, by its confidence; it fades.
+
+    Only misses count at which the other proposed another token than the chain.
+
+    Attributes:
+        hits: misses at which it had the token, by confidence.
+        misses: number of misses, by confidence.
+    """
+
+    hits: list[float] = field(
+        default_factory=lambda: [_FIRST_OTHER * _FIRST_OTHER_WEIGHT] * (len(_CONFIDENCE_EDGES) + 1)
+    )
+    misses: list[float] = field(default_factory=lambda: [_FIRST_OTHER_WEIGHT] * (len(_CONFIDENCE_EDGES) + 1))
+
+    def add(self, confidence: float, hit: bool) -> None:
+        """Count a miss of the chain at which the other proposed another token with this confidence; NaN: unknown."""
+        place = bisect.bisect_right(_CONFIDENCE_EDGES, confidence)
+        self.misses[place] = self.misses[place] * _FADE + 1
+        self.hits[place] = self.hits[place] * _FADE + hit
+
+    def of(self, confidence: float) -> float:
+        """Return the share for a proposal of this confidence."""
+        place = bisect.bisect_right(_CONFIDENCE_EDGES, confidence)
+        return self.hits[place] / self.misses[place]
 
 
 def likely_leaves(
