@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import operator
 import os
 import queue
 import threading
@@ -28,7 +27,7 @@ from outrider.cloud.grammar_compiler import FIELD, STACK_BYTES, compile_grammar,
 from outrider.cloud.grammar_trial import TRIAL_S, GrammarTrial, TooCostly
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from outrider.proto.plumbing.extras import lacking
-from outrider.proto.types import Grammar
+from outrider.proto.types import Grammar, common_length
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -75,9 +74,9 @@ class Allowed:
 
     def about(self, block: tuple[int, ...], branches: Beside) -> Allowed:
         """Return the answer as far as it is about the drafts `block` [k] and those beside them."""
-        agreed, found = _common(self.block, block), []
+        agreed, found = common_length(self.block, block), []
         for (index, drafts), answer in itertools.product(branches, self.branches):
-            if answer.index == index <= agreed and (kept := _common(answer.drafts, drafts)):
+            if answer.index == index <= agreed and (kept := common_length(answer.drafts, drafts)):
                 found.append(AllowedBranch(index, drafts[:kept], answer.tokens[:kept]))
         return Allowed(block[:agreed], self.tokens[: agreed + 1], tuple(found))
 
@@ -367,11 +366,6 @@ class GrammarMatcher:
     def _complaint(self) -> str:
         why = one_line(self._matcher.get_error()) or "nothing that it allows can come next"
         return f"cannot be followed to its end, or not at a bounded cost; simplify it ({why})"
-
-
-def _common(some: tuple[int, ...], others: tuple[int, ...]) -> int:
-    """Return the number of first tokens that agree."""
-    return sum(itertools.takewhile(bool, map(operator.eq, some, others)))
 
 
 @contextmanager

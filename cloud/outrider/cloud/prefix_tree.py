@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.proto.types import common_length
+
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
@@ -79,7 +81,7 @@ class PrefixTree:
         best, agreed = None, 0
         if parent is not None and tokens:
             for child in parent.children.values():
-                if child.tokens[0] == tokens[0] and (common := _common(child.tokens, tokens)) > agreed:
+                if child.tokens[0] == tokens[0] and (common := common_length(child.tokens, tokens)) > agreed:
                     best, agreed = child, common
         return best, agreed
 
@@ -141,13 +143,3 @@ class PrefixTree:
     def evict(self) -> None:
         """Forget the text of the page that was used least recently, of those that nobody holds."""
         self.remove(next(iter(self._idle)))
-
-
-def _common(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of first tokens that agree."""
-    agreed = 0
-    for one, other in zip(some, others, strict=False):
-        if one != other:
-            break
-        agreed += 1
-    return agreed

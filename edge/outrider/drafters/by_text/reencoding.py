@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.drafters.by_text.vocabulary import Encoded, Vocabulary, begins_character
+from outrider.proto.types import common_length
 
 LOOK_BACK = 8  # tokens before the first changed byte that are encoded again
 OVERLAP = 2  # tokens of both encodings that must agree before the new one is believed; its first lack their left side
@@ -106,21 +107,11 @@ class Reencoding:
                 self.base = start
                 self.ids, self.ends, had = [], [], self.ids
                 self._take(0, Encoded(window.ids, [start + end for end in window.ends]))
-                return _common(had, self.ids) if start == 0 else 0
+                return common_length(had, self.ids) if start == 0 else 0
         return None
 
     def _take(self, kept: int, rest: Encoded) -> int:
         """Put `rest` after the first `kept` tokens, and return how many at the beginning stay the same."""
-        same = kept + _common(self.ids[kept:], rest.ids)
+        same = kept + common_length(self.ids[kept:], rest.ids)
         self.ids[kept:], self.ends[kept:] = rest.ids, rest.ends
         return same
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    """Return how many tokens two lists begin with in common."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

@@ -9,10 +9,10 @@ from outrider.proto.policy.measures import TextCalibration
 from outrider.proto.policy.patience import LATE, MARGIN_S, Plan, VerifierView
 from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
-from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob, common_length
+from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.verifier_arm import BETTER
-from outrider.proto.types import DraftToken, Patience
+from outrider.proto.types import DraftToken, Patience, common_length, token_ids
 
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
@@ -69,7 +69,7 @@ class BothEnds:
         have missed more often.
         """
         edge, own = self._received.tokens, self.local.tokens
-        same = common_length(edge, own)
+        same = common_length(token_ids(edge), token_ids(own))
         if same == len(edge):
             return own if len(own) > same else edge, same
         if same == len(own) or not self._is_better_here():

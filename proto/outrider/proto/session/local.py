@@ -9,7 +9,7 @@ from outrider.proto.policy.branches import MissShares
 from outrider.proto.policy.measures import Calibration, Smoothed, TextCalibration
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob
-from outrider.proto.types import DraftToken, token_ids
+from outrider.proto.types import DraftToken, common_length, token_ids
 
 FIRST_DRAFTING_S = 0.001  # assumed time of a drafted token, before one is measured
 
@@ -105,7 +105,7 @@ class LocalDrafts:
 
         Its own drafts that the chain contradicts are dropped.
         """
-        same = common_length(self.tokens, chain)
+        same = common_length(token_ids(self.tokens), token_ids(chain))
         if same < len(self.tokens):
             self._abandon(same)
         self.tokens += chain[same:]
@@ -201,9 +201,3 @@ class LocalDrafts:
         self._agreed = min(self._agreed, len(self._transcript) + kept)
         del self.tokens[kept:], self._own[kept:]
         self._epoch += 1
-
-
-def common_length(first: Sequence[DraftToken], second: Sequence[DraftToken]) -> int:
-    """Return how many tokens two chains have in common, from their beginnings on."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one.id != other.id), min(len(first), len(second)))

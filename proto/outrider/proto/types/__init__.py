@@ -54,6 +54,7 @@ from outrider.proto.types.decoding import (
     SteeringPrecision,
     SteeringRequest,
     Timing,
+    common_length,
     token_ids,
 )
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, PromptToken, TopLogprobs
@@ -116,5 +117,6 @@ __all__ = [
     "TrainerStatus",
     "VerifierStatus",
     "VersionStatus",
+    "common_length",
     "token_ids",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -244,6 +246,11 @@ class CommittedToken(NamedTuple):
 def token_ids(tokens: Iterable[DraftToken | CommittedToken]) -> tuple[int, ...]:
     """Return the ids of `tokens` [n]."""
     return tuple([token.id for token in tokens])
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return how many items two sequences have in common, from their beginnings on."""
+    return sum(itertools.takewhile(bool, map(operator.eq, first, second)))
 
 
 @dataclass(frozen=True, slots=True)
