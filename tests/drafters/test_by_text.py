@@ -17,10 +17,11 @@ from outrider.drafters.by_text import TextDrafter, Vocabulary
 from outrider.drafters.by_text.reencoding import Reencoding
 from outrider.drafters.by_text.vocabulary import whole_characters
 from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.protocol import TokenPrefix
 from outrider.drafters.search import DrafterSearch
 from outrider.proto.errors import ModelRefused, TokenizerMismatch
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 BOS, EOS = 0, 1
 CORPUS = [
@@ -246,6 +247,69 @@ def test_allowed_tokens_of_the_target_hold_for_what_is_drafted_by_text() -> None
     state = by_text("small", "large").open(rule(allowed_tokens=(EOS,)))
     state.extend(tokens)
     assert state.propose(4) == ()
+
+
+@pytest.mark.parametrize("named", ["stop_tokens", "eos_tokens"])
+def test_an_end_is_drafted_by_text_only_where_min_tokens_let_the_target_end(named) -> None:
+    prompt = encoded("large", PROMPT)
+    drafter = by_text("small", "large")
+
+    def proposed(min_tokens: int, end: tuple[int, ...]) -> list[int]:
+        stop, eos = (end, ()) if named == "stop_tokens" else ((), end)
+        sampling = Sampling(min_tokens=min_tokens, max_tokens=16, stop_tokens=stop)
+        state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt), eos_tokens=eos))
+        state.extend(prompt)
+        return ids(state.propose(6))
+
+    free = proposed(0, ())
+    assert free.index(free[3]) == 3
+    assert proposed(4, (free[3],)) == free[:3]
+    assert proposed(3, (free[3],)) == proposed(0, (free[3],)) == free
+
+
+class Ending:
+    """Drafter of words of one letter that would rather end the text."""
+
+    name, version, steering = "ending", "1", None
+
+    def open(self, rule: ProposalRule) -> Ending.State:
+        return self.State(rule)
+
+    class State(TokenPrefix):
+        def __init__(self, rule: ProposalRule) -> None:
+            super().__init__()
+            self._rule = rule
+
+        def follow(self, rule: ProposalRule) -> None:
+            self._rule = rule
+
+        def propose(self, n: int) -> tuple[DraftToken, ...]:
+            found = []
+            while len(found) < n:
+                words = [vocabulary("small").by_piece[piece] for piece in (b" ", b"a")]
+                logits = np.log(np.array([0.9, 0.09, 0.01], dtype=np.float32))
+                tokens = np.array([EOS, *(reversed(words) if self.length % 2 else words)])
+                chosen = self._rule.choose(self.length, tokens, logits, 0.0, None)
+                if chosen.id < 0:
+                    break
+                self.extend((chosen.id,))
+                found.append(chosen)
+            return tuple(found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_would_end_goes_on_for_as_long_as_the_target_must(temperature) -> None:
+    prompt = encoded("large", PROMPT + " a")
+    counts = []
+    for min_tokens in (0, 5):
+        sampling = Sampling(temperature=temperature, seed=5, min_tokens=min_tokens, max_tokens=64)
+        state = TextDrafter(Ending(), vocabulary("small"), vocabulary("large")).open(
+            ProposalRule(sampling, prompt_length=len(prompt))
+        )
+        state.extend(prompt)
+        drafts = state.propose(40)
+        counts.append(len(drafts))
+    assert counts[0] < 5 <= counts[1] < 40
 
 
 def test_names_of_special_tokens_in_a_text_are_text() -> None:

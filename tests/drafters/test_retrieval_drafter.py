@@ -102,6 +102,18 @@ def test_the_prompt_itself_is_a_source_and_an_earlier_one_than_documents() -> No
     assert [draft.id for draft in state.propose(3)] == [106, 107, 108]
 
 
+@pytest.mark.parametrize("ends", [{"stop": (7,)}, {"eos": (7,)}], ids=["stop token", "end of text"])
+def test_an_end_is_copied_only_where_min_tokens_let_the_target_end(ends) -> None:
+    prompt, drafter = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], RetrievalDrafter()
+    copied = []
+    for min_tokens in (0, 3, 4):
+        sampling = Sampling(max_tokens=8, min_tokens=min_tokens, stop_tokens=ends.get("stop", ()))
+        state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt), eos_tokens=ends.get("eos", ())))
+        state.extend(prompt)
+        copied.append([draft.id for draft in state.propose(5)])
+    assert copied == [[4, 5, 6, 7, 8], [4, 5, 6, 7, 8], [4, 5, 6]]
+
+
 def test_a_text_of_its_own_words_gets_no_proposals() -> None:
     state = state_of([list(range(100, 200))])
     assert all(draft.id == -1 and math.isnan(draft.confidence) for draft in state.propose_forced(range(300, 340)))

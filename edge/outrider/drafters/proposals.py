@@ -58,15 +58,19 @@ class ProposalRule:
         self._allowed = np.array(sorted(sampling.allowed_tokens), dtype=np.int64)
         self._inverse_temperature = 1 / max(sampling.temperature, 1e-9) if sampling.temperature else 1.0
         self._truncates = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
-        ends = {*eos_tokens, *sampling.stop_tokens} if sampling.min_tokens else set()
-        self._ends = np.array(sorted(ends), dtype=np.int64)
-        self._first_end = prompt_length + sampling.min_tokens if ends else 0  # position from which they may come
+        self._forbidden = frozenset((*eos_tokens, *sampling.stop_tokens) if sampling.min_tokens else ())
+        self._ends = np.array(sorted(self._forbidden), dtype=np.int64)
+        self._first_end = prompt_length + sampling.min_tokens if self._forbidden else 0  # they may come from it on
         edits = bool(sampling.logit_bias or sampling.allowed_tokens or sampling.penalises)
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
     def counts(self) -> TokenCounts | None:
         """Return empty counts for a prefix's tokens; None: this rule has no penalties."""
         return TokenCounts(self.prompt_length) if self.sampling.penalises else None
+
+    def forbids(self, position: int, token: int) -> bool:
+        """Return whether `token` is an end at a `position` before `min_tokens`, where the target cannot have it."""
+        return position < self._first_end and token in self._forbidden
 
     def candidates_wanted(self, useful: int) -> int:
         """Return how many candidates `choose` needs, `useful` at most: few where only the argmax can be proposed."""

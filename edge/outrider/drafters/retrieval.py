@@ -105,7 +105,7 @@ class RetrievalState(TokenPrefix):
 
     def follow(self, rule: ProposalRule) -> None:
         """Begin another text after the rule's prompt, with the sources of now."""
-        self._prompt_length = rule.prompt_length
+        self._rule, self._prompt_length = rule, rule.prompt_length
         self._prediction, self._shared = self._drafter.prediction, tuple(self._drafter.sources())
         self._predicted = () if self._prediction is None else (self._prediction,)
         self._numbers = {id(index.walked): index.tokens for index in (*self._predicted, *self._shared)}
@@ -127,11 +127,11 @@ class RetrievalState(TokenPrefix):
         del self._cursors[length + 1 :]
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
-        """Append and return up to n tokens, for as long as a source goes on."""
+        """Append and return up to n tokens, for as long as a source goes on and the target may."""
         choices: list[DraftToken] = []
         while len(choices) < n:
             proposal = self._proposal()
-            if proposal is None:
+            if proposal is None or self._rule.forbids(self.length, proposal.id):
                 break
             choices.append(proposal)
             self.extend((proposal.id,))

@@ -118,7 +118,7 @@ class TextState(TokenPrefix):
             if not ahead:
                 break
             token, end = ahead[0]
-            if allowed and token not in allowed:
+            if (allowed and token not in allowed) or self._rule.forbids(self.length, token):
                 break
             proposed.append(self._choice(token, end))
             self._append(token)

@@ -104,6 +104,7 @@ class TextRule(ProposalRule):
             temperature=s.temperature, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, noise=rule.noise
         )
         super().__init__(plain, prompt_length=0)
+        self._text_until = rule.prompt_length + s.min_tokens if s.min_tokens else 0  # position of the target
         self._groups = groups
         self._drafter = drafter
         self._position = 0
@@ -129,12 +130,13 @@ class TextRule(ProposalRule):
     ) -> DraftToken:
         """Return the drafter's token to take; `NO_PROPOSAL` where none agrees, or where it is no text."""
         del position, counts  # the drafter's own
-        if self._pending:
-            agrees = [i for i, token in enumerate(tokens.tolist()) if self._agrees(self._drafter.piece(token))]
-            if not agrees:
+        if self._pending or self._position < self._text_until:
+            fits = [i for i, token in enumerate(tokens.tolist()) if self._agrees(self._drafter.piece(token))]
+            if not fits:
                 return NO_PROPOSAL
-            tokens, logits = tokens[agrees], logits[agrees]
-            log_normalizer = float(np.logaddexp.reduce(logits.astype(np.float64)))
+            if self._pending or len(fits) < len(tokens):
+                tokens, logits = tokens[fits], logits[fits]
+                log_normalizer = float(np.logaddexp.reduce(logits.astype(np.float64)))
         log_q = (logits.astype(np.float64) - log_normalizer) * self._inverse_temperature
         if self.sampling.temperature and self._truncates:
             kept = self._keep(tokens, log_q, float(np.logaddexp.reduce(log_q)))
@@ -151,6 +153,7 @@ class TextRule(ProposalRule):
         return DraftToken(token, q, float(-np.exp(log_q).dot(log_q)), min(1.0, perturbed))
 
     def _agrees(self, piece: bytes) -> bool:
+        """Return whether a token is text, and such as the known text begins with or goes on."""
         return bool(piece) and (piece.startswith(self._pending) or self._pending.startswith(piece))
 
     def _draw_by_text(self, tokens: np.ndarray, log_q: np.ndarray, groups: TokenGroups) -> tuple[int, float]:
