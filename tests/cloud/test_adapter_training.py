@@ -123,6 +123,6 @@ def test_what_cannot_be_trained_or_written_is_refused_before_it_costs_time(folde
     with pytest.raises(InvalidArgument, match="is there already") as refused:
         train_adapter(training(folders, tmp_path / "run"))
     assert refused.value.field == "output"
-    with pytest.raises(InvalidArgument, match="8192 tokens, the target 258") as refused:
+    with pytest.raises(InvalidArgument, match="'general' has another tokenizer than the target") as refused:
         train_adapter(replace(training(folders, tmp_path / "other"), parent="general"))
     assert refused.value.field == "parent"

@@ -87,13 +87,14 @@ def records(draw: st.DrawFn) -> LessonRecord:
         repetition_penalty=draw(st.floats(0.5, 2)),
         noise=draw(st.sampled_from((None, *Noise))),
     )
+    tokenizer = draw(st.sampled_from(("", "ab" * 32)))
     drafters = draw(st.sampled_from(((), ("tiny@1",), ("ünique@0123456789ab", "tiny@1"))))
     start = draw(st.integers(0, len(prompt) - 1))
     record = record_of(
         prompt, text, blocks, vocab=vocab, start=start, drafters=drafters, sampling=sampling, suffix_targets=vocab - 1
     )
     rows = np.array(draw(st.lists(st.booleans(), min_size=len(record), max_size=len(record))), bool)
-    return kept(record, rows)
+    return kept(replace(record, tokenizer_sha256=tokenizer), rows)
 
 
 def kept(record: LessonRecord, rows: np.ndarray) -> LessonRecord:
@@ -104,6 +105,7 @@ def kept(record: LessonRecord, rows: np.ndarray) -> LessonRecord:
 @given(records())
 def test_a_record_survives_its_encoding(record: LessonRecord) -> None:
     again = LessonRecord.decode(record.encode())
+    assert again.tokenizer_sha256 == record.tokenizer_sha256
     assert same(again, record)
     assert again.encode() == record.encode()
 
@@ -158,6 +160,7 @@ def with_header(record: LessonRecord, **changes: object) -> bytes:
         ({"class": 16}, "lessons.prompt_class"),
         ({"class": "many"}, "lessons"),
         ({"model": ""}, "lessons.model"),
+        ({"tokenizer": "gpt"}, "lessons.tokenizer_sha256"),
         ({"drafters": []}, "lessons.drafted_by"),
         ({"drafters": ["x" * 300]}, "lessons.drafters"),
         ({"drafters": ["x"] * 300}, "lessons.drafters"),
@@ -176,6 +179,11 @@ def test_a_header_that_cannot_be_true_is_refused_and_the_field_named(changes: di
     with pytest.raises(InvalidArgument) as refused:
         LessonRecord.decode(with_header(record, **changes))
     assert refused.value.field == field
+
+
+def test_a_record_of_a_release_before_says_nothing_of_its_tokenizer() -> None:
+    record = replace(record_of(PROMPT, TEXT, BLOCKS), tokenizer_sha256="ab" * 32)
+    assert LessonRecord.decode(with_header(record, tokenizer=...)).tokenizer_sha256 == ""
 
 
 def test_a_record_above_the_limit_of_bytes_is_refused_unread() -> None:

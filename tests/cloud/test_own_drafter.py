@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,15 @@ def test_auto_drafts_where_there_are_a_drafter_and_a_core(monkeypatch) -> None:
     assert source is not None
     source.stop()
     assert local_source(replace(config, draft_here="off"), FACTS) is None
+
+
+def test_auto_does_without_a_named_drafter_of_another_tokenizer_and_says_so(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: 1)
+    for named, level in (("", logging.INFO), ("general", logging.WARNING)):
+        with caplog.at_level(logging.INFO, "outrider.cloud"):
+            assert local_source(VerifierConfig(draft_with=named), OTHERS) is None
+        assert caplog.records[-1].levelno == level
+        assert "'general' was made for another tokenizer, and only edges draft by text" in caplog.messages[-1]
 
 
 def test_on_drafts_without_a_core_and_refuses_where_there_is_no_drafter() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -372,7 +373,10 @@ def test_bad_settings_name_their_field(config: SteerTraining, field: str, bad: d
 
 def test_layers_and_drafters_that_do_not_fit_the_target_are_refused(config: SteerTraining, tmp_path: Path) -> None:
     tiny_llama(**(SMALL | {"vocab_size": 50})).save_pretrained(tmp_path / "other")
-    for field, bad in (("layers", {"layers": (6,)}), ("drafter", {"drafter": tmp_path / "other"})):
+    by_text = Path(shutil.copytree(config.drafter, tmp_path / "by text"))
+    (by_text / "tokenizer.json").write_text(Tokenizer(models.WordLevel({"w": 0}, unk_token="w")).to_str())
+    named = ({"drafter": tmp_path / "other"}, {"drafter": by_text})
+    for field, bad in (("layers", {"layers": (6,)}), *(("drafter", each) for each in named)):
         with pytest.raises(InvalidArgument) as refused:
             train_steering(replace(config, **bad))
         assert refused.value.field == field

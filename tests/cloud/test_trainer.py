@@ -263,6 +263,17 @@ def test_records_of_another_target_and_garbage_are_refused_and_counted(tmp_path:
     assert len(trainer.buffer) == 0
 
 
+def test_records_in_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    (record,) = records(0, 1)
+    for known in ("", trainer.package.tokenizer_sha256):
+        trainer.decode(replace(record, tokenizer_sha256=known).encode())
+    with pytest.raises(InvalidArgument, match=r"'general', which drafts by text.*--learn-drafter") as refused:
+        trainer.decode(replace(record, tokenizer_sha256="ab" * 32).encode())
+    assert refused.value.field == "lessons.tokenizer_sha256"
+    assert trainer.state.counts == {"records": 2, "records refused": 1}
+
+
 def test_the_parent_reads_the_same_rows_and_does_not_learn(tmp_path: Path) -> None:
     trainer = Trainer(settings(tmp_path, loss="kl-tail"))
     batch = records(0, 3)

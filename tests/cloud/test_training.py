@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
 )
 
+from outrider.cloud.family_index import load_tokenizer, resolve_target
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
@@ -32,6 +35,7 @@ from outrider.cloud.training.self_text import SelfTextPlan, continue_rows, write
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.tokenizer import tokenizer_hash
 
 BOS, EOS = 0, 1
 SHAPE = DrafterShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24, context=64)
@@ -172,7 +176,8 @@ def test_a_run_goes_on_from_a_drafter_that_was_trained_before(config: DrafterTra
 
 def test_a_run_goes_on_from_the_8_bit_weights_of_an_embedded_drafter(config: DrafterTraining, tmp_path: Path) -> None:
     target = tmp_path / "target"
-    save_byte_tokenizer(target)
+    load_tokenizer(resolve_target("reference")).save_pretrained(target)
+    shutil.copyfile(find_package("general").tokenizer_path, target / "tokenizer.json")
     tiny_llama(
         seed=0, vocab_size=8192, hidden_size=16, num_hidden_layers=1, bos_token_id=BOS, eos_token_id=EOS
     ).save_pretrained(target)
@@ -198,9 +203,32 @@ def test_a_run_starts_from_no_drafter_of_other_tokens(config: DrafterTraining, t
     with pytest.raises(InvalidArgument, match="take one of this target") as refused:
         train_drafter(replace(config, start=str(tmp_path / "other")))
     assert refused.value.field == "start"
-    with pytest.raises(InvalidArgument, match="general has 8192 tokens, the target 258; take one") as refused:
-        train_drafter(replace(config, start="general"))
-    assert refused.value.field == "start"
+    tokenizer = save_byte_tokenizer(tmp_path / "bytes")
+    same_size = build_drafter(AutoModelForCausalLM.from_pretrained(config.target), config.shape, warm_start=False)
+    same_size.save_pretrained(tmp_path / "bytes")
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save(str(tmp_path / "bytes" / "tokenizer.json"))
+    for other in ("general", str(tmp_path / "bytes")):
+        with pytest.raises(InvalidArgument, match=r"has another tokenizer than the target.*; take one") as refused:
+            train_drafter(replace(config, start=other))
+        assert refused.value.field == "start"
+
+
+def test_a_drafter_has_the_targets_tokenizer_also_where_transformers_changes_it(config: DrafterTraining) -> None:
+    settings = Path(config.target) / "tokenizer_config.json"
+    whole = settings.read_text()
+    settings.write_text(json.dumps(json.loads(whole) | {"pad_token": "ÿ"}))
+    try:
+        result = train_drafter(replace(config, steps=1))
+        AutoTokenizer.from_pretrained(config.target).save_pretrained(result.folder / "saved")
+    finally:
+        settings.write_text(whole)
+    hashes = [
+        tokenizer_hash((folder / "tokenizer.json").read_text()) for folder in (Path(config.target), result.folder)
+    ]
+    assert hashes[0] == hashes[1]
+    changed = tokenizer_hash((result.folder / "saved" / "tokenizer.json").read_text())
+    assert changed != hashes[0], "it changes nothing, and this test shows nothing"
 
 
 def test_a_drafter_with_a_window_sees_that_number_of_tokens_its_own_included(

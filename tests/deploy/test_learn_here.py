@@ -29,7 +29,7 @@ def client() -> Client:
 
 
 def learner() -> LearningHere:
-    parent = SimpleNamespace(target="reference", version="1")
+    parent = SimpleNamespace(target="reference", version="1", tokenizer_sha256="ab" * 32)
     own: Any = SimpleNamespace(parent=parent, trainer=None)
     return LearningHere(own, cpu_share=0.5, folder=None, logs={})
 
@@ -67,6 +67,7 @@ def test_a_text_waits_as_a_record_with_its_seed_and_noise() -> None:
     (waiting,) = learning._waiting
     record = LessonRecord.decode(waiting)
     assert (record.model, record.prompt_class, record.first_generated) == ("reference", 3, 4)
+    assert record.tokenizer_sha256 == "ab" * 32
     assert (record.sampling.seed, record.sampling.noise) == (7, Noise.VLLM)
     assert record.tokens.tolist() == list(range(50))
     assert record.top_ids.shape == (46, 0)

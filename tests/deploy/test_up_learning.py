@@ -7,7 +7,9 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,9 +18,10 @@ from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.catalogue import Catalogue
 from outrider.deploy import cluster, servers
-from outrider.deploy.cli import parse
+from outrider.deploy.cli import main, parse
 from outrider.deploy.cluster import LocalCluster, catalogue_folders
 from outrider.drafters import find_package
+from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -76,8 +79,31 @@ def test_edges_are_offered_the_drafter_that_learning_begins_with(own: bool, mine
     assert "mine" not in [manifest.name for manifest in without.manifests]
 
 
+class Teachers:
+    """A fleet of a verifier of the drafter's target with this tokenizer, and of one of another target."""
+
+    def __init__(self, tokenizer_sha256: str) -> None:
+        self._tokenizer_sha256 = tokenizer_sha256
+
+    async def refresh(self) -> tuple[SimpleNamespace, ...]:
+        of = {"reference": self._tokenizer_sha256, "another": "cd" * 32}
+        return tuple(SimpleNamespace(model=model, tokenizer_sha256=sha256) for model, sha256 in of.items())
+
+
+def test_a_trainer_of_a_drafter_that_drafts_by_text_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ray_cluster, "connect_ray", lambda _: None)
+    monkeypatch.setattr(ray_cluster, "RayCluster", partial(Teachers, find_package("general").tokenizer_sha256))
+    bytewise = with_tokenizer(tmp_path / "bytewise", byte_tokenizer())
+    line = ["trainer", "--learn-drafter", str(bytewise), "--learn-folder", str(tmp_path / "learned")]
+    assert main(line) == 1
+    said = capsys.readouterr().err
+    assert "learn-drafter: 'general' has another tokenizer than the target 'reference'" in said
+    assert "name a drafter with the target's tokenizer" in said
+
+
 def test_a_trainer_says_which_folders_its_coordinator_needs(mine: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(ray_cluster, "connect_ray", lambda _: None)
+    monkeypatch.setattr(ray_cluster, "RayCluster", partial(Teachers, find_package("general").tokenizer_sha256))
     monkeypatch.setattr(actor, "start_trainer_actor", lambda *_, **__: None)
     monkeypatch.setattr(cluster, "wait_until_loaded", lambda *_: {"drafter": "mine", "steps": 0})
     line = ["trainer", "--learn-drafter", str(mine), "--learn-folder", str(tmp_path / "learned")]

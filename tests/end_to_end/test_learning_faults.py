@@ -108,7 +108,8 @@ def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge)
     judge = ShadowJudge(drafter)
     judge.begin(drafter)
     for record in records:
-        check_record(record, package.target, package.vocab_size)
+        check_record(record, package)
+        assert record.tokenizer_sha256 == package.tokenizer_sha256
         generated = record.tokens[record.first_generated - record.start :].tolist()
         first = max(0, record.start - record.first_generated)
         assert generated == expected[first : first + len(generated)]

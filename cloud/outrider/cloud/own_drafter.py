@@ -38,9 +38,10 @@ def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | N
     except (OutriderError, OSError, ImportError) as error:
         reason = error.message if isinstance(error, OutriderError) else error
         if config.draft_here == "on":
-            remedy = "name one by --draft-with, or leave --draft-here at auto"
+            remedy = "name one that reads its tokens by --draft-with, or leave --draft-here at auto"
             raise ConfigError(f"finds no drafter for this target: {reason}; {remedy}", field="draft_here") from error
-        log.info("no drafts are made beside the target: %s", reason, extra=about(verifier=config.name))
+        level = logging.WARNING if config.draft_with else logging.INFO  # one that was named is missed
+        log.log(level, "no drafts are made beside the target: %s", reason, extra=about(verifier=config.name))
         return None
     line = "verifier %s drafts beside its target with %s in %d threads; a position of a text takes up to %d bytes"
     log.info(line, config.name, own.name, threads, own.position_bytes, extra=about(verifier=config.name))
@@ -58,7 +59,9 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
         return OwnDrafter(NgramDrafter(vocab_size=target.vocab_size), target.vocab_size)
     package = find_package(name or next(iter(embedded_packages()), "general"))
     if package.tokenizer_sha256 != target.tokenizer_sha256:
-        raise TokenizerMismatch(f"{package.name!r} was made for another tokenizer", field="draft_with")
+        raise TokenizerMismatch(
+            f"{package.name!r} was made for another tokenizer, and only edges draft by text", field="draft_with"
+        )
     from outrider.drafters.onnx import OnnxDrafter
 
     drafter = OnnxDrafter(package, threads=1)

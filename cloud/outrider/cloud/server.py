@@ -95,7 +95,7 @@ class VerifierServer:
         if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
         self._host = config.host  # before weights are read
-        self._lessons = _lessons(config, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted))
+        _check_learning(config, sink)
         if config.threads:
             torch.set_num_threads(config.threads)
         self._config = config
@@ -106,6 +106,9 @@ class VerifierServer:
         self.tokenizer_sha256 = target.tokenizer_sha256
         self.rules = _rules(config, target)
         self._max_tokens = max(target.context_length, target.vocab_size)
+        self._lessons = _lessons(
+            config, target, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted)
+        )
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
         self._engine = Engine(
             self._backend, self.rules, config, projections, self._engine_failed, source, self._lessons
@@ -382,16 +385,31 @@ def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
             outbox.put(Internal("the verifier has a defect in reading this stream; its log says which"))
 
 
-def _lessons(
-    config: VerifierConfig, secret: bytes, sink: LessonSink | None, count: Callable[[LessonKind | Lost, int], None]
-) -> NoLessons:
-    """Return what keeps lessons for `sink`; raise `ConfigError` where they are wanted and nobody takes them."""
-    if not config.learn:
-        return NoLessons()
-    if sink is None:
+def _check_learning(config: VerifierConfig, sink: LessonSink | None) -> None:
+    """Raise `ConfigError` where lessons are wanted and nobody takes them."""
+    if config.learn and sink is None:
         message = "needs a trainer, which runs in a Ray cluster; start the verifier there, with --ray-address"
         raise ConfigError(message, field="learn")
-    return LessonCollector(config.model_id, sink, config.learn_positions_s, secret=secret, count=count)
+
+
+def _lessons(
+    config: VerifierConfig,
+    target: TargetFacts,
+    secret: bytes,
+    sink: LessonSink | None,
+    count: Callable[[LessonKind | Lost, int], None],
+) -> NoLessons:
+    """Return what keeps lessons for `sink`, where they are wanted."""
+    if not config.learn or sink is None:
+        return NoLessons()
+    return LessonCollector(
+        config.model_id,
+        sink,
+        config.learn_positions_s,
+        tokenizer_sha256=target.tokenizer_sha256,
+        secret=secret,
+        count=count,
+    )
 
 
 def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None) -> str:

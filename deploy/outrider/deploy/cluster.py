@@ -115,6 +115,10 @@ async def local_cluster(
         actors = {name: start(name) for name in (f"{verifier.name}-{i}" for i in range(verifiers))}
         with stage(f"loading the target {verifier.target}" + (f" {verifiers} times" if verifiers > 1 else "")):
             infos = {name: await asyncio.to_thread(wait_until_loaded, name, actor) for name, actor in actors.items()}
+        if trainer is not None:
+            from outrider.cloud.learning.learner import check_reads_tokens
+
+            check_reads_tokens(trainer, (info["tokenizer_sha256"] for info in infos.values()))
         # What is relayed passes the link in front of the coordinator.
         shape = LinkShape.of(**asdict(link)) if link else None
         far = FarFleet(shape, start) if shape is not None and not coordinator_config.relay else None

@@ -95,6 +95,7 @@ class LearningHere:
                 text.first_generated,
                 text.sampling,
                 model=parent.target,
+                tokenizer_sha256=parent.tokenizer_sha256,
                 session_salt=salted(b"", text.session),
                 key_salt=salted(b"", "here"),
                 prompt_class=text.prompt_class,

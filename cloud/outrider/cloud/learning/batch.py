@@ -11,6 +11,7 @@ import torch
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.losses import JudgedRows, Loss
 from outrider.cloud.learning.record import TOP, LessonKind, LessonRecord
+from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import TorchNoise
 from outrider.proto.types import Noise
@@ -53,13 +54,20 @@ def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: 
     return rows
 
 
-def check_record(record: LessonRecord, model: str, vocab: int, *, reads_target: bool = True) -> None:
-    """Raise InvalidArgument unless the record is about this target and its tokens, and has what the loss reads.
+def check_record(record: LessonRecord, drafter: DrafterPackage, *, reads_target: bool = True) -> None:
+    """Raise InvalidArgument unless the record is about the drafter's target and tokens, and has what the loss reads.
 
     `LessonRecord` has checked all else.
     """
+    model, vocab = drafter.target, drafter.vocab_size
     if record.model != model:
         raise InvalidArgument(f"is of {record.model!r}; this trainer learns from {model!r}", field="lessons.model")
+    if record.tokenizer_sha256 not in ("", drafter.tokenizer_sha256):
+        raise InvalidArgument(
+            f"is that of {model!r}, and {drafter.name!r}, which drafts by text, has another: it cannot learn from the "
+            "target's tokens; name a drafter with the target's tokenizer by --learn-drafter",
+            field="lessons.tokenizer_sha256",
+        )
     for name in ("tokens", "drafts", "targets", "top_ids"):
         if getattr(record, name).max(initial=0) >= vocab:
             raise InvalidArgument(f"holds a token beyond the vocabulary of {vocab}", field=f"lessons.{name}")

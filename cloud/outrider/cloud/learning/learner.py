@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from outrider.cloud.learning.trainer import Trainer, VersionCandidate
 from outrider.cloud.learning.trial import TrialJournal
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
-from outrider.proto.errors import InvalidArgument, NotFound, OutriderError
+from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound, OutriderError
 
 log = logging.getLogger(__name__)
 
@@ -249,3 +249,19 @@ def drafters_folder(settings: TrainerSettings) -> Path:
 def target_of(settings: TrainerSettings) -> str:
     """Return the id of the target of the drafter that learns; raises what `find_package` does."""
     return find_package(settings.drafter).target
+
+
+def check_reads_tokens(settings: TrainerSettings, tokenizers: Iterable[str]) -> None:
+    """Raise ModelRefused where the drafter that learns has another tokenizer than a target that teaches it.
+
+    Args:
+        settings: those of the trainer.
+        tokenizers: hashes of the targets' tokenizers.
+    """
+    package = find_package(settings.drafter)
+    if any(each != package.tokenizer_sha256 for each in tokenizers):
+        raise ModelRefused(
+            f"{package.name!r} has another tokenizer than the target {package.target!r}, so it drafts by text and "
+            "cannot learn from the target's tokens; name a drafter with the target's tokenizer",
+            field="drafter",
+        )

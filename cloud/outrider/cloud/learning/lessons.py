@@ -136,6 +136,7 @@ class LessonCollector(NoLessons):
         sink: LessonSink,
         positions_s: float,
         *,
+        tokenizer_sha256: str = "",
         secret: bytes = b"",
         max_share: float = MAX_SHARE,
         count: Callable[[LessonKind | Lost, int], None] = lambda _, __: None,
@@ -146,11 +147,14 @@ class LessonCollector(NoLessons):
             model: id of the target.
             sink: whoever learns.
             positions_s: rows a second that are kept, on average, at most.
+            tokenizer_sha256: hash of the target's tokenizer, by which a drafter with another refuses them; empty:
+                unknown.
             secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
             max_share: limit of the CPU time that lessons take, as a share of the steps' time.
             count: called in the collector's thread with rows that were handed over, by kind, or lost.
         """
         self._model = model
+        self._tokenizer_sha256 = tokenizer_sha256
         self._secret = secret
         self._count = count
         now = time.monotonic()
@@ -242,6 +246,7 @@ class LessonCollector(NoLessons):
                 session.sampling,
                 session.prompt_length,
                 time.time(),
+                tokenizer_sha256=self._tokenizer_sha256,
             )
             text = self._texts[of.key] = _Text(session, part)
         return text

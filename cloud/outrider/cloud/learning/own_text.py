@@ -24,6 +24,7 @@ def record_of_text(
     prompt_class: int = 0,
     at_s: float = 0.0,
     teacher: Teacher | None = None,
+    tokenizer_sha256: str = "",
 ) -> LessonRecord:
     """Return the record of a text, with a row for each generated token as if none had had a draft.
 
@@ -37,6 +38,7 @@ def record_of_text(
         prompt_class: kind of text.
         at_s: time, Unix seconds.
         teacher: the target's likeliest tokens in each row; None: unknown, and losses of tokens alone learn from it.
+        tokenizer_sha256: hash of the target's tokenizer; empty: unknown.
 
     Raises:
         InvalidArgument: nothing may be learned from such a text, or it has no prompt.
@@ -68,4 +70,5 @@ def record_of_text(
         top_logp=top_logp,
         rest_logp=rest_logp,
         weights=np.ones(n, np.float32),
+        tokenizer_sha256=tokenizer_sha256,
     )

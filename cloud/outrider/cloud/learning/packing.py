@@ -164,6 +164,7 @@ class TextPart:
         start: absolute position of tokens[0].
         tokens: [n] text up to the end of the part.
         blocks: judged blocks, oldest first.
+        tokenizer_sha256: as in `LessonRecord`.
     """
 
     model: str
@@ -176,6 +177,7 @@ class TextPart:
     start: int = 0
     tokens: Sequence[int] = ()
     blocks: list[JudgedBlock] = field(default_factory=list)
+    tokenizer_sha256: str = ""
 
 
 def pack(part: TextPart) -> tuple[LessonRecord | None, int, int]:
@@ -224,6 +226,7 @@ def pack(part: TextPart) -> tuple[LessonRecord | None, int, int]:
         top_logp=said("top_logp")[good],
         rest_logp=said("rest_logp")[good],
         weights=of_rows("weights", np.float32)[good],
+        tokenizer_sha256=part.tokenizer_sha256,
     )
     return record, unread, broken
 

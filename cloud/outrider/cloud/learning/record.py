@@ -23,7 +23,7 @@ from outrider.proto.codec.decoding import SAMPLING
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.salts import SALT_BYTES
 from outrider.proto.types import Sampling
-from outrider.proto.types.checks import MAX_TOKEN_ID
+from outrider.proto.types.checks import MAX_TOKEN_ID, SHA256
 
 TOP = 64  # likeliest tokens of a row, which teach as much as all do if the mass of the rest is known
 MAX_TOKENS = 1 << 17
@@ -80,6 +80,7 @@ class LessonRecord:
         top_logp: [m, s] float16, natural log of their probabilities, of the logits before any processing.
         rest_logp: [m] float32, natural log of the probability of all other tokens together; -inf: there are none.
         weights: [m] float32, 1 / probability that the row was kept, at least 1.
+        tokenizer_sha256: hash of the target's tokenizer; empty: unknown, as in records of releases before.
 
     Raises:
         InvalidArgument: something does not fit together; the field is named.
@@ -107,6 +108,7 @@ class LessonRecord:
     top_logp: np.ndarray
     rest_logp: np.ndarray
     weights: np.ndarray
+    tokenizer_sha256: str = ""
 
     def __post_init__(self) -> None:
         _check_facts(self)
@@ -174,6 +176,7 @@ class LessonRecord:
         narrow = bool(self.top_ids.max(initial=0) < _NARROW)
         header = {
             "model": self.model,
+            "tokenizer": self.tokenizer_sha256,
             "session": self.session_salt.hex(),
             "key": self.key_salt.hex(),
             "class": self.prompt_class,
@@ -204,6 +207,7 @@ class LessonRecord:
             sizes = [int(size) for size in header["sizes"]]
             facts: dict[str, Any] = {
                 "model": str(header["model"]),
+                "tokenizer_sha256": str(header.get("tokenizer", "")),
                 "session_salt": bytes.fromhex(header["session"]),
                 "key_salt": bytes.fromhex(header["key"]),
                 "prompt_class": int(header["class"]),
@@ -282,6 +286,8 @@ def _require(holds: object, field: str, message: str) -> None:
 
 def _check_facts(record: LessonRecord) -> None:
     _require(0 < len(record.model) <= MAX_NAME, "model", f"must have 1 to {MAX_NAME} characters")
+    known = not record.tokenizer_sha256 or SHA256.fullmatch(record.tokenizer_sha256)
+    _require(known, "tokenizer_sha256", "must be 64 hexadecimal digits")
     for name in ("session_salt", "key_salt"):
         _require(len(getattr(record, name)) == SALT_BYTES, name, f"must have {SALT_BYTES} bytes")
     _require(0 <= record.prompt_class < 16, "prompt_class", "must be in 0..15")

@@ -130,12 +130,11 @@ class Trainer:
         """Return the record in `data`.
 
         Raises:
-            InvalidArgument: it is none, or it is about another target; it is counted, and nothing else happens.
+            InvalidArgument: it is none, or about another target or tokenizer; it is counted, and nothing else happens.
         """
         try:
             record = LessonRecord.decode(data)
-            reads_target = self.loss.reads_target
-            check_record(record, self.package.target, self.drafter.vocab_size, reads_target=reads_target)
+            check_record(record, self.package, reads_target=self.loss.reads_target)
         except InvalidArgument:
             self.state.counts["records refused"] += 1
             raise

@@ -17,6 +17,7 @@ from outrider.cloud.training.acceptance import MeanAcceptance
 from outrider.cloud.training.optimizers import adam, linear_fall
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TRAINING_FILE, TrainingResult, TrainingRun, carry_out
+from outrider.cloud.training.same_tokenizer import check_tokenizer
 from outrider.cloud.training.settings import AdapterTraining
 from outrider.cloud.training.texts import Texts
 from outrider.drafters.adapters import write_adapter_package
@@ -36,13 +37,14 @@ def train_adapter(
     """Distil an adapter and write its package to `config.output / PACKAGE`, with arguments and errors of `carry_out`.
 
     Raises:
-        InvalidArgument: the package is there already, or the parent drafts for another vocabulary.
+        InvalidArgument: the package is there already, or the parent has another tokenizer or vocabulary.
         ModelRefused: the parent cannot be trained on.
     """
     package = config.output / PACKAGE
     if package.exists():
         raise InvalidArgument(f"{package} is there already; choose another folder", field="output")
     parent = find_package(config.parent)
+    check_tokenizer(parent.name, parent.tokenizer_sha256, config.target, field="parent")
     result = carry_out(partial(_AdapterRun, config, parent), config, on_step, stopping)
     _write_package(config, parent, result, package)
     return result

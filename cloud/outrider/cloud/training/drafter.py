@@ -19,6 +19,7 @@ from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
+from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.texts import Texts
@@ -36,7 +37,15 @@ def train_drafter(
     on_step: Callable[[int], None] | None = None,
     stopping: Callable[[], bool] | None = None,
 ) -> TrainingResult:
-    """Distil a drafter and write it to `config.output`, with the arguments and errors of `carry_out`."""
+    """Distil a drafter and write it to `config.output`, with the arguments and errors of `carry_out`.
+
+    Raises:
+        InvalidArgument: the drafter to start from has another tokenizer than the target.
+    """
+    if config.start in embedded_packages():
+        check_tokenizer(config.start, find_package(config.start).tokenizer_sha256, config.target, field="start")
+    elif config.start is not None:
+        check_tokenizer_of_folder(Path(config.start), config.target, field="start")
     return carry_out(partial(_DrafterRun, config), config, on_step, stopping)
 
 

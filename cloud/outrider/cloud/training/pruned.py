@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm
 from outrider.cloud.target import tokenizer_json
+from outrider.cloud.training.same_tokenizer import check_tokenizer
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -35,8 +36,7 @@ def read_pruned(
     """
     refusal = f"{source!r} is no causal language model with safetensors weights"
     model: Any = load_causal_lm(source, refusal, field=FIELD, device=str(target.device))
-    if len({tokenizer_hash(tokenizer_json(name, name)) for name in (source, target_source)}) > 1:
-        raise InvalidArgument(f"{source!r} has another tokenizer than the target; take one of its family", field=FIELD)
+    check_tokenizer(source, tokenizer_hash(tokenizer_json(source, source)), target_source, field=FIELD)
     if not (hasattr(model, "model") and hasattr(model.model, "layers") and hasattr(model, "lm_head")):
         raise InvalidArgument(f"{source!r} is a {model.config.model_type}, whose layers are not found", field=FIELD)
     if model.config.vocab_size != target.config.vocab_size:  # of one tokenizer: they differ in unused rows at the end

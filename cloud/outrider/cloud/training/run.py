@@ -29,6 +29,7 @@ from outrider.cloud.training.corpus import BlockSampler
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
+from outrider.cloud.training.same_tokenizer import save_tokenizer
 from outrider.cloud.training.settings import Training
 from outrider.cloud.training.texts import Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
@@ -125,6 +126,7 @@ class TrainingRun(ABC):
         for name, model in self.models.items():
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
+            save_tokenizer(self.config.target, folder / name)
 
     def read_models(self, folder: Path) -> None:
         """Read the files of `write_models`."""

@@ -22,6 +22,7 @@ from outrider.cloud.training.drafter import matrices_and_others, read_drafter
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TrainingResult, TrainingRun, as_json, carry_out
+from outrider.cloud.training.same_tokenizer import check_tokenizer_of_folder
 from outrider.cloud.training.settings import ARMS, SteerTraining, TrainingArm
 from outrider.cloud.training.steered import SteeredDrafter, aged_sources, sources_of
 from outrider.cloud.training.texts import Texts
@@ -39,8 +40,12 @@ def train_steering(
 ) -> TrainingResult:
     """Train every arm of `config` on the same sequences and write each to `config.output`/<its name>.
 
-    Arguments and errors are those of `carry_out`.
+    Arguments are those of `carry_out`, errors too.
+
+    Raises:
+        InvalidArgument: the drafter has another tokenizer than the target.
     """
+    check_tokenizer_of_folder(config.drafter, config.target, field="drafter")
     return carry_out(partial(_SteerRun, config), config, on_step, stopping)
 
 
