@@ -331,6 +331,25 @@ def test_who_knows_the_prompt_best_begins_and_who_says_nothing_of_it_is_not_blam
     assert silent.experts.log_weights[0] == silent.experts.log_weights[1]
 
 
+def test_a_token_that_a_head_lacks_counts_no_more_in_a_prompt_than_a_rare_one() -> None:
+    heard = []
+
+    class Listening(Leader):
+        def read_prompt(self, log_q) -> None:
+            heard.append(list(log_q))
+
+    selection = Selection(Listening(experts=FixedShare(arms=3)), ("whole", "trimmed", "silent"))
+    selection.begin_text(65, 0)
+    for drafter, rare in enumerate((-8.5, -20.0, math.nan)):
+        selection.note_prompt(drafter, [-3.0] * 60)
+        selection.note_prompt(drafter, [rare] * 4)
+    selection.choose(ArmCosts((0.001,) * 3, (0.0,) * 3), RoundCosts(0.01, 0.03, 0.001), 65)
+    (whole, trimmed, silent) = heard[0]
+    assert whole == pytest.approx((-3.0 * 60 - 8.5 * 4) / 64)
+    assert whole - trimmed == pytest.approx(0.5 * 4 / 64), "as it was e^-9 and not e^-20"
+    assert math.isnan(silent)
+
+
 def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_all() -> None:
     learned: list[tuple[tuple[bool | None, ...], ...]] = []
 

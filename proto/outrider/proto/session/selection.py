@@ -12,6 +12,7 @@ from outrider.proto.session.jobs import CatchUpJob
 READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
 READ_PROMPT_TOKENS = 64  # tokens of a job before the first choice, which reads what of a prompt shows nothing
 PROMPT_TOKENS = 64  # last tokens of a prompt, which show its subject before there is any text
+MIN_LOG_Q = -9.0  # nats; the least that one of them counts: a head may lack a rare token, which then has e^-20
 REST_TOKENS = 4  # new tokens from which on a resting drafter reads
 ROUND_DRAFTS = 8  # drafts of a round in views of selectors
 
@@ -144,7 +145,7 @@ class Selection:
         if not log_q:
             return
         total, n = self._scored[drafter]
-        self._scored[drafter] = (total + sum(log_q), n + len(log_q))
+        self._scored[drafter] = (total + sum(max(value, MIN_LOG_Q) for value in log_q), n + len(log_q))
         self._new_scores = True
 
     def first_undecided(self, drafter: int) -> int:
