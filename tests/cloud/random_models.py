@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from outrider.cloud.testing import save_byte_tokenizer
 from outrider.proto.testing import word_tokenizer
 
 # Shape of a model of transformers that costs next to nothing.
@@ -22,6 +23,20 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+# Shape of a Llama for the byte tokenizer, wide enough for blocks of weights of few bits.
+BYTE_LLAMA: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
 }
 
 
@@ -39,3 +54,10 @@ def save_random_model(folder: Path, architecture: str, **config: Any) -> Any:
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(word_tokenizer(config["vocab_size"]))
     return model
+
+
+def save_with_byte_tokenizer(model: Any, folder: Path) -> Path:
+    """Save a model of 258 tokens and the byte tokenizer, and return the folder."""
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder

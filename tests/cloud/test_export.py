@@ -13,11 +13,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -26,34 +26,16 @@ from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.quantised import BLOCKS, QuantisedMatrix, quantise
-from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
+from outrider.cloud.testing import tiny_llama
 from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
 
-COMMON = {
-    "vocab_size": 258,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 72,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+COMMON = BYTE_LLAMA | {"num_hidden_layers": 2, "intermediate_size": 72, "max_position_embeddings": 256}
 ONE_LAYER = COMMON | {"num_hidden_layers": 1}
 CANDIDATES = 8
 SHAPE = CacheShape(layers=2, kv_heads=2, head_dim=16)
 ONE_LAYER_SHAPE = CacheShape(layers=1, kv_heads=2, head_dim=16)
-
-
-def save_model(model: PreTrainedModel, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    save_byte_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied embeddings, and a training.json to be summarised."""
     torch.set_num_threads(1)
     model = tiny_llama(seed=0, **COMMON, tie_word_embeddings=True)
-    folder = save_model(model, tmp_path_factory.mktemp("llama") / "source")
+    folder = save_with_byte_tokenizer(model, tmp_path_factory.mktemp("llama") / "source")
     (folder / "training.json").write_text(json.dumps({"steps": 3, "losses": [[1, 2.0]]}))
     return folder
 
@@ -77,7 +59,7 @@ def package(llama: Path) -> Path:
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     model = MistralForCausalLM(MistralConfig(**ONE_LAYER, sliding_window=6))
-    return save_model(model, tmp_path_factory.mktemp("mistral") / "source")
+    return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("mistral") / "source")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +67,7 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen 3: norms on queries and keys, a head of its own."""
     torch.manual_seed(2)
     model = Qwen3ForCausalLM(Qwen3Config(**ONE_LAYER, tie_word_embeddings=False))
-    return save_model(model, tmp_path_factory.mktemp("qwen3") / "source")
+    return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("qwen3") / "source")
 
 
 def logits_by_torch(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -145,7 +127,7 @@ def test_the_manifest_describes_the_package(package: Path, llama: Path) -> None:
     assert (manifest["format"], manifest["kind"]) == ("outrider-drafter/2", "onnx-lm")
     assert (manifest["name"], manifest["target"], manifest["candidates"]) == ("tiny", "big", 8)
     assert (manifest["vocab_size"], manifest["context_length"]) == (258, 256)
-    assert {key: manifest["cache"][key] for key in ("layers", "kv_heads", "head_dim")} == asdict(SHAPE)
+    assert manifest["cache"] == {"layout": "[1, kv_head, position, head_dim]", **asdict(SHAPE)}
     assert manifest["training"] == {"steps": 3}
     assert "reach" not in manifest  # its answers depend on all of a text
     assert manifest["check"]["agreement_beyond_ties"] == 1.0

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 from safetensors.torch import load_file, save_file
 
 from outrider.cloud.export import export_drafter
@@ -20,7 +21,7 @@ from outrider.cloud.export.quantised import QuantisedMatrix, quantise
 from outrider.cloud.family_index import load_causal_lm
 from outrider.cloud.heads import MISSING_NATS, SmallHead, loss_terms, reduce_head
 from outrider.cloud.learning.parent import load_parent
-from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
+from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.corpus import Source, most_frequent
 from outrider.cloud.training.drafter import train_drafter
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
@@ -32,21 +33,8 @@ from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling
 
-VOCAB, HIDDEN, RANK = 258, 64, 24
+VOCAB, HIDDEN, RANK = BYTE_LLAMA["vocab_size"], BYTE_LLAMA["hidden_size"], 24
 KEPT = torch.arange(0, VOCAB, 3)
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -55,25 +43,19 @@ def _one_thread() -> None:
 
 
 def tied_llama() -> Any:
-    return tiny_llama(seed=0, **SMALL, tie_word_embeddings=True)
-
-
-def saved(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    save_byte_tokenizer(folder)
-    return folder
+    return tiny_llama(seed=0, **BYTE_LLAMA, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def low_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tied_llama()
     reduce_head(model, rank=RANK)
-    return saved(model, tmp_path_factory.mktemp("low-rank") / "source")
+    return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("low-rank") / "source")
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tied_llama(), tmp_path_factory.mktemp("target"))
+    return save_with_byte_tokenizer(tied_llama(), tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
@@ -230,13 +212,19 @@ def test_in_eight_bits_an_embedding_that_is_no_head_shrinks_too(package: Path, t
     assert 0 < np.abs(close - exact).mean() < 0.05 * exact.std()
 
 
-def test_an_exported_trimmed_head_proposes_and_scores_by_the_targets_tokens(tmp_path: Path) -> None:
-    model = tied_llama()
-    reduce_head(model, tokens=KEPT)
-    source = saved(model, tmp_path / "source")
-    manifest = export_drafter(source, tmp_path / "out", name="small", candidates=16, target_id="big")
+@pytest.fixture(scope="module")
+def trimmed_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trimmed")
+    source = save_with_byte_tokenizer(trimmed_llama(), folder / "source")
+    export_drafter(source, folder / "package", name="small", candidates=16, target_id="big")
+    return folder / "package"
+
+
+def test_an_exported_trimmed_head_proposes_and_scores_by_the_targets_tokens(trimmed_package: Path) -> None:
+    model = trimmed_llama()
+    manifest = json.loads((trimmed_package / "manifest.json").read_text())
     assert manifest["head"] == {"rank": None, "tokens": len(KEPT)}
-    drafter = OnnxDrafter(find_package(tmp_path / "out"))
+    drafter = OnnxDrafter(find_package(trimmed_package))
     prefix = (0, 5, 9)
     logits = model(torch.tensor([prefix])).logits[0, -1].detach()
     for temperature in (0.0, 1.0):  # 8 candidates, and all 16 with noise
@@ -273,9 +261,46 @@ def test_four_bits_are_packed_two_a_byte_and_lookups_read_the_same(package: Path
     assert 0.01 * exact.std() < np.abs(close - exact).mean() < 0.3 * exact.std()
 
 
-def test_learning_refuses_a_drafter_whose_head_is_not_its_embedding(package: Path, tmp_path: Path) -> None:
-    source = saved(tiny_llama(seed=1, **SMALL, tie_word_embeddings=False), tmp_path / "untied")
+def trimmed_llama(seed: int = 0) -> Any:
+    model = tiny_llama(seed=seed, **BYTE_LLAMA, tie_word_embeddings=True)
+    reduce_head(model, tokens=KEPT)
+    return model
+
+
+def test_learning_refuses_a_drafter_whose_head_is_not_its_embedding(
+    package: Path, trimmed_package: Path, tmp_path: Path
+) -> None:
+    untied = tiny_llama(seed=1, **BYTE_LLAMA, tie_word_embeddings=False)
+    source = save_with_byte_tokenizer(untied, tmp_path / "untied")
     export_drafter(source, tmp_path / "package", name="small", candidates=8, target_id="big")
-    for folder in (package, tmp_path / "package"):
+    for folder in (package, trimmed_package, tmp_path / "package"):
         with pytest.raises(ModelRefused, match="head is not its embedding"):
             load_parent(find_package(folder))
+
+
+def test_learning_refuses_weights_of_four_bits_and_names_the_remedy(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes((package / "model.onnx").read_bytes())
+    quantise(tmp_path / "model.onnx", bits=4)
+    with pytest.raises(ModelRefused, match=r"drafter small .*--precision int8"):
+        load_parent(replace(find_package(package), folder=tmp_path))
+
+
+def test_a_trained_small_head_is_trained_on_but_not_made_small_again(config: DrafterTraining, tmp_path: Path) -> None:
+    trimmed = save_with_byte_tokenizer(trimmed_llama(seed=1), tmp_path / "trimmed")
+    further = replace(config, start=str(trimmed), head_rank=None, head_tokens=None, steps=1, warm_up_steps=0)
+    result = train_drafter(further)
+    assert json.loads((result.folder / "config.json").read_text())["outrider_head"]["tokens"] == len(KEPT)
+    before, after = (load_file(each / "model.safetensors") for each in (trimmed, result.folder))
+    assert torch.equal(before["lm_head.tokens"], after["lm_head.tokens"])
+    assert not torch.equal(before["lm_head.up.weight"], after["lm_head.up.weight"])
+    for field, value in (("head_rank", 6), ("head_tokens", 40)):
+        with pytest.raises(InvalidArgument, match="small head already") as refused:
+            train_drafter(replace(further, output=tmp_path / field, **{field: value}))
+        assert refused.value.field == field
+
+
+def test_more_candidates_than_a_trimmed_head_predicts_are_refused(tmp_path: Path) -> None:
+    source = save_with_byte_tokenizer(trimmed_llama(), tmp_path / "source")
+    with pytest.raises(InvalidArgument, match=f"the {len(KEPT)} tokens that its head predicts") as refused:
+        export_drafter(source, tmp_path / "out", name="small", candidates=len(KEPT) + 1, target_id="big")
+    assert refused.value.field == "candidates"

@@ -157,7 +157,7 @@ def load_with_small_head(folder: Path, *, dtype: str, attention: str | None) -> 
     model: PreTrainedModel = made
     model.lm_head = SmallHead(config.hidden_size, config.vocab_size, rank=shape.get("rank"), tokens=shape.get("tokens"))
     state: dict[str, torch.Tensor] = {}
-    for shard in sorted(folder.glob("*.safetensors")):
+    for shard in sorted(folder.glob("model*.safetensors")):  # steering lies beside them
         state |= load_file(shard)
     try:
         model.load_state_dict(state)

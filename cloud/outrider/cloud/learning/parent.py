@@ -49,7 +49,10 @@ def load_parent(package: DrafterPackage) -> Parent:
         ModelRefused: the graph is no Llama or Mistral with tied embeddings, as `outrider train drafter` makes them.
     """
     graph = onnx.load(package.model_path, load_external_data=False).graph
-    weights = weights_of(package)
+    try:
+        weights = weights_of(package)
+    except ModelRefused as error:
+        raise ModelRefused(f"drafter {package.name} cannot be trained on: {error.message}", field="drafter") from error
     names, layers = list(weights), package.cache.layers
     lookup = next((node.input[0] for node in graph.node if "tokens" in node.input), "")
     if lookup.removesuffix(ROWS) != names[-1]:
