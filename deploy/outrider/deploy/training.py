@@ -99,6 +99,7 @@ def export(given: Given) -> int:
         options.output,
         name=options.name,
         precision=options.precision,
+        kv=options.kv,
         candidates=options.candidates,
         target_id=options.target,
     )

@@ -8,8 +8,8 @@ cache has room for c >= p + n:
              candidate_count   int64   [1]         K
              last_position     int32   [1]         p + n - 1
              length            int32   []          p + n
-             past_key.L        float32 [1, kv_heads, c, head_dim]      for every layer L
-             past_value.L      float32 [1, kv_heads, c, head_dim]
+             past_key.L        float32 [1, kv_heads, c, head_dim]      for every layer L; or int8, whose scales
+             past_value.L      float32 [1, kv_heads, c, head_dim]      are the graph's
     outputs  candidate_tokens  int64   [m, K]      the K most likely next tokens, descending
              candidate_logits  float32 [m, K]
              log_normalizer    float32 [m]         log of the sum of exp over the vocabulary
@@ -64,6 +64,7 @@ _OUTPUTS = {
     "logits": "tensor(float)",
 }
 _VECTOR, _BIAS = "vector", "steering."
+_CACHES = {"float32": "tensor(float)", "int8": "tensor(int8)"}
 # ONNX Runtime's exceptions have no common base of their own; binding raises the other two.
 _RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(_onnxruntime_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -117,7 +118,8 @@ class OnnxDrafter:
 
     def _check_graphs(self) -> None:
         layers = self.package.cache.layers
-        caches = {side: dict.fromkeys(_cache_names(side, layers), "tensor(float)") for side in ("past", "present")}
+        kind = _CACHES[self.package.cache.dtype]
+        caches = {side: dict.fromkeys(_cache_names(side, layers), kind) for side in ("past", "present")}
         biases = dict.fromkeys(_bias_names(layers), "tensor(float)") if self.steering else {}
         inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self._check("graph", inputs, _INPUTS | caches["past"] | biases)
@@ -239,7 +241,7 @@ class OnnxState:
         self._log_normalizer = np.zeros(1, dtype=np.float32)
         self._tokens = np.empty(0, dtype=np.int64)
         nothing = (self._layers, 2, 1, package.cache.kv_heads, 0, package.cache.head_dim)
-        self._cache = np.empty(nothing, dtype=np.float32)
+        self._cache = np.empty(nothing, dtype=package.cache.dtype)
         self._binding = session.io_binding()
         with _translated(Internal, "binding a drafter's buffers"):
             _bind_input(self._binding, "logit_rows", self._logit_rows)
@@ -446,7 +448,7 @@ class OnnxState:
         layers, pair, one, kv_heads, had, head_dim = self._cache.shape
         rows = min(capacity, self._context_length)
         if rows != had:
-            cache = np.zeros((layers, pair, one, kv_heads, rows, head_dim), dtype=np.float32)
+            cache = np.zeros((layers, pair, one, kv_heads, rows, head_dim), dtype=self._cache.dtype)
             cache[..., : self._computed, :] = self._cache[..., : self._computed, :]
             self._cache = cache
             if rows:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape
+from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
 from outrider.proto.near import did_you_mean
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
@@ -193,9 +193,9 @@ def read_manifest(folder: Path) -> DrafterPackage:
     if fields.text("kind") not in KINDS:
         raise ModelRefused(f"{fields.text('kind')!r} is none of {', '.join(KINDS)}", field="manifest.kind")
     cache = fields.inner("cache")
-    for key, known in (("dtype", "float32"), ("layout", CACHE_LAYOUT)):
-        if cache.text(key) != known:
-            raise ModelRefused(f"{cache.text(key)!r} is not {known!r}", field=f"manifest.cache.{key}")
+    for key, known in (("dtype", tuple(CACHE_DTYPES)), ("layout", (CACHE_LAYOUT,))):
+        if cache.text(key) not in known:
+            raise ModelRefused(f"{cache.text(key)!r} is not {' or '.join(known)}", field=f"manifest.cache.{key}")
     package = DrafterPackage(
         folder=folder,
         name=fields.matching("name", NAME),
@@ -208,7 +208,9 @@ def read_manifest(folder: Path) -> DrafterPackage:
         context_length=fields.count("context_length"),
         candidates=fields.count("candidates"),
         parameters=fields.count("parameters"),
-        cache=CacheShape(cache.count("layers"), cache.count("kv_heads"), cache.count("head_dim")),
+        cache=CacheShape(
+            cache.count("layers"), cache.count("kv_heads"), cache.count("head_dim"), dtype=cache.text("dtype")
+        ),
         steering=_steering(fields.inner("steering")) if fields.has("steering") else None,
         reach=fields.count("reach") if fields.has("reach") else None,
         parent=fields.matching("parent", _VERSION) if fields.has("parent") else "",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DRAFTER_FORMAT = "outrider-drafter/2"
 ON_TRIAL = "@"  # which no name contains
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"  # keys, and values, of a layer
+CACHE_DTYPES = {"float32": 4, "int8": 1}  # bytes of a number
 
 
 def trial_name(name: str, version: str) -> str:
@@ -21,12 +22,17 @@ def published_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape of a drafter's KV cache: for each layer, keys and values, float32 [1, kv_heads, positions, head_dim]."""
+    """Shape of a drafter's KV cache: for each layer, keys and values, `dtype` [1, kv_heads, positions, head_dim].
+
+    Attributes:
+        dtype: one of `CACHE_DTYPES`; the graph has the scales of int8.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
+    dtype: str = "float32"
 
     def bytes_of(self, positions: int) -> int:
         """Return the bytes of a session's cache with room for `positions`."""
-        return 4 * 2 * self.layers * self.kv_heads * self.head_dim * positions
+        return CACHE_DTYPES[self.dtype] * 2 * self.layers * self.kv_heads * self.head_dim * positions

@@ -20,6 +20,7 @@ from outrider.proto.drafter_format import CacheShape
 LARGEST_FLOAT32_ERROR = 1e-3
 CHECK_LENGTH = 96
 CHECK_SEQUENCES = 4
+EMPTY = {"float32": np.nan, "int8": 127}  # content of a cache's room that no position may see
 
 
 @dataclass(frozen=True)
@@ -93,27 +94,36 @@ class GraphCheck:
     def comparison(self) -> LogitsComparison:
         """Return empty totals for this model and precision."""
         tokens = tokens_of(self.plain)
-        return LogitsComparison(self.precision, slice(None) if tokens is None else tokens.numpy())
+        rounded = self.precision == "float32" and self.shape.dtype != "float32"
+        return LogitsComparison(
+            "int8" if rounded else self.precision, slice(None) if tokens is None else tokens.numpy()
+        )
 
     def texts(self) -> list[ChunkedText]:
         """Return the texts to compare on, half of them random tokens, half written by the model."""
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = self.plain.config.vocab_size
-        length = min(CHECK_LENGTH, context_length(self.plain))
-        random = torch.randint(vocabulary, (CHECK_SEQUENCES, length), generator=generator)
-        written = torch.randint(vocabulary, (CHECK_SEQUENCES, 2), generator=generator)
-        with torch.inference_mode():
-            while written.shape[1] < length:
-                p = self.plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
-                written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
-        sequences = [*random.numpy(), *written.numpy()]
-        return [ChunkedText(tokens, _chunk_lengths(length, seed=index)) for index, tokens in enumerate(sequences)]
+        sequences = drawn_texts(self.plain, seed=0).numpy()
+        lengths = [_chunk_lengths(len(tokens), seed=index) for index, tokens in enumerate(sequences)]
+        return [ChunkedText(tokens, chunks) for tokens, chunks in zip(sequences, lengths, strict=True)]
 
     def run(
         self, session: onnxruntime.InferenceSession, text: ChunkedText, biases: Sequence[Mapping[str, np.ndarray]] = ()
     ) -> dict[str, np.ndarray]:
         """Return `run_in_chunks` for the text."""
         return run_in_chunks(session, text.tokens, text.chunks, self.shape, self.candidates, biases)
+
+
+@torch.inference_mode()
+def drawn_texts(plain: PreTrainedModel, *, seed: int) -> torch.Tensor:
+    """Return int64 [2 * CHECK_SEQUENCES, length]: texts of random tokens, then texts that the model writes."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = plain.config.vocab_size
+    length = min(CHECK_LENGTH, context_length(plain))
+    random = torch.randint(vocabulary, (CHECK_SEQUENCES, length), generator=generator)
+    written = torch.randint(vocabulary, (CHECK_SEQUENCES, 2), generator=generator)
+    while written.shape[1] < length:
+        p = plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
+        written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
+    return torch.cat([random, written])
 
 
 def logits_by_torch(plain: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
@@ -134,10 +144,10 @@ def run_in_chunks(
     """Return all outputs for `tokens` (int64 [length]), fed in `chunks` that sum to its length.
 
     `OUTPUTS` are joined along positions, and the caches are those after the last chunk. Past and present share their
-    memory, and NaN fills the room that no position may see. `biases`: those of a steered graph, for every chunk.
+    memory, and `EMPTY` fills the room that no position may see. `biases`: those of a steered graph, for every chunk.
     """
     caches = {
-        name: np.full((1, shape.kv_heads, len(tokens) + 3, shape.head_dim), np.nan, dtype=np.float32)
+        name: np.full((1, shape.kv_heads, len(tokens) + 3, shape.head_dim), EMPTY[shape.dtype], dtype=shape.dtype)
         for name in cache_names("past", shape.layers)
     }
     presents = dict(zip(cache_names("present", shape.layers), caches.values(), strict=True))

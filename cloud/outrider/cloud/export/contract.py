@@ -15,7 +15,6 @@ from outrider.proto.errors import OutriderError
 
 MODEL_FILE, MANIFEST_FILE = "model.onnx", "manifest.json"
 STEERING_GRAPH_FILE = "steering.onnx"
-CACHE_PORT: dict[str, Any] = {"dtype": "float32", "shape": [1, "kv_heads", "c", "head_dim"]}
 
 # The caches follow, for every layer past_key.L and past_value.L, present_key.L and present_value.L.
 INPUTS: dict[str, dict[str, Any]] = {
@@ -36,6 +35,11 @@ VECTOR = "vector"  # name of the steering graph's only input, float32 [rank]
 
 class ExportMismatch(OutriderError):
     """ONNX Runtime and torch disagree about the exported model; nothing was published."""
+
+
+def cache_port(dtype: str) -> dict[str, Any]:
+    """Return what a manifest says of each of the cache's inputs and outputs."""
+    return {"dtype": dtype, "shape": [1, "kv_heads", "c", "head_dim"]}
 
 
 def cache_names(side: str, layers: int) -> list[str]:

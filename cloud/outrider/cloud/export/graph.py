@@ -20,7 +20,7 @@ from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_nor
 from transformers import PreTrainedModel
 
 from outrider.cloud.export.contract import INPUTS, OUTPUTS, VECTOR, ExportMismatch, cache_names, steering_names
-from outrider.cloud.export.model import Anatomy, AttentionSettings, forward
+from outrider.cloud.export.model import Anatomy, AttentionSettings, CacheScales, forward
 from outrider.cloud.export.steered import SteeringWeights, steered_by
 from outrider.cloud.heads import head_of_kept_tokens, spread, tokens_of
 
@@ -36,10 +36,16 @@ class _Trace:
     """A pass that leaves attention and rotation to GroupQueryAttention."""
 
     def __init__(
-        self, tables: list[torch.Tensor], caches: list[torch.Tensor], last: torch.Tensor, length: torch.Tensor
+        self,
+        tables: list[torch.Tensor],
+        scales: Sequence[CacheScales],
+        caches: list[torch.Tensor],
+        last: torch.Tensor,
+        length: torch.Tensor,
     ):
         """Take two `tables` and two `caches` of every layer (see `Anatomy`, `contract`); no tables: nothing rotates."""
         self._tables = tables
+        self._scales = scales
         self._past = caches
         self._filled = (last, length)
         self.present: list[torch.Tensor] = []
@@ -59,11 +65,16 @@ class _Trace:
             attributes["local_window_size"] = settings.window
         if settings.softcap is not None:
             attributes["softcap"] = settings.softcap
+        sink = torch.full((heads,), EMPTY_SINK)
+        scales: tuple[torch.Tensor, ...] = ()
+        if self._scales:
+            scales = self._scales[done // 2].keys, self._scales[done // 2].values
+            attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
         mixed, *present = torch.onnx.ops.symbolic_multi_out(
             f"{CONTRIB}::GroupQueryAttention",
-            (*flat, *past, *self._filled, *(tables or (None, None)), None, None, torch.full((heads,), EMPTY_SINK)),
+            (*flat, *past, *self._filled, *(tables or (None, None)), None, None, sink, *scales),
             attributes,
-            dtypes=(query.dtype,) * 3,
+            dtypes=(query.dtype, past[0].dtype, past[1].dtype),
             shapes=(flat[0].shape, past[0].shape, past[1].shape),
             version=1,
         )
@@ -83,6 +94,7 @@ class _Step(torch.nn.Module):
         self.candidates = candidates
         self.tokens = tokens_of(model)
         self.tables = [half for table in anatomy.rotations if table for half in (table.cos, table.sin)]
+        self.scales = anatomy.scales
 
     def forward(
         self,
@@ -94,7 +106,7 @@ class _Step(torch.nn.Module):
         biases: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         """Return the outputs of `contract` in its order and shapes; `candidate_count` becomes an input later."""
-        step = _Trace(self.tables, caches, last_position, length)
+        step = _Trace(self.tables, self.scales, caches, last_position, length)
         first_position = last_position.to(torch.int64) + 1 - tokens.shape[1]
         with steered_by(self.model, biases) if biases else nullcontext():
             logits = forward(self.model, tokens, first_position, logit_rows, step)
@@ -115,7 +127,8 @@ def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph
     biases = [torch.zeros(mlp) for _ in range(anatomy.shape.layers)] if mlp else []
     n, m, c = (torch.export.Dim(letter, min=1) for letter in "nmc")
     shape = anatomy.shape
-    caches = [torch.zeros(1, shape.kv_heads, 13, shape.head_dim) for _ in range(2 * shape.layers)]
+    dtype = getattr(torch, shape.dtype)
+    caches = [torch.zeros(1, shape.kv_heads, 13, shape.head_dim, dtype=dtype) for _ in range(2 * shape.layers)]
     example: tuple[Any, ...] = (
         torch.zeros(1, 5, dtype=torch.int64),
         torch.arange(3),

@@ -33,6 +33,14 @@ class RotationTable:
 
 
 @dataclass(frozen=True)
+class CacheScales:
+    """The floats that a level of a layer's keys and values stands for, float32 [1, kv_heads, 1, head_dim] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """The facts about a model that tracing needs.
 
@@ -40,11 +48,13 @@ class Anatomy:
         shape: shape of its KV cache.
         rotations: [layers]; None: no rotation.
         windows: [layers], positions that a layer sees, the own one counted; None: all.
+        scales: [layers], those of keys and values in a cache of int8; empty: the cache is float32.
     """
 
     shape: CacheShape
     rotations: tuple[RotationTable | None, ...]
     windows: tuple[int | None, ...]
+    scales: tuple[CacheScales, ...] = ()
 
     @property
     def reach(self) -> int | None:

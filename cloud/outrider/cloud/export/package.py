@@ -17,16 +17,17 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from outrider.cloud.export.cache_scales import with_int8_cache
 from outrider.cloud.export.check import GraphCheck
 from outrider.cloud.export.check_steered import SteeredCheck
 from outrider.cloud.export.contract import (
-    CACHE_PORT,
     INPUTS,
     MANIFEST_FILE,
     MODEL_FILE,
     OUTPUTS,
     STEERING_GRAPH_FILE,
     cache_names,
+    cache_port,
     steering_names,
 )
 from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
@@ -35,7 +36,7 @@ from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
 from outrider.cloud.heads import HEAD, tokens_of
 from outrider.drafters.packages import GRAPHS, version_of
-from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT
+from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
@@ -50,6 +51,7 @@ def export_drafter(
     *,
     name: str,
     precision: str = "float32",
+    kv: str = "float32",
     candidates: int = 64,
     target_id: str,
 ) -> Manifest:
@@ -61,6 +63,7 @@ def export_drafter(
         out_folder: replaced whole once the check has passed, untouched otherwise.
         name: name of the drafter, for people and catalogues.
         precision: "float32", or "int8" and "int4" for 8-bit and 4-bit weights in 8-bit products (see `quantise`).
+        kv: "float32", or "int8" for a KV cache of 8-bit numbers (see `with_int8_cache`).
         candidates: how many of the most likely tokens an edge should ask for where it draws among them.
         target_id: id of the target that the drafter was distilled for.
 
@@ -74,6 +77,8 @@ def export_drafter(
         raise InvalidArgument("a drafter needs a name", field="name")
     if precision not in PRECISIONS:
         raise InvalidArgument(f"{precision!r} is none of {', '.join(PRECISIONS)}", field="precision")
+    if kv not in CACHE_DTYPES:
+        raise InvalidArgument(f"{kv!r} is none of {', '.join(CACHE_DTYPES)}", field="kv")
     if not tokenizer_file.is_file():
         raise InvalidArgument(f"{source_folder} has no {TOKENIZER_FILE}", field="source_folder")
     model = load_for_export(source_folder)
@@ -86,12 +91,14 @@ def export_drafter(
     steering = steering_of(source_folder)
     if steering is not None:
         check_fit(model, steering)
-    anatomy = look_at(model)
+    anatomy, plain = look_at(model), load(source_folder)
+    if kv == "int8":
+        anatomy = with_int8_cache(anatomy, plain)
     unfinished = out_folder.with_name(out_folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        check = GraphCheck(load(source_folder), anatomy.shape, precision, candidates)
+        check = GraphCheck(plain, anatomy.shape, precision, candidates)
         if steering is None:
             metrics: dict[str, Any] = check.metrics(_write(model, anatomy, check, unfinished))
         else:
@@ -142,9 +149,9 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
         "context_length": context_length(model),
         "candidates": check.candidates,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "cache": {"dtype": "float32", "layout": CACHE_LAYOUT, **asdict(shape)},
-        "inputs": INPUTS | dict.fromkeys(cache_names("past", shape.layers), CACHE_PORT),
-        "outputs": OUTPUTS | dict.fromkeys(cache_names("present", shape.layers), CACHE_PORT),
+        "cache": {"dtype": shape.dtype, "layout": CACHE_LAYOUT, **asdict(shape)},
+        "inputs": INPUTS | dict.fromkeys(cache_names("past", shape.layers), cache_port(shape.dtype)),
+        "outputs": OUTPUTS | dict.fromkeys(cache_names("present", shape.layers), cache_port(shape.dtype)),
         "exporter": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
