@@ -365,7 +365,7 @@ def test_messages_arrive_when_the_emulator_delivers_them_on_a_trace(name) -> Non
 
 
 def test_a_thin_uplink_costs_what_goes_up_and_nothing_else() -> None:
-    traces = random_traces(4)
+    traces = random_traces(12)
     thin, wide = (LinkShape.of(rtt_ms=40, up_mbit=mbit, down_mbit=50) for mbit in (0.2, 100))
     [cloud_thin, cloud_wide], [plain_thin, plain_wide] = (
         [replay(traces, at(shape), Costs(), policy) for shape in (thin, wide)] for policy in (CLOUD, Policy())
@@ -380,6 +380,28 @@ def test_a_thin_uplink_costs_what_goes_up_and_nothing_else() -> None:
         for slow, fast in ((cloud_thin, cloud_wide), (plain_thin, plain_wide))
     ]
     assert late[1] > late[0]
+
+
+def test_chances_follow_the_lead_under_the_noise_and_not_the_probability() -> None:
+    rng = random.Random(11)
+    rows = replace(Costs(), row_s=0.002)
+    hits = [[rng.random() < 0.6 for _ in range(60)] for _ in range(12)]
+    leads = [tuple(rng.betavariate(6 if hit else 1, 1 if hit else 6) for hit in text) for text in hits]
+    same = (0.5,) * 60
+    signals = {
+        "lead": [(same, lead) for lead in leads],
+        "probability": [(lead, same) for lead in leads],
+        "neither": [(same, same)] * len(hits),
+    }
+    seconds = {}
+    for name, of_texts in signals.items():
+        traces = [
+            trace_of(text, confidence=confidence, perturbed_probability=lead)
+            for text, (confidence, lead) in zip(hits, of_texts, strict=True)
+        ]
+        seconds[name] = sum(outcome.seconds for outcome in replay(traces, at(LINK), rows, Policy(here=True)))
+    assert seconds["lead"] < 0.97 * seconds["neither"]
+    assert seconds["probability"] == pytest.approx(seconds["neither"]), "it is not asked where the lead is known"
 
 
 def test_an_outage_delays_and_then_the_text_goes_on() -> None:

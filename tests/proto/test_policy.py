@@ -636,6 +636,20 @@ def test_steps_measured_in_a_bad_moment_do_not_make_drafts_dear_for_good() -> No
     assert best_block(VerifierView(0.7, base_s, row_s, 0.001, 0.0, max_drafts=16)) > 1
 
 
+@pytest.mark.parametrize("rows", [2, 5, 9])
+def test_one_slow_step_of_a_seldom_number_of_rows_does_not_make_rows_dear(rows) -> None:
+    cost = StepCost()
+    for _ in range(60):
+        cost.add(1, 0.03)
+    cost.add(rows, 0.045)  # a hiccup
+    dear = cost.line(1)[1]
+    for usual in (1, 4, 1, 10) * 30:
+        if usual.bit_length() != rows.bit_length():
+            cost.add(usual, 0.03)
+    assert dear > 0.0015, "at first it is all that is known"
+    assert cost.line(1)[1] < 0.0005
+
+
 def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:
     cost = StepCost()
     assert cost.seconds(5) == 0.0
@@ -644,7 +658,7 @@ def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:
     for rows in (1, 2, 5, 9, 17, 40, 80) * 30:
         cost.add(rows, max(0.03, 0.001 * rows))
     assert cost.seconds(9) == pytest.approx(0.03)
-    assert cost.seconds(80) == pytest.approx(0.08)
+    assert cost.seconds(80) == pytest.approx(0.08, rel=0.01)
     assert cost.seconds(160) == pytest.approx(0.16, rel=0.1), "the last slope goes on"
     assert cost.line(1) == (pytest.approx(0.03), pytest.approx(0.0, abs=1e-4))
     base_s, row_s = cost.line(16)

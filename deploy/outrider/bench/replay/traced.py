@@ -175,8 +175,14 @@ class TracedText:
     def _teacher_force(self, drafter: int, start: int, count: int) -> TeacherForced:
         trace = self._arms[drafter].trace
         places = range(start - self.first, start - self.first + count)
+        perturbed = trace.perturbed_probability or trace.confidence
         return TeacherForced(
-            tuple(DraftToken(trace.tokens[i] + (not trace.hits[i]), trace.confidence[i]) for i in places)
+            tuple(
+                DraftToken(
+                    trace.tokens[i] + (not trace.hits[i]), trace.confidence[i], perturbed_probability=perturbed[i]
+                )
+                for i in places
+            )
         )
 
 

@@ -134,7 +134,7 @@ class DrafterMeasurements:
     """Measurements of one drafter.
 
     Attributes:
-        calibration: share of hits by the drafter's confidence.
+        calibration: share of hits by the lead of the drafter's drafts.
         drafting_s: time to draft one token, in seconds.
         reading_s: time to read one committed token, in a pass with several, in seconds.
     """

@@ -87,7 +87,7 @@ class BothEnds:
         edge, own = self._received.acceptance, self.local.calibration
         survival, token_s = 1.0, self._division.costs.token_s
         for index, draft in enumerate(chain):
-            survival *= edge.rate if index < of_edge else own.chance(draft.confidence)
+            survival *= edge.rate if index < of_edge else own.chance(draft.lead)
             if survival * token_s < row_s:
                 return index
         return len(chain)

@@ -26,7 +26,7 @@ class HitCounter:
         compared = drafts[: hits + 1]
         if not compared:
             return 0
-        self._learn(drafter, start, [i < hits for i in range(len(compared))], [draft.confidence for draft in compared])
+        self._learn(drafter, start, [i < hits for i in range(len(compared))], compared)
         self._text.statistics.compared += len(compared)
         self._text.statistics.hits += hits
         return hits
@@ -39,12 +39,12 @@ class HitCounter:
             return
         committed = self._text.tokens[start : start + len(drafts)]
         hits = [draft.id == token for draft, token in zip(drafts, committed, strict=True)]
-        self._learn(drafter, start, hits, [draft.confidence for draft in drafts])
+        self._learn(drafter, start, hits, drafts)
 
-    def _learn(self, drafter: int, start: int, hits: list[bool], confidence: list[float]) -> None:
-        """Count which of a drafter's proposals from `start` on, of these confidences, are the tokens there."""
-        self._meter.compare(drafter, confidence, hits)
-        self._selection.note(drafter, start, hits, confidence)
+    def _learn(self, drafter: int, start: int, hits: list[bool], drafts: Sequence[DraftToken]) -> None:
+        """Count which of a drafter's proposals from `start` on are the tokens there."""
+        self._meter.compare(drafter, [draft.lead for draft in drafts], hits)
+        self._selection.note(drafter, start, hits, [draft.confidence for draft in drafts])
         counts = self._text.statistics.of(self._selection.names[drafter])
         counts.compared += len(hits)
         counts.hits += sum(hits)

@@ -21,7 +21,7 @@ class DraftingHere:
     Attributes:
         name: name@version.
         price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.both_ends`).
-        calibration: its hits by confidence, over all texts.
+        calibration: its hits by lead, over all texts.
         drafting_s: time of a drafted token, in seconds.
         waiting_s: time that a job waits for a free thread, in seconds.
         job_s: time of a job, in seconds.
@@ -50,7 +50,7 @@ class LocalJob:
         job: prefix, and most tokens to propose.
         survival: chance that the drafts before its first all agree.
         min_survival: chance below which another draft is not worth its time.
-        chance: function from the confidence of a draft to the chance that it agrees.
+        chance: function from the lead of a draft to the chance that it agrees.
     """
 
     job: DraftJob
@@ -62,7 +62,7 @@ class LocalJob:
         """Return whether no further draft is worth its time after `drafts` [n]."""
         survival = self.survival
         for draft in drafts:
-            survival *= self.chance(draft.confidence)
+            survival *= self.chance(draft.lead)
         return len(drafts) >= self.job.count or survival < self.min_survival
 
 
@@ -97,7 +97,7 @@ class LocalDrafts:
         """Return the chance that the first `drafts` drafts all agree."""
         survival = 1.0
         for draft in self.tokens[:drafts]:
-            survival *= self.calibration.chance(draft.confidence)
+            survival *= self.calibration.chance(draft.lead)
         return survival
 
     def propose(self, chain: Sequence[DraftToken], count: int, min_survival: float) -> LocalJob:
@@ -184,7 +184,7 @@ class LocalDrafts:
     def _compare(self, position: int, draft: DraftToken, token: int) -> bool:
         """Count a proposal that was compared with the token at `position`; a miss ends the chain."""
         hit = draft.id == token
-        self.calibration.add(draft.confidence, hit)
+        self.calibration.add(draft.lead, hit)
         if not hit:
             if draft.runners_up:
                 self.shares.add(draft.runners_up, token)

@@ -210,11 +210,11 @@ class Meter:
         measured.add(seconds)
         self._reading_s[drafter] = measured.value
 
-    def compare(self, drafter: int, confidence: Sequence[float], hits: Sequence[bool]) -> None:
-        """Count proposals [n] of these confidences (NaN: unknown) that were compared with the committed tokens."""
+    def compare(self, drafter: int, leads: Sequence[float], hits: Sequence[bool]) -> None:
+        """Count proposals [n] of these leads (NaN: unknown) that were compared with the committed tokens."""
         add = self._calibrations[drafter].add
-        for sure, hit in zip(confidence, hits, strict=True):
-            add(sure, hit)
+        for lead, hit in zip(leads, hits, strict=True):
+            add(lead, hit)
         if self._chances_of == drafter:
             self._chances_of = -1
 
@@ -229,7 +229,7 @@ class Meter:
         chances, drafts = self._chances, chain.drafts
         known = len(chances)
         if known < len(drafts):
-            new = self._calibrations[drafter].chances([draft.confidence for draft in drafts[known:]])
+            new = self._calibrations[drafter].chances([draft.lead for draft in drafts[known:]])
             self._survival = math.prod(new, start=self._survival)
             chances += new
         return chances

@@ -79,7 +79,7 @@ def step_tree(
     follows = received.acceptance.rate
     chances = [follows] * of_edge
     if own is not None:
-        chances += [own.calibration.chance(draft.confidence) for draft in chain[of_edge:]]
+        chances += [own.calibration.chance(draft.lead) for draft in chain[of_edge:]]
     candidates = [
         *_of_edge(received, chain, of_edge, depth),
         *(_of_own(own, chain, of_edge, chances, depth) if own is not None else ()),

@@ -225,6 +225,12 @@ class DraftToken(NamedTuple):
     perturbed_probability: float = math.nan
     runners_up: tuple[int, ...] = ()
 
+    @property
+    def lead(self) -> float:
+        """Signal by which its chance to agree is calibrated: the perturbed probability; if unknown, the confidence."""
+        perturbed = self.perturbed_probability
+        return perturbed if perturbed == perturbed else self.confidence
+
 
 class CommittedToken(NamedTuple):
     """A token of the text, and what the target's distributions say about it.
