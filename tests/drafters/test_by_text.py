@@ -272,13 +272,16 @@ class Ending:
 
     name, version, steering = "ending", "1", None
 
+    def __init__(self, own: str) -> None:
+        self._words = [vocabulary(own).by_piece[piece] for piece in (b" ", b"a")]
+
     def open(self, rule: ProposalRule) -> Ending.State:
-        return self.State(rule)
+        return self.State(rule, self._words)
 
     class State(TokenPrefix):
-        def __init__(self, rule: ProposalRule) -> None:
+        def __init__(self, rule: ProposalRule, words: list[int]) -> None:
             super().__init__()
-            self._rule = rule
+            self._rule, self._words = rule, words
 
         def follow(self, rule: ProposalRule) -> None:
             self._rule = rule
@@ -286,7 +289,7 @@ class Ending:
         def propose(self, n: int) -> tuple[DraftToken, ...]:
             found = []
             while len(found) < n:
-                words = [vocabulary("small").by_piece[piece] for piece in (b" ", b"a")]
+                words = self._words
                 logits = np.log(np.array([0.9, 0.09, 0.01], dtype=np.float32))
                 tokens = np.array([EOS, *(reversed(words) if self.length % 2 else words)])
                 chosen = self._rule.choose(self.length, tokens, logits, 0.0, None)
@@ -303,13 +306,25 @@ def test_a_drafter_that_would_end_goes_on_for_as_long_as_the_target_must(tempera
     counts = []
     for min_tokens in (0, 5):
         sampling = Sampling(temperature=temperature, seed=5, min_tokens=min_tokens, max_tokens=64)
-        state = TextDrafter(Ending(), vocabulary("small"), vocabulary("large")).open(
+        state = TextDrafter(Ending("small"), vocabulary("small"), vocabulary("large")).open(
             ProposalRule(sampling, prompt_length=len(prompt))
         )
         state.extend(prompt)
         drafts = state.propose(40)
         counts.append(len(drafts))
     assert counts[0] < 5 <= counts[1] < 40
+
+
+@pytest.mark.parametrize("own", ["bytes", "small"])
+def test_a_known_token_that_it_would_never_propose_is_read_and_drafted_after(own) -> None:
+    prompt = encoded("large", PROMPT)
+    drafter = TextDrafter(Ending(own), vocabulary(own), vocabulary("large"))
+    state = drafter.open(ProposalRule(Sampling(min_tokens=64, max_tokens=64), prompt_length=len(prompt)))
+    state.extend(prompt)
+    drafts = ids(state.propose(3))
+    drafted = b"".join(map(vocabulary("large").piece, drafts))
+    assert drafted.startswith((b" a", b"a a"))
+    assert state._inner.tokens[: len(encoded(own, PROMPT))] == encoded(own, PROMPT)
 
 
 def test_names_of_special_tokens_in_a_text_are_text() -> None:

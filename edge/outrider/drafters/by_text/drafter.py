@@ -225,11 +225,29 @@ class TextState(TokenPrefix):
             position, begins = position + len(ahead) - 1, ahead[-2][1]
         self._text_rule.aim(position, self._held(begins, drafted_to), pending)
         chosen = self._inner.propose(1)
+        if not (chosen and self._own.piece(chosen[0].id).startswith(pending)):
+            chosen = self._known_token(pending, len(chosen)) or chosen
         if not chosen:
             return False
         self._ahead += self._own.piece(chosen[0].id)
         self._drafted.append((self._ahead_from + len(self._ahead), chosen[0]))
         return True
+
+    def _known_token(self, pending: bytes, proposed: int) -> tuple[DraftToken, ...]:
+        """Let the drafter read the token that known text begins with, in the place of what it `proposed`; none: ().
+
+        That may be none of its candidates, or be none but in parts of which nobody writes it.
+        """
+        known = self._context.ids[self._read :]
+        if self._drafted:
+            encoded = self._own.encode(pending[: whole_characters(pending)])
+            known = encoded.ids if encoded is not None else []
+        token = known[0] if pending and known else -1
+        if not self._own.piece(token) or not pending.startswith(self._own.piece(token)):
+            return ()
+        self._inner.truncate(self._inner.length - proposed)
+        self._inner.extend((token,))
+        return (DraftToken(token, 1.0, 0.0, 1.0),)
 
     def _first_ahead(self) -> int:
         """Return the number of drafted tokens whose text is known."""
