@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.step_shape import StepShape
 from outrider.cloud.config import HERE, TARGET, VerifierConfig
 from outrider.cloud.learning.settings import LOSS_NAMES, REHEARSED, TrainerSettings
 from outrider.deploy.arguments import Command, Part, part
@@ -97,19 +98,14 @@ class BenchSettings(Settings):
     report: Path | None = option(None, "folder to write plots and an HTML page to", metavar="DIR")
 
 
-def check_step(text: str) -> None:
-    """Refuse a text that is not `SESSIONSxROWS`."""
-    sizes = text.split("x")
-    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ValueError(f"{text!r} is not SESSIONSxROWS, such as 16x5")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(Settings):
     """Steps of a target on a CPU, in turn with other engines: in CPU time with one thread, else by the wall clock."""
 
-    steps: tuple[str, ...] = listed(
-        ("1x1", "1x5", "1x9", "1x17", "16x1", "16x5"), "steps to time, sessions x rows of each", check=check_step
+    steps: tuple[StepShape, ...] = listed(
+        tuple(map(StepShape.parse, ("1x1", "1x5", "1x9", "1x17", "16x1", "16x5"))),
+        "steps to time: sessions x rows of each, branches beside them (1x5+3), after another context (1x5@600)",
+        parse=StepShape.parse,
     )
     prefill: int = option(512, "tokens of a prompt to time, too; 0: none", check=at_least(0))
     context: int = option(200, "tokens before the rows of a session", check=at_least(1))

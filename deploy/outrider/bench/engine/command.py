@@ -19,6 +19,7 @@ from outrider.bench.engine.engine_steps import learning_cost, planning_s
 from outrider.bench.engine.parts import pass_shares
 from outrider.bench.engine.peer import PeerAbsent, PeerProcess, PeerSpec, peer_specs
 from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
+from outrider.bench.engine.row_prices import row_prices
 from outrider.bench.engine.steps import Case, Clock, Steps, generate_first_s, generate_in_turns
 from outrider.bench.engine.table import table
 from outrider.bench.environment import environment
@@ -89,7 +90,8 @@ class _EngineBench:
             needed, room = case.context + case.rows, self._plain.context_length
             if needed > room:
                 message = f"takes {needed} positions with the rows, and the target has {room}; take less"
-                raise ConfigError(message, field="context" if case.context else "prefill")
+                field = "context" if case.context == options.context else "steps"
+                raise ConfigError(message, field=field if case.context else "prefill")
         source = find_target(verifier.target)
         self._library = load_model(source, verifier.target, device="cpu", dtype=dtype)
         self._versions: dict[str, str] = {}
@@ -143,6 +145,9 @@ class _EngineBench:
         ):
             peers = []
             for peer in self._peers:
+                if case.branches:
+                    turns.absent[peer.spec.label] = "has no steps with branches"
+                    continue
                 try:
                     tokens = peer.prepare(contexts, case.rows, case.logits)
                 except PeerAbsent as absent:
@@ -154,19 +159,23 @@ class _EngineBench:
                     same[peer.spec.label] = sum(theirs == ours for theirs, ours in pairs)
             of_ours = self._take_turns(case, turns, plain, packed, peers)
             parts = self._parts(packed, of_ours, case)
-            learning = None
-            if self._options.learning and case.context:
+            learning, prices = None, None
+            if case.branches:
+                prices = row_prices(self._packed, case, self._sampling, self._clock, self._options.repetitions)
+            elif self._options.learning and case.context:
                 learning = learning_cost(
                     self._packed, case, self._engine_steps(case), self._sampling, self._options.repetitions
                 )
+        elsewhere = case.context not in (0, self._options.context)
         return CaseResult(
-            case.name,
+            f"{case.name}@{case.context}" if elsewhere else case.name,
             case.sessions,
             case.rows,
             parts,
             {engine: turns.times(engine, same.get(engine)) for engine in turns.by_engine},
             turns.absent,
             learning,
+            prices,
         )
 
     def _engine_steps(self, case: Case) -> int:
@@ -204,7 +213,7 @@ class _EngineBench:
         shares = pass_shares(steps)
         forward_ms = 1e3 * median(forward_s for forward_s, _ in measured)
         between_s = None
-        if case.context:
+        if case.context and not case.branches:
             between_s = planning_s(self._packed, case, self._engine_steps(case), self._sampling)
         return StepParts(
             forward_ms,
@@ -231,16 +240,17 @@ def _take(peer: PeerProcess, turns: _Turns, warm: int, timed: int) -> None:
 
 
 def _cases(options: EngineSettings) -> Iterator[Case]:
-    for text in options.steps:
-        sessions, rows = map(int, text.split("x"))
-        yield Case(sessions, rows, rows, options.context)
+    for sessions, rows, branches, context in options.steps:
+        yield Case(sessions, rows, rows, context or options.context, branches)
     if options.prefill:
         yield Case(1, options.prefill, 1, 0)
 
 
 def _positions(case: Case) -> int:
-    """Return the positions of the KV cache that steps, and texts of the engine, take beside each other."""
-    return case.sessions * (2 * case.context + (_ENGINE_STEPS + 1) * case.rows + _GROWTH)
+    """Return the positions of the KV cache that steps, others and texts of the engine take beside each other."""
+    contexts = 3 if case.branches else 2
+    beside = _PAGE * case.branches
+    return case.sessions * (contexts * case.context + (_ENGINE_STEPS + 1) * case.rows + _GROWTH + beside)
 
 
 def _folder(source: str) -> str:

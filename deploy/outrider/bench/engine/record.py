@@ -65,6 +65,26 @@ class LearningCost:
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
+class RowPrices:
+    """Times of a further row of a session in a step, pass and sampling, medians of what it adds; noise may exceed them.
+
+    Attributes:
+        context: tokens before the rows.
+        chain_ms: a row of the chain.
+        branch_ms: a row that is a branch.
+    """
+
+    context: Count
+    chain_ms: float
+    branch_ms: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Rows of the chain that are as dear as a branch; None: noise exceeds what a row of the chain adds."""
+        return self.branch_ms / self.chain_ms if self.chain_ms > 0 else None
+
+
+@dataclass(frozen=True, slots=True, config=RECORD)
 class EngineTimes:
     """Steps of one engine.
 
@@ -84,11 +104,12 @@ class CaseResult:
     """The steps of all engines for some sessions with some rows each.
 
     Attributes:
-        name: `SESSIONSxROWS`, or `prefill TOKENS`.
+        name: the step in the form of the option, or `prefill TOKENS`.
         parts: parts of our step.
         engines: times by engine, ours (pass and sampling) first.
         absent: engines without such a step, and why.
         learning: cost of keeping lessons; None: not measured.
+        prices: times of its rows; None: it has no branches.
     """
 
     name: str
@@ -98,6 +119,7 @@ class CaseResult:
     engines: Mapping[str, EngineTimes]
     absent: Mapping[str, str]
     learning: LearningCost | None = None
+    prices: RowPrices | None = None
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
@@ -106,7 +128,7 @@ class EngineRecord:
 
     Attributes:
         clock: clock of the times, `cpu` (CPU time of the thread, of the process for peers) or `wall`.
-        context: tokens before the rows of each session.
+        context: tokens before the rows of each session, where its case names no others.
         repetitions: turns of each engine.
         packed_shapes: shapes (out_features, in_features) of linear layers with packed weights.
         plain_shapes: shapes of the others.
