@@ -10,6 +10,7 @@ from random_models import SMALL, VOCAB, save_random_model
 
 from outrider.cloud.backend import StepRow, VerificationBranch
 from outrider.cloud.branch_cache import BranchCache
+from outrider.cloud.chunked_attention import ChunkedBatch
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target import SessionRows, load_target
@@ -32,6 +33,8 @@ ARCHITECTURES = {
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2},
 }
 
+FAR = {f"{name} far": ARCHITECTURES[name] | {"max_position_embeddings": 1024} for name in ("qwen3", "gemma2")}
+
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
@@ -41,7 +44,8 @@ def targets(tmp_path_factory):
         key = architecture, dtype, exact, page_size
         if architecture not in folders:
             folders[architecture] = tmp_path_factory.mktemp(architecture)
-            save_random_model(folders[architecture], architecture, **ARCHITECTURES[architecture])
+            config = (ARCHITECTURES | FAR)[architecture]
+            save_random_model(folders[architecture], architecture.split()[0], **config)
         if key not in made:
             options = {"dtype": dtype, "exact": exact, "page_size": page_size}
             made[key] = load_target(str(folders[architecture]), kv_tokens=4096, **options)
@@ -221,6 +225,41 @@ def test_a_text_goes_on_after_a_branch_with_the_bits_of_a_chain(targets):
             got = target.forward([SessionRows(handle, rest, len(rest))])
             assert torch.equal(got, chain(target, (*path, 7, 8, 9), len(rest)))
         trees.close()
+
+
+@pytest.mark.parametrize("architecture", FAR)
+def test_branches_far_into_a_text_have_the_bits_of_chains(architecture, targets):
+    assert same_bits(targets(architecture), 7, (253, 254, 300, 509, 620))  # some end in another chunk than they begin
+
+
+def test_whole_chunks_before_a_branch_are_gathered_once(targets, monkeypatch):
+    target, counts = targets("qwen3 far"), []
+    trees = Trees(target, random.Random(7), (300, 620))
+    rows, right = trees.rows(), target.pool.gather
+
+    def gather(layer, units, out):
+        if layer == 0:
+            counts.append(len(units) * out[0].shape[1] // (2 * 8))  # positions of 2 heads of 8
+        right(layer, units, out)
+
+    monkeypatch.setattr(target.pool, "gather", gather, raising=False)
+    trees.logits(rows)
+    of_sessions, of_branches = 320 + 640, [64] * len(trees.branches[0]) + [128] * len(trees.branches[1])
+    assert len(of_branches) > 4
+    assert sum(counts) == of_sessions + sum(of_branches)
+    trees.close()
+
+
+def test_a_chunk_in_which_a_branch_begins_is_not_that_of_its_session(targets, monkeypatch):
+    right = ChunkedBatch._blocks
+
+    def blocks(self, spans):
+        return [block._replace(shared=block.whole) for block in right(self, spans)]
+
+    target = targets("qwen3")
+    assert all(same_bits(target, seed, (253, 254)) for seed in range(3))
+    monkeypatch.setattr(ChunkedBatch, "_blocks", blocks)
+    assert not all(same_bits(target, seed, (253, 254)) for seed in range(3))
 
 
 def test_a_branch_at_the_position_of_its_row_has_other_bits(targets, monkeypatch):

@@ -20,10 +20,12 @@ class BranchCache(SessionCache):
     """A branch that leaves a session's text at position `base`.
 
     Attributes:
+        session: the session.
         base: position of the first of `tokens`, which are its own.
         borrowed: [n] int64, the session's slots of the n positions before `base` that it has copies of.
     """
 
+    session: SessionCache = field(kw_only=True)
     base: int = 0
     borrowed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
@@ -41,7 +43,7 @@ class BranchCache(SessionCache):
             return None
         own, lent[:] = lent[:wanted], lent[wanted:]
         begins = shared * pool.page_size
-        branch = cls(pool.page_size, torch.cat([cache.slots[:begins], pool.slots_of(own)]), base=base)
+        branch = cls(pool.page_size, torch.cat([cache.slots[:begins], pool.slots_of(own)]), session=cache, base=base)
         branch.pages, branch.contiguous = [*cache.pages[:shared], *own], False
         branch.borrowed = cache.slots[begins:base]
         return branch
@@ -52,9 +54,14 @@ class BranchCache(SessionCache):
         return self.base + len(self.tokens)
 
     @property
+    def begins(self) -> int:
+        """Positions of the session's pages that it lies on, too."""
+        return self.base - len(self.borrowed)
+
+    @property
     def copies(self) -> torch.Tensor:
         """[n] int64, its slots of what it has copies of."""
-        return self.slots[self.base - len(self.borrowed) : self.base]
+        return self.slots[self.begins : self.base]
 
     def replace_end(self, pool: PagedKVCache, cache: SessionCache) -> None:
         """Let the session go on with what the branch holds, in place of its own positions from there on."""

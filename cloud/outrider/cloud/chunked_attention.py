@@ -3,7 +3,8 @@
 Kernels add in one order for one number of keys, whatever else is in the batch, but in another where keys are more, even
 masked ones; so texts of several lengths cannot share a batch as they are. Here keys are cut at the multiples of 256
 positions, and the last chunk is filled up to a multiple of 64, with zeros. A block of a session's rows with one chunk
-is an entry of a call's batch, and chunks of one length share calls. A row's results over its chunks are weighted by the
+is an entry of a call's batch, and chunks of one length share calls. Whole chunks before a branch are those of its
+session, whose entries take its rows in. A row's results over its chunks are weighted by the
 sums of their exponentials (FlashAttention, Dao et al. 2022, section 3.1) and added in their order. What a row adds up,
 and in which order, follows from its position alone.
 
@@ -14,7 +15,6 @@ kept for the next.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,13 +25,14 @@ import numpy as np
 import torch
 
 from outrider.cloud.attention import CALL_ROWS, RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.branch_cache import BranchCache
 
 CHUNK = 256  # positions; shorter ones take more entries, longer ones more memory
 ROWS = 64  # positions of a block of rows, which all have as many keys; divides a chunk
 _CALL_BYTES = 1 << 20  # keys of a call
 _BAND_BYTES = 1 << 24  # keys of the calls whose results are put together at once
 _VECTOR = 16  # numbers of 32 bits that a core works on at once
-_FEW_ROWS = 32  # up to which blocks share a call with longer ones; from there on with those up to twice as long
+_CALL_WORK = 1 << 12  # query rows * keys * key heads that take as long as a further call
 
 
 class _Heads(NamedTuple):
@@ -48,23 +49,48 @@ class _Heads(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Rows first..first + length of the pass, which see `whole` whole chunks and `last` keys of another."""
+    """Rows first..first + length of the pass, which see `whole` whole chunks and `last` keys of another.
+
+    Their first `shared` chunks are those of every block of the same `session`, which is a number.
+    """
 
     first: int
     length: int
     whole: int
     last: int
+    session: int
+    shared: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An entry of a call: `size` keys of chunk `chunk` of the first of `blocks`, and all their `length` rows."""
+
+    chunk: int
+    size: int
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def add(self, number: int, block: _Block) -> None:
+        """Let the rows of block `number` attend in it, too."""
+        self.blocks.append(number)
+        self.length += block.length
 
 
 class _Entries(NamedTuple):
-    """The batch of a call: an entry for each of `chunks` (block, chunk), which have `size` keys.
+    """The batch of a call: entries which have `size` keys, each of a block and a chunk in `chunks`.
 
-    `queries` [entries * kv_heads * m] int64 are the head and row of each query.
+    Attributes:
+        rows: [entries, m] rows of the band that attend, filled up with the last.
+        queries: [entries * kv_heads * padded] int64, the head and row of each query.
+        padded: query rows of an entry.
     """
 
     size: int
     chunks: Sequence[tuple[int, int]]
+    rows: np.ndarray
     queries: torch.Tensor
+    padded: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +99,6 @@ class _Layout:
 
     Attributes:
         calls: entries of each call.
-        most: rows of the longest block, to which others are filled up.
-        padded: query rows of an entry.
         results: [chunks * n] int64, places of each row's and head's results over its chunks.
         missing: [chunks, rows] bool, whether a row has no such chunk.
         blocks: [rows], the block of each row.
@@ -82,8 +106,6 @@ class _Layout:
     """
 
     calls: Sequence[_Entries]
-    most: int
-    padded: int
     results: torch.Tensor
     missing: np.ndarray
     blocks: np.ndarray
@@ -128,13 +150,6 @@ class _Band:
     count: int
 
 
-class _Plan(NamedTuple):
-    """The bands of a layer; `order` [rows * heads] int64 puts their results in order; None: they are."""
-
-    bands: Sequence[_Band]
-    order: torch.Tensor | None
-
-
 @dataclass(slots=True)
 class ChunkedBatch(RaggedBatch):
     """The rows of each session, which attend in calls that sessions share.
@@ -144,7 +159,7 @@ class ChunkedBatch(RaggedBatch):
     """
 
     chunk: int = CHUNK
-    plans: dict[tuple[_Heads, int], _Plan] = field(default_factory=dict)
+    plans: dict[tuple[_Heads, int], Sequence[_Band]] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, kv_heads: int, scaling: float | None, window: int, softcap: float | None
@@ -157,7 +172,7 @@ class ChunkedBatch(RaggedBatch):
             plan = self.plans[heads, window] = self._plan(layer, heads, window, query)
         queries = query[0].reshape(num_heads * rows, size)
         bands = []
-        for band in plan.bands:
+        for band in plan:
             seen, sums = [], []
             for call in band.calls:
                 self.pool.gather(layer, call.units, call.gathered)
@@ -166,10 +181,7 @@ class ChunkedBatch(RaggedBatch):
                 seen.append(results.reshape(-1, results.shape[-1]))
                 sums.append(logarithms.reshape(-1))
             bands.append(_together(_joined(seen), _joined(sums), band))
-        together = _joined(bands)
-        if plan.order is not None:
-            together = together.index_select(0, plan.order)
-        return together.view(1, rows, num_heads, -1)
+        return _joined(bands).view(1, rows, num_heads, -1)
 
     @property
     def _unit(self) -> int:
@@ -179,19 +191,10 @@ class ChunkedBatch(RaggedBatch):
     def _num_held(self, span: RowSpan) -> int:
         return rounded_up(span.context, self._unit)
 
-    def _plan(self, layer: int, heads: _Heads, window: int, query: torch.Tensor) -> _Plan:
+    def _plan(self, layer: int, heads: _Heads, window: int, query: torch.Tensor) -> Sequence[_Band]:
         spans = [block for span in self.spans for block in span.blocks(self.block)]
-        classes = {id(span): _row_class(heads.group * span.count) for span in spans}
-        spans.sort(key=lambda span: classes[id(span)])
         max_keys = _BAND_BYTES // (heads.kv * heads.size * query.element_size())
-        bands = []
-        for _, alike in itertools.groupby(spans, key=lambda span: classes[id(span)]):
-            bands += [self._band(layer, some, heads, window, query) for some in self._cut(list(alike), max_keys)]
-        rows = [row for span in spans for row in range(span.first, span.first + span.count)]
-        if rows == list(range(len(rows))):
-            return _Plan(bands, None)
-        order = np.argsort(rows)[:, None] * heads.number + np.arange(heads.number)
-        return _Plan(bands, torch.from_numpy(order.ravel()))
+        return [self._band(layer, some, heads, window, query) for some in self._cut(spans, max_keys)]
 
     def _cut(self, spans: Sequence[RowSpan], max_keys: int) -> Iterator[Sequence[RowSpan]]:
         """Cut blocks into those that have `max_keys` keys together at most, or one block."""
@@ -205,15 +208,9 @@ class ChunkedBatch(RaggedBatch):
         yield spans[first:]
 
     def _band(self, layer: int, spans: Sequence[RowSpan], heads: _Heads, window: int, query: torch.Tensor) -> _Band:
-        blocks = []
-        for span in spans:
-            context = span.start + span.count
-            whole = (context - 1) // self.chunk
-            blocks.append(_Block(span.first, span.count, whole, rounded_up(context - whole * self.chunk, self.block)))
         max_keys = _CALL_BYTES // (heads.kv * heads.size * query.element_size())
-        layout = _layout(tuple(blocks), heads, query.shape[2], self.chunk, max_keys)
-        positions = np.array([(span.start, span.count - 1) for span in spans])
-        position = positions[:, :1] + np.minimum(np.arange(layout.most), positions[:, 1:])  # [blocks, most]
+        layout = _layout(tuple(self._blocks(spans)), heads, query.shape[2], self.chunk, max_keys)
+        position = np.array([span.start for span in spans])[layout.blocks] + layout.offsets
         calls = []
         for entries in layout.calls:
             units = self._units(spans, entries)
@@ -221,18 +218,29 @@ class ChunkedBatch(RaggedBatch):
             keys, values = (
                 each.view(len(entries.chunks), entries.size, heads.kv, -1).transpose(1, 2) for each in gathered
             )
-            mask = self._mask(position, entries, heads, window, layout.padded).to(query.dtype)
+            mask = self._mask(position[entries.rows], entries, heads, window).to(query.dtype)
             calls.append(_Call(entries.queries, units, gathered, keys, values, mask))
-        count = len(layout.blocks) * heads.number
+        count = len(position) * heads.number
         if len(layout.missing) == 1:
             return _Band(calls, layout.results, None, count)
         absent = layout.missing
         if window:
             ends = np.arange(1, len(absent) + 1)[:, None] * self.chunk
-            absent = absent | (ends <= positions[layout.blocks, 0] + layout.offsets - window + 1)
+            absent = absent | (ends <= position - window + 1)
         weights = np.where(absent, -math.inf, 0.0).astype(np.float32).repeat(heads.number, axis=1)
         weights = np.pad(weights, ((0, 0), (0, -count % _VECTOR)))
         return _Band(calls, layout.results, torch.from_numpy(weights), count)
+
+    def _blocks(self, spans: Sequence[RowSpan]) -> Iterator[_Block]:
+        sessions: dict[int, int] = {}
+        for span in spans:
+            whole = (span.context - 1) // self.chunk
+            last = rounded_up(span.context - whole * self.chunk, self.block)
+            cache, session, shared = span.cache, span.cache, whole
+            if isinstance(cache, BranchCache):
+                session, shared = cache.session, min(whole, cache.begins // self.chunk)
+            number = sessions.setdefault(id(session), len(sessions))
+            yield _Block(span.first, span.count, whole, last, number, shared)
 
     def _units(self, spans: Sequence[RowSpan], entries: _Entries) -> torch.Tensor:
         """Return the units that hold the keys of each entry, up to its block's last row, and zeros after."""
@@ -251,19 +259,19 @@ class ChunkedBatch(RaggedBatch):
             units += [self.pool.blank_page * of_page] * (begin + of_entry - end)
         return torch.from_numpy(np.array(units))
 
-    def _mask(self, position: np.ndarray, entries: _Entries, heads: _Heads, window: int, padded: int) -> torch.Tensor:
+    def _mask(self, position: np.ndarray, entries: _Entries, heads: _Heads, window: int) -> torch.Tensor:
         """Return [entries, 1, padded, size] float32: 0 where a row may look, else -inf.
 
-        `position` [blocks, most] is that of each row of a block.
+        `position` [entries, m] is that of each row.
         """
-        block, chunk = np.array(entries.chunks).T
-        row = position[block, :, None]
+        _, chunk = np.array(entries.chunks).T
+        row = position[:, :, None]
         key = chunk[:, None, None] * self.chunk + np.arange(entries.size)
         hidden = key > row
         if window:
             hidden |= key <= row - window
         most = position.shape[1]
-        mask = np.zeros((len(block), 1, padded, entries.size), dtype=np.float32)
+        mask = np.zeros((len(chunk), 1, entries.padded, entries.size), dtype=np.float32)
         for head in range(heads.group):
             mask[:, 0, head * most : (head + 1) * most][hidden] = -math.inf
         return torch.from_numpy(mask)
@@ -272,44 +280,71 @@ class ChunkedBatch(RaggedBatch):
 @lru_cache(maxsize=64)
 def _layout(blocks: tuple[_Block, ...], heads: _Heads, rows: int, chunk: int, max_keys: int) -> _Layout:
     """Return the shape of a band of a pass of `rows` rows, with `max_keys` keys in a call at most."""
-    counts, firsts = np.array([(block.length, block.first) for block in blocks]).T
-    most = int(counts.max())
-    used = heads.group * most
-    padded = rounded_up(used, CALL_ROWS)
-    row = firsts[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)  # [blocks, most], the last one repeated
-    queries = np.zeros((len(blocks), heads.kv, padded), dtype=np.int64)
+    lengths, firsts, whole = np.array([(block.length, block.first, block.whole) for block in blocks]).T
+    begins = np.cumsum(lengths) - lengths
+    of_row = np.repeat(np.arange(len(blocks)), lengths)
+    offsets = np.arange(len(of_row)) - begins[of_row]
+    of_pass = firsts[of_row] + offsets
     head = np.arange(heads.number).reshape(heads.kv, heads.group, 1) * rows
-    queries[:, :, :used] = (head + row[:, None, None]).reshape(len(blocks), heads.kv, used)
-
-    by_size: dict[int, list[tuple[int, int]]] = {}
-    for i, block in enumerate(blocks):
-        for k in range(block.whole):
-            by_size.setdefault(chunk, []).append((i, k))
-        by_size.setdefault(block.last, []).append((i, block.whole))
     calls: list[_Entries] = []
-    places = np.zeros((1 + max(block.whole for block in blocks), len(blocks)), dtype=np.int64)
-    for size, entries in sorted(by_size.items()):
-        for first in range(0, len(entries), max(1, max_keys // size)):
-            some = entries[first : first + max(1, max_keys // size)]
-            at = sum(len(call.chunks) for call in calls)
-            for i, (of, k) in enumerate(some):
-                places[k, of] = (at + i) * heads.kv * padded
-            calls.append(_Entries(size, some, torch.from_numpy(queries[[of for of, _ in some]].ravel())))
+    # Of each chunk and row: the place of its first head's result, and how far those of its key heads and heads lie.
+    places, far, near = np.zeros((3, 1 + whole.max(), len(of_row)), dtype=np.int64)
+    at = 0
+    for size, entries in _cut_into_calls(_entries(blocks, chunk), heads, max_keys):
+        own = np.concatenate([np.arange(begins[i], begins[i] + lengths[i]) for entry in entries for i in entry.blocks])
+        counts = np.array([entry.length for entry in entries])
+        first, most = np.cumsum(counts) - counts, int(counts.max())
+        used = heads.group * most
+        padded = rounded_up(used, CALL_ROWS)
+        attending = own[first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)]  # [entries, most]
+        queries = np.zeros((len(entries), heads.kv, padded), dtype=np.int64)
+        queries[:, :, :used] = (head + of_pass[attending][:, None, None]).reshape(len(entries), heads.kv, used)
+        number = np.repeat(np.arange(len(entries)), counts)
+        here = np.repeat([entry.chunk for entry in entries], counts), own
+        places[here] = at + number * heads.kv * padded + np.arange(len(own)) - first[number]
+        far[here], near[here] = padded, most
+        at += queries.size
+        of = [(entry.blocks[0], entry.chunk) for entry in entries]
+        calls.append(_Entries(size, of, attending, torch.from_numpy(queries.ravel()), padded))
 
-    of_row = np.repeat(np.arange(len(blocks)), counts)
-    offsets = np.arange(len(of_row)) - (np.cumsum(counts) - counts)[of_row]
-    whole = np.array([block.whole for block in blocks])
     missing = np.arange(len(places))[:, None] > whole[of_row]
-    of_head = np.arange(heads.kv)[:, None] * padded + np.arange(heads.group) * most
-    results = ((places[:, of_row] + offsets)[:, :, None, None] + of_head).reshape(len(places), -1)
+    of_head = np.arange(heads.kv)[:, None] * far[..., None, None] + np.arange(heads.group) * near[..., None, None]
+    results = (places[..., None, None] + of_head).reshape(len(places), -1)
     if len(places) > 1:
         results = np.pad(results, ((0, 0), (0, -results.shape[1] % _VECTOR)))
-    return _Layout(calls, most, padded, torch.from_numpy(results.ravel()), missing, of_row, offsets)
+    return _Layout(calls, torch.from_numpy(results.ravel()), missing, of_row, offsets)
 
 
-def _row_class(rows: int) -> int:
-    """Return a number that blocks of `rows` rows share with those which attend in the same calls."""
-    return max(_FEW_ROWS, 1 << (rows - 1).bit_length())
+def _entries(blocks: Sequence[_Block], chunk: int) -> list[_Entry]:
+    """Return the entries of all blocks and chunks; blocks of a session attend to what they share in one, if few."""
+    entries: list[_Entry] = []
+    shared: dict[tuple[int, int], _Entry] = {}
+    for number, block in enumerate(blocks):
+        for k in range(block.whole + 1):
+            entry = shared.get((block.session, k)) if k < block.shared else None
+            if entry is None or entry.length + block.length > ROWS:
+                entry = _Entry(k, chunk if k < block.whole else block.last)
+                entries.append(entry)
+                if k < block.shared:
+                    shared[block.session, k] = entry
+            entry.add(number, block)
+    return entries
+
+
+def _cut_into_calls(entries: Sequence[_Entry], heads: _Heads, max_keys: int) -> Iterator[tuple[int, Sequence[_Entry]]]:
+    """Yield the keys of an entry and the entries of each call, which are filled up to the rows of the longest."""
+    of_size: dict[int, list[_Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: -entry.length):
+        of_size.setdefault(entry.size, []).append(entry)
+    for size in sorted(of_size):
+        alike, most, worth = of_size[size], max(1, max_keys // size), _CALL_WORK // (size * heads.kv)
+        padded = [rounded_up(heads.group * entry.length, CALL_ROWS) for entry in alike]
+        first = 0
+        for i in range(1, len(alike) + 1):
+            shorter = i < len(alike) and (padded[first] - padded[i]) * (len(alike) - i) > worth
+            if i == len(alike) or i - first == most or shorter:
+                yield size, alike[first:i]
+                first = i
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
