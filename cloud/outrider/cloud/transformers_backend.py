@@ -18,7 +18,8 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.prompt_scores import split_scored, wanted_rows
 from outrider.cloud.sampling import Sampled, Sampler, are_numbers
 from outrider.cloud.target import SessionRows, Target
-from outrider.proto.types import CommittedToken, DraftToken, PromptToken, token_ids
+from outrider.proto.session.acceptance import num_agreeing
+from outrider.proto.types import PromptToken, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ def paths_of(rows: Sequence[StepRow], branches: Sequence[_Branch], sampled: Sequ
     paths = []
     for place, (number, verification) in enumerate(verifying):
         result, first = sampled[place], firsts[place]
-        agreed = _agreed(verification.block, result.tokens)
+        agreed = num_agreeing(verification.block, token_ids(result.tokens))
         there = beside.get((number, agreed, result.tokens[agreed].id))
         if there is None:
             of_block = list(range(first, first + verification.rows))
@@ -234,7 +235,7 @@ def paths_of(rows: Sequence[StepRow], branches: Sequence[_Branch], sampled: Sequ
         branch, further = branches[there - len(verifying)], sampled[there]
         tokens = (*result.tokens[: agreed + 1], *further.tokens)
         of_path = [*range(first, first + agreed + 1), *range(firsts[there], firsts[there + 1])]
-        newest = firsts[there] + _agreed(branch.verification.block, further.tokens)
+        newest = firsts[there] + num_agreeing(branch.verification.block, token_ids(further.tokens))
         paths.append(_Path(number, Sampled(tokens, result.reward), of_path, newest, branch))
     return paths
 
@@ -254,8 +255,3 @@ def _logits_of(logits: torch.Tensor, paths: Sequence[_Path]) -> torch.Tensor:
     if rows == list(range(len(rows))):
         return logits[: len(rows)]
     return logits[torch.tensor(rows, device=logits.device)]
-
-
-def _agreed(block: tuple[DraftToken, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:
-    """Return how many drafts of `block` [k] the target accepts."""
-    return next((j for j, draft in enumerate(block) if draft.id != tokens_by_target[j].id), len(block))

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from outrider.proto.types import BlockBranch, CommittedToken, DraftToken, FinishReason, Sampling
 
 
+def num_agreeing(block: Sequence[DraftToken], tokens_by_target: Sequence[int]) -> int:
+    """Return how many drafts of a block [k] agree with the target's tokens [k + 1], as far as all before them do."""
+    return next((j for j, draft in enumerate(block) if draft.id != tokens_by_target[j]), len(block))
+
+
 def branch_taken(
     block: Sequence[DraftToken], branches: Sequence[BlockBranch], tokens_by_target: Sequence[int]
 ) -> BlockBranch | None:
@@ -17,7 +22,7 @@ def branch_taken(
         branches: branches that it verified beside them, each of one draft or more.
         tokens_by_target: [k + 1] ids of the target's tokens after the transcript and after each of the block.
     """
-    agreed = next((j for j, draft in enumerate(block) if draft.id != tokens_by_target[j]), len(block))
+    agreed = num_agreeing(block, tokens_by_target)
     wanted = tokens_by_target[agreed]
     return next((each for each in branches if each.index == agreed and each.drafts[0].id == wanted), None)
 
