@@ -3,7 +3,7 @@
 Three checkers, from strict to statistical, each of which must also reject wrong rules (the negative controls below):
 
 1. `same_text`: for every seed, the text with any drafts is the text without drafts, token for token.
-2. `chi_square`: over many seeds the texts follow the exact law, which this file computes on its own.
+2. `chi_square`: over many seeds the texts follow the exact law by the documentation (`documented_law`).
 3. `law_of_rule`: where a rule can be enumerated, its law as fractions equals the product of the conditionals.
 """
 
@@ -20,6 +20,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from documented_law import documented_law
 
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampled, Sampler
@@ -77,44 +78,9 @@ def logits_after(prefix: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def processed_law(prefix: tuple[int, ...], sampling: Sampling) -> list[float]:
-    """[VOCAB] probabilities after `prefix`, written from the documentation, token by token, without torch."""
-    text = prefix[len(PROMPT) :]
-    score = dict(enumerate(logits_after(prefix)))
-    if sampling.allowed_tokens:
-        score = {t: s for t, s in score.items() if t in sampling.allowed_tokens}
-    for t, bias in sampling.logit_bias:
-        if t in score:
-            score[t] += bias
-    for t in score:
-        if t in prefix:
-            factor = sampling.repetition_penalty
-            score[t] = score[t] / factor if score[t] > 0 else score[t] * factor
-        score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
-    if sampling.temperature == 0:
-        best = max(score, key=lambda t: score[t])
-        return [float(t == best) for t in range(VOCAB)]
-    score = {t: s / sampling.temperature for t, s in score.items()}
-    if sampling.min_p and sampling.noise is Noise.VLLM:
-        score = {t: s for t, s in score.items() if s >= max(score.values()) + math.log(sampling.min_p)}
-    if sampling.top_k:
-        score = dict(sorted(score.items(), key=lambda item: -item[1])[: sampling.top_k])
-    law = normalised({t: math.exp(s) for t, s in score.items()})
-    if sampling.top_p < 1:
-        kept, total = {}, 0.0
-        for t in sorted(law, key=lambda t: -law[t]):
-            if total >= sampling.top_p:
-                break
-            kept[t] = law[t]
-            total += law[t]
-        law = normalised(kept)
-    if sampling.min_p and sampling.noise is not Noise.VLLM:
-        law = normalised({t: p for t, p in law.items() if p >= sampling.min_p * max(law.values())})
+    """[VOCAB] probabilities after `prefix`."""
+    law = documented_law(dict(enumerate(logits_after(prefix))), PROMPT, prefix[len(PROMPT) :], sampling)
     return [law.get(t, 0.0) for t in range(VOCAB)]
-
-
-def normalised(weights):
-    total = sum(weights.values())
-    return {t: weight / total for t, weight in weights.items()}
 
 
 def law_of_text(sampling: Sampling, length: int = LENGTH) -> dict[tuple[int, ...], float]:

@@ -1,6 +1,6 @@
 """Grammar-constrained decoding is exact: the text follows the target's law, renormalised over what the grammar allows.
 
-A tiny vocabulary (`a`, `b`, `ab`, EOS) and a language of six words, whose law this file computes on its own. Three
+A tiny vocabulary (`a`, `b`, `ab`, EOS) and a language of six words, whose law needs no grammar but their list. Three
 checkers, each of which must also reject wrong implementations (the negative controls):
 
 1. `law_of_texts`: the law of whole texts as fractions, over all drafts and all draws.
@@ -20,16 +20,17 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from documented_law import documented_law, normalised
+from tiny_grammars import EOS, PIECES, PROMPT, VOCAB, matcher_of, tiny_tokenizer
 
 from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
 from outrider.cloud.grammar import Allowed, GrammarMatcher, Grammars
@@ -47,10 +48,6 @@ torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 HASH = "0" * 64
-PIECES = ("a", "b", "ab")
-EOS = 3
-VOCAB = 4
-PROMPT = (1, 0, 1)
 WORDS = ("a", "b", "ab", "ba", "bab", "aab")
 GRAMMAR = Grammar(GrammarKind.REGEX, "|".join(WORDS))
 MOST = 4  # tokens that a word and its EOS take
@@ -67,33 +64,7 @@ SAMPLINGS = {
 }
 
 
-class Inline(Executor):
-    """Does the work at once."""
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(work(*args, **kwargs))
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-
-def tiny_tokenizer() -> str:
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[("a", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
-    return tokenizer.to_str()
-
-
-TINY = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
-
-
-def tiny_matcher(kind: type[GrammarMatcher] = GrammarMatcher, committed: tuple[int, ...] = ()) -> GrammarMatcher:
-    matcher = kind(lambda: TINY._matcher(GRAMMAR), VOCAB, frozenset({EOS}), Inline())
-    matcher.resume(list(committed))
-    return matcher
+tiny_matcher = partial(matcher_of, GRAMMAR)
 
 
 # === the law, computed independently ============================================================================
@@ -118,33 +89,9 @@ def logits_after(prefix: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def law_after(text: tuple[int, ...], sampling: Sampling) -> dict[int, float]:
-    """{token: probability}, written from the documentation, token by token: the grammar first, then all the rest."""
-    score = {t: s for t, s in enumerate(logits_after(PROMPT + text)) if t in allowed_after(text)}
-    for t, bias in sampling.logit_bias:
-        if t in score:
-            score[t] += bias
-    for t in score:
-        if t in PROMPT + text:
-            factor = sampling.repetition_penalty
-            score[t] = score[t] / factor if score[t] > 0 else score[t] * factor
-        score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
-    if sampling.temperature == 0:
-        return {max(score, key=lambda t: score[t]): 1.0}
-    if sampling.top_k:
-        score = dict(sorted(score.items(), key=lambda item: -item[1])[: sampling.top_k])
-    law = normalised({t: math.exp(s / sampling.temperature) for t, s in score.items()})
-    kept, total = {}, 0.0
-    for t in sorted(law, key=lambda t: -law[t]):
-        if total < sampling.top_p:
-            kept[t] = law[t]
-        total += law[t]
-    law = normalised(kept)
-    return normalised({t: p for t, p in law.items() if p >= sampling.min_p * max(law.values())})
-
-
-def normalised(weights: dict[int, Any]) -> dict[int, Any]:
-    total = sum(weights.values())
-    return {t: weight / total for t, weight in weights.items()}
+    """{token: probability}: the grammar first, then all the rest."""
+    allowed = {t: s for t, s in enumerate(logits_after(PROMPT + text)) if t in allowed_after(text)}
+    return documented_law(allowed, PROMPT, text, sampling)
 
 
 # === checker 1: fractions over all drafts and draws =============================================================

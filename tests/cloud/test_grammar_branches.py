@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from concurrent.futures import Executor, Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
+import tiny_grammars
 import torch
 from table_target import HASH, TableBackend
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tiny_grammars import EOS, PROMPT, VOCAB
 
 from outrider.cloud.batching import Share
-from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.masks import Masks
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
@@ -24,39 +24,12 @@ from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, 
 
 torch.set_num_threads(1)
 
-PIECES, EOS, VOCAB, PROMPT = ("a", "b", "ab"), 3, 4, (1, 0, 1)
 GRAMMAR = Grammar(GrammarKind.REGEX, "a|b|ab|ba|bab|aab|abba")
 MOST = 5  # tokens that a word and its EOS take
 CHAINS = [chain for size in range(4) for chain in itertools.product(range(VOCAB), repeat=size)]
 
 
-class Inline(Executor):
-    """Does the work at once."""
-
-    def submit(self, work, /, *args, **kwargs):
-        done = Future()
-        try:
-            done.set_result(work(*args, **kwargs))
-        except Exception as error:
-            done.set_exception(error)
-        return done
-
-
-def tokenizer():
-    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[("a", "b")]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken("<eos>", special=True)])
-    return made.to_str()
-
-
-GRAMMARS = Grammars(tokenizer(), VOCAB, frozenset({EOS}))
-
-
-def matcher_of(kind=GrammarMatcher, committed=()):
-    matcher = kind(lambda: GRAMMARS._matcher(GRAMMAR), VOCAB, frozenset({EOS}), Inline())
-    matcher.resume(list(committed))
-    return matcher
+matcher_of = partial(tiny_grammars.matcher_of, GRAMMAR)
 
 
 @cache

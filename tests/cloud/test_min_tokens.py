@@ -16,6 +16,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from documented_law import documented_law
 from test_exactness import HASH, PROMPT, VOCAB, chi_square_p, logits_after, noise_reading, reading_vllms_noise
 
 from outrider.cloud.distribution import VerificationInput, processed_logits
@@ -51,32 +52,8 @@ DRAWN = {name: sampling for name, sampling in SAMPLINGS.items() if sampling.temp
 
 @cache
 def law_after(prefix: tuple[int, ...], sampling: Sampling) -> dict[int, float]:
-    """{token: probability} after `prefix`, token by token and without torch."""
-    text = prefix[len(PROMPT) :]
-    score = dict(enumerate(logits_after(prefix)))
-    if sampling.allowed_tokens:
-        score = {t: s for t, s in score.items() if t in sampling.allowed_tokens}
-    if len(text) < sampling.min_tokens:
-        score = {t: s for t, s in score.items() if t != EOS and t not in sampling.stop_tokens} or score
-    for t, bias in sampling.logit_bias:
-        if t in score:
-            score[t] += bias
-    for t in score:
-        if t in prefix:
-            factor = sampling.repetition_penalty
-            score[t] = score[t] / factor if score[t] > 0 else score[t] * factor
-        score[t] -= sampling.frequency_penalty * text.count(t)
-    if sampling.temperature == 0:
-        return {max(score, key=lambda t: score[t]): 1.0}
-    score = {t: s / sampling.temperature for t, s in score.items()}
-    kept = sorted(score, key=lambda t: -score[t])[: sampling.top_k or None]
-    total, before, nucleus = sum(math.exp(score[t]) for t in kept), 0.0, []
-    for t in kept:
-        if before < sampling.top_p:
-            nucleus.append(t)
-        before += math.exp(score[t]) / total
-    total = sum(math.exp(score[t]) for t in nucleus)
-    return {t: math.exp(score[t]) / total for t in nucleus}
+    """{token: probability} after `prefix`."""
+    return documented_law(dict(enumerate(logits_after(prefix))), PROMPT, prefix[len(PROMPT) :], sampling, {EOS})
 
 
 def ends(text: tuple[int, ...], sampling: Sampling) -> bool:
