@@ -10,6 +10,9 @@ import pytest
 from test_invariant import ALL_SAMPLING, texts
 
 from outrider.proto.policy import trees as trees_module
+from outrider.proto.session import Drafted
+from outrider.proto.session.hits import HitCounter
+from outrider.proto.session.merging import Merging
 from outrider.proto.types import Grammar, GrammarKind, Patience
 
 WAITS = Patience(5.0, 6)  # so that each step has drafts, and branches beside them, on a busy machine too
@@ -71,3 +74,30 @@ def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, relay, p
         assert statistics.verified_beside > 0
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, prompts, monkeypatch, name) -> None:
+    read: list[int] = []
+    really = Merging.add
+
+    def add(merging: Merging, done: Drafted, hits: HitCounter) -> None:
+        read.append(len(done.teacher_forced.drafts))
+        really(merging, done, hits)
+
+    monkeypatch.setattr(Merging, "add", add)
+    sampling = ALL_SAMPLING[name]
+
+    async def main() -> None:
+        chosen = prompts(1)[:2]
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                expected = await texts(client, chosen, sampling)
+            async with edge(address, drafter="general,ngram", patience=WAITS) as client:
+                done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+        assert [each.ids for each in done] == expected
+        assert sum(each.statistics.verified_beside for each in done) >= 4
+
+    asyncio.run(main())
+    assert sum(read) > 0, "an idle drafter has read chains"

@@ -99,7 +99,7 @@ class CheckedDrafters(ScriptedDrafters):
             assert prefix[job.branch] != wanted[job.branch], "a branch leaves the chain"
             return super().draft(job)
         assert prefix == wanted, "the drafter would continue another text"
-        if job.teacher_forced:
+        if job.teacher_forced and job.count:
             forced_until = job.truncate_to + job.skip + job.teacher_forced
             assert forced_until <= len(self._edge.transcript), "only committed tokens are forced"
         return super().draft(job)

@@ -303,6 +303,6 @@ def test_an_edge_that_forgets_whose_number_is_whose_is_found(monkeypatch) -> Non
         self._number_used = self.branched = False
 
     monkeypatch.setattr(Chain, "resend", resend)
-    monkeypatch.setattr(Chain, "follow_branch", lambda self, tokens, number: None)
+    monkeypatch.setattr(Chain, "follow_branch", lambda self, tokens, number, borrowed: None)
     with pytest.raises((AssertionError, OutriderError)):
         decode_all(LINKS["near"])

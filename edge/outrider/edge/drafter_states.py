@@ -60,7 +60,7 @@ def _propose(state: DraftState, job: DraftJob, began: float) -> Drafted:
     state.extend(job.extend_with[: job.skip])
     forced = state.propose_forced(job.extend_with[job.skip : end]) if job.teacher_forced else ()
     state.extend(job.extend_with[end:])
-    drafts = state.propose(job.count)
+    drafts = state.propose(job.count) if job.count else ()
     _check(forced, job.teacher_forced, job.teacher_forced)
     _check(drafts, 0, job.count)
     return Drafted(job, drafts, time.monotonic() - began, TeacherForced(forced))

@@ -41,7 +41,7 @@ class ToyDrafter:
         prefix = self._prefix[: job.truncate_to] + job.extend_with
         forced = [DraftToken(self._propose(prefix[:at])) for at in range(forced_from, forced_from + job.teacher_forced)]
         drafts: list[DraftToken] = []
-        for _ in range(job.count if self._rng.random() < 0.9 else self._rng.randrange(job.count)):
+        for _ in range(job.count if self._rng.random() < 0.9 else self._rng.randrange(job.count + 1)):
             token = self._propose(prefix)
             others = tuple({self._rng.randrange(VOCAB) for _ in range(2)} - {token})
             drafts.append(DraftToken(token, runners_up=others))

@@ -37,6 +37,7 @@ from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
 
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
+_ELSE = RUNNERS_UP + 2  # a drafter's own wrong token, after the right one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class TracedText:
         self._arms = arms
         self._right = [0] * len(arms)  # tokens at the beginning of each drafter's prefix that are the target's
         self._agreement = [math.nan] * len(self.tokens)  # min(1, p / q) of the last draft at each position
+        self._leader = 0  # whose chain it is
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
         """Return [k + 1] tokens from the transcript's end on; 0 after the text's end, where nothing is accepted."""
@@ -125,6 +127,10 @@ class TracedText:
 
     def draft(self, job: DraftJob) -> tuple[Drafted, float]:
         costs, proposal = self._arms[job.drafter].costs, self._propose(job)
+        if not job.count:  # an idle drafter reads the chain
+            seconds = costs.propose_s(len(job.extend_with) + 1, 0)
+            return Drafted(job, (), seconds, self._read_chain(job)), costs.job_s + seconds
+        self._leader = job.drafter if job.branch < 0 else self._leader
         seconds = costs.propose_s(len(job.extend_with), len(proposal))
         forced = self._teacher_force(job.drafter, job.truncate_to + job.skip, job.teacher_forced)
         return Drafted(job, proposal, seconds, forced), costs.job_s + seconds
@@ -164,6 +170,32 @@ class TracedText:
             drafts.append(DraftToken(token + (not hit), trace.confidence[i], entropy, perturbed, runners_up))
         self._right[job.drafter] = right
         return tuple(drafts)
+
+    def _read_chain(self, job: DraftJob) -> TeacherForced:
+        """Return an idle drafter's proposals in place of the tokens of text and chain.
+
+        Where the chain has left the text, it differs from the leader as it does on the text.
+        """
+        trace, proposals = self._arms[job.drafter].trace, list[DraftToken]()
+        for position in range(job.truncate_to + job.skip, job.start):
+            i, draft = position - self.first, job.extend_with[position - job.truncate_to]
+            if position >= len(self.tokens) or (trace.silent and trace.silent[i]):
+                proposals.append(DraftToken(-1))
+                continue
+            on_text = position <= self._right[job.drafter]
+            token = self.tokens[position] if on_text and trace.hits[i] else self._other_token(job.drafter, i, draft)
+            perturbed = trace.perturbed_probability[i] if trace.perturbed_probability else math.nan
+            proposals.append(DraftToken(token, trace.confidence[i], perturbed_probability=perturbed))
+        return TeacherForced(tuple(proposals))
+
+    def _other_token(self, drafter: int, i: int, draft: int) -> int:
+        """Return the token that a drafter proposes in place of the leader's `draft`, where it is not the target's."""
+        token, known = self.tokens[self.first + i], [arm.trace.choices[i : i + 1] for arm in self._arms]
+        mine, leaders = known[drafter], known[self._leader]
+        if not (mine and mine[0] and leaders and leaders[0]):
+            return token + 1
+        rank = leaders[0].index(mine[0][0]) if mine[0][0] in leaders[0] else _ELSE - 1 + drafter
+        return draft if rank == 0 and draft != token else token + 1 + rank
 
     def _runners_up(self, trace: HitTrace, i: int, *, on_text: bool) -> tuple[int, ...]:
         """Return the runners-up of a proposal; `on_text`: it follows the text, so one of them may be the target's."""
@@ -275,7 +307,7 @@ def _rules(trace: HitTrace, text: TracedText, policy: Policy) -> VerifierRules:
         name="verifier",
         model="reference",
         tokenizer_sha256=_HASH,
-        vocab_size=max(text.tokens) + 2 + RUNNERS_UP,  # a miss is the right token plus one, a runner-up more
+        vocab_size=max(text.tokens) + _ELSE + 64,  # a miss is the right token plus one, other wrong ones more
         context_length=len(text.tokens) + _BEYOND * (1 + trace.ended),
         eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
         max_drafts=policy.max_drafts,

@@ -107,7 +107,7 @@ class ScriptedDrafters:
         forced_from = job.truncate_to + job.skip
         try:
             forced = self._teacher_force(job.drafter, prefix, forced_from, forced_from + job.teacher_forced)
-            drafts = self._proposers[job.drafter](prefix, job.count)
+            drafts = self._proposers[job.drafter](prefix, job.count) if job.count else ()
         except OutriderError as error:
             return DrafterFailed(error, job.drafter), self._drafting_s
         self.prefixes[job.drafter] = prefix + tuple(draft.id for draft in drafts)

@@ -36,8 +36,9 @@ LENGTH, SELECTOR, CALIBRATION, SESSION = "length rule", "selector", "calibration
 PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
     LENGTH: ((Drafting, "allowance"),),
     SELECTOR: (
-        (Drafting, "_choose"),
-        *((Selection, name) for name in ("learn", "note", "note_prompt", "next_catch_up", "forced_from")),
+        (Meter, "arms"),
+        (Meter, "round_costs"),
+        *((Selection, name) for name in ("choose", "learn", "note", "note_prompt", "next_catch_up")),
     ),
     CALIBRATION: ((Meter, "compare"),),
     SESSION: ((EdgeSession, "handle"),),

@@ -8,6 +8,7 @@ the leader would have drafted on its wrong path; its drafts on the text stand fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy.branches import RUNNERS_UP, MissShares, OtherShares
 from outrider.proto.policy.measures import Calibration, TextCalibration
 from outrider.proto.policy.trees import Run, best_tree
+from outrider.proto.types import DraftToken
 
 RUN = 8  # most tokens of a run
 ALL = "all"
@@ -155,6 +157,12 @@ def _follow(trace: HitTrace, place: int) -> int:
     return after.index(False) if False in after else len(after)
 
 
+def _lead(trace: HitTrace, place: int) -> float:
+    """Return the lead of the drafter's proposal, as sessions calibrate it."""
+    perturbed = trace.perturbed_probability[place] if trace.perturbed_probability else math.nan
+    return DraftToken(0, trace.confidence[place], perturbed_probability=perturbed).lead
+
+
 class _Candidate(NamedTuple):
     """A run that a step could verify; `drafter` continues it after `token`, None: nobody."""
 
@@ -201,7 +209,7 @@ class Stepper:
         for place in range(at, min(at + self.max_drafts, text.tokens)):
             if not leader.choices[place]:
                 break
-            chances.append(calibration.chance(leader.confidence[place]))
+            chances.append(calibration.chance(_lead(leader, place)))
         found = [
             candidate
             for index in range(min(len(chances) + 1, text.tokens - at))
@@ -229,7 +237,7 @@ class Stepper:
             if not trace.choices[place] or trace.choices[place][0] in own[:1]:
                 continue
             token = trace.choices[place][0]
-            likely = (1 - chance) * self._of_others[other].of(trace.confidence[place])
+            likely = (1 - chance) * self._of_others[other].of(_lead(trace, place))
             before, drafter = found.get(token, (0.0, None))
             both = min(1 - chance, before + likely - before * likely)
             found[token] = both, other if drafter is None or likely > before else drafter
@@ -242,7 +250,7 @@ class Stepper:
         leader = text.traces[0]
         token, own = leader.tokens[place], leader.choices[place]
         if own:
-            calibration.add(leader.confidence[place], leader.hits[place])
+            calibration.add(_lead(leader, place), leader.hits[place])
         if leader.hits[place]:
             return
         if len(own) > 1:
@@ -250,7 +258,7 @@ class Stepper:
         for other, shares in self._of_others.items():
             trace = text.traces[other]
             if trace.choices[place] and trace.choices[place][0] not in own[:1]:
-                shares.add(trace.confidence[place], trace.hits[place])
+                shares.add(_lead(trace, place), trace.hits[place])
 
 
 def tables(result: TreesResult) -> RenderableType:

@@ -70,35 +70,33 @@ class MissShares:
         return self.hits[rank] / self.misses
 
 
-_CONFIDENCE_EDGES = (0.3, 0.6, 0.9)
+_LEAD_EDGES = (0.3, 0.6, 0.9)
 _FIRST_OTHER, _FIRST_OTHER_WEIGHT = 0.1, 6.0  # share of misses at which another drafter is right, before any is known
 
 
 @dataclass(slots=True)
 class OtherShares:
-    """The share of a chain's misses at which another drafter had the token, by its confidence; it fades.
+    """The share of a chain's misses at which another drafter had the token, by its `DraftToken.lead`; it fades.
 
     Only misses count at which the other proposed another token than the chain.
 
     Attributes:
-        hits: misses at which it had the token, by confidence.
-        misses: number of misses, by confidence.
+        hits: misses at which it had the token, by lead.
+        misses: number of misses, by lead.
     """
 
-    hits: list[float] = field(
-        default_factory=lambda: [_FIRST_OTHER * _FIRST_OTHER_WEIGHT] * (len(_CONFIDENCE_EDGES) + 1)
-    )
-    misses: list[float] = field(default_factory=lambda: [_FIRST_OTHER_WEIGHT] * (len(_CONFIDENCE_EDGES) + 1))
+    hits: list[float] = field(default_factory=lambda: [_FIRST_OTHER * _FIRST_OTHER_WEIGHT] * (len(_LEAD_EDGES) + 1))
+    misses: list[float] = field(default_factory=lambda: [_FIRST_OTHER_WEIGHT] * (len(_LEAD_EDGES) + 1))
 
-    def add(self, confidence: float, hit: bool) -> None:
-        """Count a miss of the chain at which the other proposed another token with this confidence; NaN: unknown."""
-        place = bisect.bisect_right(_CONFIDENCE_EDGES, confidence)
+    def add(self, lead: float, hit: bool) -> None:
+        """Count a miss of the chain at which the other proposed another token with this lead; NaN: unknown."""
+        place = bisect.bisect_right(_LEAD_EDGES, lead)
         self.misses[place] = self.misses[place] * _FADE + 1
         self.hits[place] = self.hits[place] * _FADE + hit
 
-    def of(self, confidence: float) -> float:
-        """Return the share for a proposal of this confidence."""
-        place = bisect.bisect_right(_CONFIDENCE_EDGES, confidence)
+    def of(self, lead: float) -> float:
+        """Return the share for a proposal of this lead."""
+        place = bisect.bisect_right(_LEAD_EDGES, lead)
         return self.hits[place] / self.misses[place]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from outrider.proto.policy.branches import OtherShares
 from outrider.proto.policy.measures import Calibration, Line, Smoothed
 
 _PACE_FADE = 0.95  # at every commit
@@ -137,17 +138,20 @@ class DrafterMeasurements:
         calibration: share of hits by the lead of the drafter's drafts.
         drafting_s: time to draft one token, in seconds.
         reading_s: time to read one committed token, in a pass with several, in seconds.
+        beside: share of the misses of other drafters' chains at which it had the token.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
     drafting_s: Smoothed = field(default_factory=Smoothed)
     reading_s: Smoothed = field(default_factory=Smoothed)
+    beside: OtherShares = field(default_factory=OtherShares)
 
     def copy(self) -> DrafterMeasurements:
         """Return an independent copy."""
         bins = [list(counts) for counts in self.calibration.bins]
         calibration = Calibration(replace(self.calibration.acceptance), bins)
-        return DrafterMeasurements(calibration, replace(self.drafting_s), replace(self.reading_s))
+        beside = OtherShares(list(self.beside.hits), list(self.beside.misses))
+        return DrafterMeasurements(calibration, replace(self.drafting_s), replace(self.reading_s), beside)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ class Chain:
         epoch: number of chains abandoned so far; what a job of an older epoch proposes is dropped.
         said_complete: whether the verifier knows, since the last commit, that no more drafts come.
         branched: whether branches of it have been sent, one of which the verifier may have made the next chain.
+        borrowed: number of drafts at the front that are not the active drafter's.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Chain:
         self.number = 0  # in messages
         self.said_complete = False
         self.branched = False
+        self.borrowed = 0
         self._number_used = False
         self._named = NO_DRAFTER  # drafter that the stream's verifier knows of
 
@@ -41,10 +43,12 @@ class Chain:
         """Drop the first `drafts` drafts, which the target has agreed with."""
         del self.drafts[:drafts]
         self.sent = max(0, self.sent - drafts)
+        self.borrowed = max(0, self.borrowed - drafts)
 
     def abandon(self) -> None:
         """Forget all drafts and begin another chain."""
         self.drafts.clear()
+        self.borrowed = 0
         self.epoch += 1
         self.resend()
 
@@ -56,12 +60,15 @@ class Chain:
             self.number += 2 if self.branched else 1
             self._number_used = self.branched = False
 
-    def follow_branch(self, drafts: tuple[DraftToken, ...], number: int) -> None:
+    def follow_branch(self, drafts: tuple[DraftToken, ...], number: int, borrowed: int) -> None:
         """Go on with the drafts of a branch of the chain just abandoned.
 
-        `number` is that under which the verifier has them already; 0: it has not.
+        Args:
+            drafts: [n] the drafts.
+            number: that under which the verifier has them already; 0: it has not.
+            borrowed: number of them that are not the active drafter's, which come first.
         """
-        self.drafts = list(drafts)
+        self.drafts, self.borrowed = list(drafts), borrowed
         if number:
             self.number, self.sent, self._number_used = number, len(drafts), True
 

@@ -15,6 +15,7 @@ from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.hits import HitCounter
 from outrider.proto.session.jobs import CatchUpJob, DraftJob
 from outrider.proto.session.measuring import Meter
+from outrider.proto.session.merging import Merging
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
 from outrider.proto.session.stream import EdgeStream
@@ -42,6 +43,7 @@ class Drafting:
         running: job that no event has answered yet.
         last_job_s: duration of the newest job, in seconds.
         branching: branches of the chain.
+        merging: branches that idle drafters make.
         blocks: the length rule, where it also says which drafts travel together; None: it does not.
     """
 
@@ -71,6 +73,7 @@ class Drafting:
         self._verifier = VerifierArm()
         self._hits = HitCounter(text, meter, selection)
         self.branching = Branching(text, chain, stream, meter, battery)
+        self.merging = Merging(text, chain, meter, self.branching, selection, allowed=self.blocks is None)
         self._vectors = vectors
         self._job_tokens = job_tokens
         self._choice_due = True
@@ -97,8 +100,8 @@ class Drafting:
 
     @property
     def job_runs(self) -> bool:
-        """Whether a drafting job runs."""
-        return isinstance(self.running, DraftJob)
+        """Whether the active drafter has a drafting job."""
+        return isinstance(self.running, DraftJob) and self.running.drafter == self.active
 
     def review(self) -> None:
         """Ask the length rule once more, now that an event may have changed what it looks at."""
@@ -127,31 +130,25 @@ class Drafting:
         if not stream.connected and self._selection.reads_prompt(len(self._text.tokens)):
             return None  # what the prompt tells of the drafters decides which of them is first
         if self._choice_due and self.enabled and stream.takes_drafts and not self._chain:
-            self._choose()
+            self._choice_due = False
+            _choose(self._selection, self._meter, self._text)
         count = self.allowance()
         return self._draft(count) if count else None
-
-    def _choose(self) -> None:
-        """Choose the active drafter, now that a chain begins."""
-        self._choice_due = False
-        before, meter, patience = self.active, self._meter, self._text.frame.patience
-        patience_s = patience.seconds if patience is not None else 0.0
-        self._selection.choose(meter.arms(before), meter.round_costs(), len(self._text.tokens), patience_s)
-        self._text.statistics.switches += self.active != before
 
     def _draft(self, count: int) -> DraftJob:
         """Issue a job of at most `count` tokens after the drafts in flight."""
         selection, drafts = self._selection, self._chain.tokens
         committed, agreed = len(self._text.tokens), selection.agreed
         after = (*self._text.tokens[agreed:], *drafts[max(0, agreed - committed) :])
-        forced = max(0, committed - selection.forced_from(committed))
+        forced = max(0, committed - selection.forced_from(committed, self.active))
         prefix_length = committed + len(drafts)
+        vectors = self._vectors if self.active == selection.steered else None
         job = DraftJob(
             truncate_to=agreed,
             extend_with=after,
             count=count,
             epoch=self._chain.epoch,
-            steer=self._steer(prefix_length - 1),
+            steer=None if vectors is None else _steer(vectors, self._text, self._meter, prefix_length - 1),
             drafter=self.active,
             skip=committed - forced - agreed if forced else 0,
             teacher_forced=forced,
@@ -171,6 +168,13 @@ class Drafting:
             self.running, self._issued_in = job, self._text.turns
         return job
 
+    def merge(self, within_s: float) -> DraftJob | None:
+        """Issue a job of at most `within_s` seconds to an idle drafter, for branches; None: there is none that pays."""
+        job = self.merging.job(within_s)
+        if job is not None:
+            self.running, self._issued_in = job, self._text.turns
+        return job
+
     def catch_up(self) -> CatchUpJob | None:
         """Issue a job to an idle drafter; None: there is nothing worth reading, or the first Open has not left yet."""
         if self._text.done or not self._stream.has_opened:
@@ -181,17 +185,6 @@ class Drafting:
         self.running = job
         self._issued_in = self._text.turns
         return job
-
-    def _steer(self, position: int) -> Steer | None:
-        """Return the vector for a job whose first token follows `position`; None: unchanged."""
-        if self._vectors is None or self.active != self._selection.steered:
-            return None
-        self._meter.measurements.lead.add(position + 2 - len(self._text.tokens))
-        age = self._vectors.age(position)
-        if age is not None:
-            self._text.statistics.steered_jobs += 1
-            self._text.statistics.vector_age += age
-        return self._vectors.steer(self._text.prompt_length)
 
     # --- their results ---
 
@@ -206,10 +199,15 @@ class Drafting:
         text.statistics.drafting_s += done.seconds
         if text.done:
             return
-        if self._issued_in == text.turns:
-            self._hits.compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
         if any(not 0 <= draft.id < self._stream.terms.vocab_size for draft in drafts):
             raise UnknownToken("the drafter proposes tokens that the target does not have")
+        this_turn = self._issued_in == text.turns
+        if job.drafter != self.active:
+            if this_turn:
+                self.merging.add(done, self._hits)
+            return
+        if this_turn:
+            self._hits.compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
         if job.branch >= 0:
             self.branching.add(done)
             return
@@ -274,7 +272,8 @@ class Drafting:
         """
         if selection is not None:
             self.enabled = selection.take_over(self._selection)
-            self._selection, self._replaced_in = selection, self._text.turns
+            self._selection = self.merging.selection = selection
+            self._replaced_in = self._text.turns
             self._meter.take_drafters(selection.names)
             self._hits = HitCounter(self._text, self._meter, selection)
             if self.enabled:
@@ -300,7 +299,7 @@ class Drafting:
         while True:
             # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
             drafts = chain.drafts[: len(tokens) - met]
-            hits = self._hits.compare(self.active, position + met, drafts, tokens[met:])
+            hits = self._hits.compare(self.active, position + met, drafts, tokens[met:], chain.borrowed)
             missed = hits < len(drafts)
             self._length.observe(hits, missed=missed)
             if not missed:
@@ -328,9 +327,27 @@ class Drafting:
         self.abandon()
         self._selection.agreed = min(self._selection.agreed, position)
         if branch:
-            self._chain.follow_branch(branch, chain if taken else 0)
+            self._chain.follow_branch(branch, chain if taken else 0, len(branch) if self.branching.borrowed else 0)
             self._text.statistics.branches_taken += taken
 
     def resume(self) -> None:
         """Ask a drafter that had nothing to say again."""
         self._stalled = False
+
+
+def _steer(vectors: VectorKeeper, text: EdgeText, meter: Meter, position: int) -> Steer | None:
+    """Return the vector for a job whose first token follows `position`; None: unchanged."""
+    meter.measurements.lead.add(position + 2 - len(text.tokens))
+    age = vectors.age(position)
+    if age is not None:
+        text.statistics.steered_jobs += 1
+        text.statistics.vector_age += age
+    return vectors.steer(text.prompt_length)
+
+
+def _choose(selection: Selection, meter: Meter, text: EdgeText) -> None:
+    """Choose the active drafter, now that a chain begins."""
+    before, patience = selection.current, text.frame.patience
+    patience_s = patience.seconds if patience is not None else 0.0
+    selection.choose(meter.arms(before), meter.round_costs(), len(text.tokens), patience_s)
+    text.statistics.switches += selection.current != before

@@ -242,7 +242,7 @@ class EdgeSession:
         if draft is not None:
             return [draft]
         held = [] if self.done else self._sender.flush(now)
-        job = self._drafting.catch_up() or self._drafting.branch(now)
+        job = self._drafting.merge(self._meter.idle_s(now)) or self._drafting.catch_up() or self._drafting.branch(now)
         held += self._sender.send_branches(now, finished=job is None)
         return held if job is None else [*held, job]
 
@@ -347,7 +347,7 @@ class EdgeSession:
         try:
             self._drafting.take(drafted)
         except UnknownToken as error:
-            return self._drafter_failed(error, self.drafter)
+            return self._drafter_failed(error, drafted.job.drafter)
         return [] if self.done else self._sender.flush(now)
 
     def _drafter_failed(self, error: OutriderError, drafter: int) -> list[EdgeInstruction]:

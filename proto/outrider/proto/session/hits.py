@@ -20,13 +20,22 @@ class HitCounter:
     _meter: Meter
     _selection: Selection
 
-    def compare(self, drafter: int, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int]) -> int:
-        """Count the drafter's drafts from `start` on, up to the first that misses; return the hits before it."""
+    def compare(
+        self, drafter: int, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int], borrowed: int = 0
+    ) -> int:
+        """Count the drafter's drafts from `start` on, up to the first that misses; return the hits before it.
+
+        The first `borrowed` of them are another's, and say nothing of this one.
+        """
         hits = next((i for i, draft in enumerate(drafts) if draft.id != tokens[i]), len(drafts))
         compared = drafts[: hits + 1]
         if not compared:
             return 0
-        self._learn(drafter, start, [i < hits for i in range(len(compared))], compared)
+        own = range(min(borrowed, len(compared)), len(compared))
+        if borrowed:
+            self._meter.forget_chances()
+        if own:
+            self._learn(drafter, start + own.start, [i < hits for i in own], compared[own.start :])
         self._text.statistics.compared += len(compared)
         self._text.statistics.hits += hits
         return hits

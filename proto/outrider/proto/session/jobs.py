@@ -16,11 +16,12 @@ class DraftJob:
     Attributes:
         truncate_to: tokens of its prefix that it keeps.
         extend_with: [n] tokens after them: committed ones, then drafts of its own.
-        count: most tokens to propose.
+        count: most tokens to propose; 0: it only reads, and shows what it would propose itself.
         epoch: number of the chain among those of the session.
         steer: vector to set before it extends; None: unchanged.
         skip: tokens of `extend_with` before those that are teacher-forced.
-        teacher_forced: committed tokens after these, in place of which it returns its own proposals.
+        teacher_forced: tokens after these, in place of which it returns its own proposals: committed ones, and drafts
+            of the chain where an idle drafter reads it.
         branch: draft of the chain, by its position, in whose place the job follows another token; -1: it follows all.
     """
 

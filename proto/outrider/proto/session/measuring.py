@@ -234,6 +234,14 @@ class Meter:
             chances += new
         return chances
 
+    def idle_s(self, now: float) -> float:
+        """Return the seconds until the next commit, as far as a step's time tells."""
+        return self.commit_at + self.measurements.step.mean - now
+
+    def forget_chances(self) -> None:
+        """Compute the chances of the chain's drafts anew: the first of them are text, and said nothing of a drafter."""
+        self._chances_of = -1
+
     def survival(self, chain: Chain, drafter: int) -> float:
         """Return the chance that all drafts of the drafter's chain agree."""
         if chain.drafts:

@@ -82,6 +82,20 @@ class Selection:
     def agreed(self, length: int) -> None:
         self._prefix[self.current] = length
 
+    @property
+    def idle(self) -> list[int]:
+        """Drafters that work and are not the active one."""
+        return [i for i in range(self.drafters) if i != self.current and i not in self._failed]
+
+    def read(self, drafter: int) -> int:
+        """Return how many tokens of the transcript a drafter has read."""
+        return self._prefix[drafter]
+
+    def note_read(self, drafter: int, length: int) -> None:
+        """Note that an idle drafter's prefix agrees with the transcript up to `length` tokens."""
+        self._prefix[drafter] = length
+        self._due = None
+
     def take_over(self, former: Selection) -> bool:
         """Begin in the place of `former`, and return whether any drafter works.
 
@@ -152,11 +166,11 @@ class Selection:
         """Return the first position of the text at which nothing is known of the drafter."""
         return self._first + self._num_decided[drafter]
 
-    def forced_from(self, committed: int) -> int:
-        """Return the position from which on the active drafter is teacher-forced up to the `committed` tokens."""
+    def forced_from(self, committed: int, drafter: int) -> int:
+        """Return the position from which on a drafter is teacher-forced up to the `committed` tokens."""
         if not self._selector.catches_up:
             return committed
-        return max(self.agreed, self.first_undecided(self.current), committed - READ_TOKENS)
+        return max(self._prefix[drafter], self.first_undecided(drafter), committed - READ_TOKENS)
 
     # --- the active drafter ---
 
