@@ -132,6 +132,23 @@ def test_without_a_drafter_there_is_nothing_to_load_and_the_text_still_comes(clo
     assert found["text"] is Outcome.OK
 
 
+def test_a_drafter_by_text_needs_the_targets_tokenizer_without_coordinator(
+    cloud, config, tmp_path, tokenizer_file
+) -> None:
+    direct = {"verifier": cloud.verifier, "model": "reference"}
+    foreign = str(with_tokenizer(tmp_path / "foreign", byte_tokenizer()))
+    examined = asyncio.run(examine(config(**direct, drafter=foreign)))
+    session = finding(examined, "session opens")
+    assert f"the tokenizer of --drafter {foreign} is not the target's" in session.message
+    assert session.remedy == "give --tokenizer the target's tokenizer.json"
+    assert "own tokens" not in finding(examined, "drafter").message
+    for drafter in (foreign, f"code,{foreign}"):
+        given = tokenizer_file if drafter == foreign else None
+        examined = asyncio.run(examine(config(**direct, drafter=drafter, tokenizer=given)))
+        assert Outcome.FAILED not in outcomes(examined).values(), [one.record() for one in examined]
+        assert "by text" in finding(examined, "drafter").message
+
+
 def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypatch) -> None:
     monkeypatch.setattr(agreement, "TIMEOUT_S", 1.0)
 

@@ -18,7 +18,7 @@ from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint
 from outrider.edge.doctor.finding import Finding, Metric, failed, failed_by, ok, skipped, warning
 from outrider.edge.preparation import leased_tokenizer
 from outrider.proto import codec
-from outrider.proto.errors import ConfigError, OutriderError, Unauthenticated
+from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch, Unauthenticated
 from outrider.proto.lease import CLOCK_SKEW_S, expiry_s
 from outrider.proto.release import UNKNOWN, release
 from outrider.proto.session import RetryRules
@@ -26,7 +26,7 @@ from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import PROTOCOL_VERSION, CloudFrame, Lease, LeaseRequest, Opened
 
 PROMPT = "The"
-NO_PACKAGE = ("auto", "ngram", "none")
+NO_PACKAGE = ("auto", "all", "ngram", "retrieval", "none")
 MAX_STEP_S = 0.5  # of a clock against the monotonic one during a visit
 
 
@@ -131,12 +131,13 @@ def _find_tokenizer(visit: Visit) -> Path:
         return leased_tokenizer(config, lease, DrafterCache(config.cache))
     if config.tokenizer is not None:
         return config.tokenizer.expanduser()
-    if config.drafter in NO_PACKAGE:
+    named = [name for name in config.drafters if name not in NO_PACKAGE]
+    if not named:
         raise ConfigError(
             "is needed where there is no coordinator: give the target's tokenizer.json, or --drafter PACKAGE",
             field="tokenizer",
         )
-    return find_package(config.drafter).tokenizer_path
+    return find_package(named[0]).tokenizer_path
 
 
 class _OpenedRecorder(Observer):
@@ -160,6 +161,12 @@ async def open_session(visit: Visit) -> Finding:
         async for _ in client.generate(PROMPT, max_tokens=1, observer=recorder):
             pass
     except OutriderError as error:
+        if isinstance(error, TokenizerMismatch) and visit.lease is None and visit.config.tokenizer is None:
+            return failed(
+                f"the tokenizer of --drafter {visit.config.drafter} is not the target's, with which it drafts by text",
+                "give --tokenizer the target's tokenizer.json",
+                kind=type(error).__name__,
+            )
         return failed_by(error)
     finally:
         await client.close()

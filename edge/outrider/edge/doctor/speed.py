@@ -66,7 +66,8 @@ async def load_drafter(visit: Visit) -> Finding:
             "train one (`outrider train drafter`), and serve it with `outrider coordinator --drafters DIR`",
         )
     return ok(
-        f"{drafter.name} {drafter.version} {_way(pool)}, every file as promised, ready after {1000 * seconds:.0f} ms",
+        f"{drafter.name} {drafter.version}{_way(pool, visit)}, every file as promised, "
+        f"ready after {1000 * seconds:.0f} ms",
         name=drafter.name,
         by_text=bool(pool.by_text),
         version=drafter.version,
@@ -74,10 +75,11 @@ async def load_drafter(visit: Visit) -> Finding:
     )
 
 
-def _way(pool: DrafterPool) -> str:
+def _way(pool: DrafterPool, visit: Visit) -> str:
+    """Return how it drafts, unless nobody knows the target's tokenizer."""
     if pool.by_text:
-        return "drafts by text, since its tokenizer is another than the target's"
-    return "drafts in the target's own tokens"
+        return " drafts by text, since its tokenizer is another than the target's"
+    return " drafts in the target's own tokens" if visit.opened is not None else ""
 
 
 def _load_all(pool: DrafterPool) -> Finding:
