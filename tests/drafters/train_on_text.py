@@ -26,7 +26,6 @@ from outrider.cloud.training.drafter import matrices_and_others
 from outrider.cloud.training.optimizers import Muon, adam
 from outrider.drafters import find_package
 
-BLOCK_BYTES = 2048
 BLOCKS = 4
 WARM_UP = 40
 SPECIAL = ["<|begin|>", "<|stop|>"]
@@ -39,6 +38,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, nargs="+", required=True)
     parser.add_argument("--tokenizer", choices=("target", "bpe", "bytes"), required=True)
     parser.add_argument("--megabytes", type=float, default=6.0)
+    parser.add_argument("--block-bytes", type=int, default=2048, help="text of a row; less: more steps (2048)")
     options = parser.parse_args()
     torch.manual_seed(0)
     texts = list(_texts(options.corpus, int(options.megabytes * 1e6)))
@@ -46,7 +46,7 @@ def main() -> None:
     bos, eos = (0, 1)
     encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
     tokens = np.fromiter(chain.from_iterable((bos, *each.ids, eos) for each in encoded), dtype=np.int64)
-    length = round(BLOCK_BYTES * len(tokens) / sum(len(text.encode()) for text in texts))
+    length = round(options.block_bytes * len(tokens) / sum(len(text.encode()) for text in texts))
     blocks = torch.from_numpy(tokens[: len(tokens) // length * length].reshape(-1, length))
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -63,12 +63,12 @@ def main() -> None:
             eos_token_id=eos,
         )
     )
-    _train(model, blocks)
+    _train(model, blocks, options.block_bytes)
     model.save_pretrained(options.folder)
     tokenizer.save(str(options.folder / "tokenizer.json"))
 
 
-def _train(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
+def _train(model: LlamaForCausalLM, blocks: torch.Tensor, block_bytes: int) -> None:
     matrices, others = matrices_and_others(model)
     optimizers = [Muon(matrices, lr=0.02), adam(others, 3e-3)]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
@@ -86,7 +86,7 @@ def _train(model: LlamaForCausalLM, blocks: torch.Tensor) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(float(loss.detach()) * rows.shape[1] / BLOCK_BYTES)
+        losses.append(float(loss.detach()) * rows.shape[1] / block_bytes)
         if step % 50 == 49 or step == steps - 1:
             mean = sum(losses[-50:]) / len(losses[-50:])
             print(f"step {step + 1} of {steps}: {mean:.3f} nats a byte, {time.monotonic() - began:.0f} s", flush=True)
