@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from outrider.bench.engine.aims import Aim, aims
+from outrider.bench.engine.command import kv_positions
 from outrider.bench.engine.engine_steps import decode, planning_s
 from outrider.bench.engine.parts import PassShares, pass_shares, shares_of
 from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
@@ -284,6 +285,11 @@ def test_a_row_costs_what_it_adds_to_the_step_without_it(target, monkeypatch) ->
     assert (prices.context, prices.chain_ms, prices.branch_ms, prices.ratio) == (20, 250.0, 750.0, 3.0)
     assert replace(prices, chain_ms=-0.1).ratio is None
     assert target.pool.free_pages == target.pool.page_count
+
+
+def test_the_cache_has_room_for_all_steps_that_take_turns_far_into_a_text() -> None:
+    assert kv_positions(Case(1, 9, 9, 1000, 8)) > 1009 + 1001 + 1009 + 1009 + 8 * 16
+    assert kv_positions(Case(2, 1, 1, 1000)) > 4 * 1000
 
 
 def test_the_record_has_the_prices_of_rows_by_context(family, tmp_path, capsys) -> None:

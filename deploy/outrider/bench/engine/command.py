@@ -82,7 +82,7 @@ class _EngineBench:
         self._clock_name = "cpu" if one_thread else "wall"
         self._sampling = Sampling(temperature=options.temperature, seed=1)
         self._cases = list(_cases(options))
-        load = partial(load_target, verifier.target, kv_tokens=max(map(_positions, self._cases)), page_size=_PAGE)
+        load = partial(load_target, verifier.target, kv_tokens=max(map(kv_positions, self._cases)), page_size=_PAGE)
         self._packed = load(dtype=verifier.dtype, exact=verifier.exact)
         dtype = dtype_name(self._packed.dtype)
         self._plain = load(dtype=dtype, exact="off", packed=False, straight=False)
@@ -246,9 +246,9 @@ def _cases(options: EngineSettings) -> Iterator[Case]:
         yield Case(1, options.prefill, 1, 0)
 
 
-def _positions(case: Case) -> int:
+def kv_positions(case: Case) -> int:
     """Return the positions of the KV cache that steps, others and texts of the engine take beside each other."""
-    contexts = 3 if case.branches else 2
+    contexts = 4 if case.branches else 2
     beside = _PAGE * case.branches
     return case.sessions * (contexts * case.context + (_ENGINE_STEPS + 1) * case.rows + _GROWTH + beside)
 
