@@ -24,7 +24,9 @@ from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.corpus import Source, most_frequent
 from outrider.cloud.training.drafter import train_drafter
+from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.cloud.training.small_head import fit_head
 from outrider.drafters import find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule
@@ -99,6 +101,24 @@ def test_with_moments_a_reduced_head_is_the_nearest_in_the_logits_of_such_states
     root = torch.linalg.svdvals(wanted)[RANK:].square().sum()  # the nearest of all logits of this rank
     assert errors[1] == pytest.approx(float(root), rel=1e-3)
     assert errors[1] < 0.5 * errors[0]
+
+
+def test_a_fitted_head_of_low_rank_says_more_of_what_the_whole_one_says() -> None:
+    model = tied_llama()
+    whole = model.lm_head.weight.detach().clone()
+    states = torch.randn(9000, HIDDEN, generator=torch.Generator().manual_seed(0)) * torch.linspace(4, 1, HIDDEN)
+    reduce_head(model, rank=RANK, tokens=KEPT, moments=states.T @ states / len(states))
+
+    def divergence(of: torch.Tensor) -> float:
+        terms = loss_terms(model.lm_head, of, of @ whole.T)
+        return float(forward_kl(*terms, positions_per_chunk=500).detach())
+
+    seen, unseen = states[:8000], states[8000:]
+    before = divergence(unseen)
+    rms = [float(each.weight.detach().square().mean().sqrt()) for each in (model.lm_head.down, model.lm_head.up)]
+    assert rms[0] == pytest.approx(rms[1], rel=1e-4)
+    fit_head(model.lm_head, whole, seen, seed=1)
+    assert divergence(unseen) < 0.98 * before
 
 
 def test_a_trimmed_head_has_the_whole_heads_logits_and_finds_the_rest_impossible() -> None:

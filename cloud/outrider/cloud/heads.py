@@ -100,8 +100,10 @@ def reduce_head(
         root, inverse = _root(torch.eye(hidden) if moments is None else moments.float().cpu())
         _, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending: right singular vectors
         kept = directions.flip(1)[:, :rank]
-        head.down.get_parameter("weight").copy_(kept.T @ inverse)
-        weight = weight @ root @ kept
+        down, weight = kept.T @ inverse, weight @ root @ kept
+        even = (weight.norm() / weight.numel() ** 0.5 / down.norm() * down.numel() ** 0.5).sqrt()
+        head.down.get_parameter("weight").copy_(down * even)  # of one size, so that one learning rate suits both
+        weight = weight / even
     head.up.weight.copy_(weight)
     if head.tokens is not None and tokens is not None:
         head.tokens.copy_(tokens)

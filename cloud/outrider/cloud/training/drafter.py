@@ -22,12 +22,13 @@ from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.cloud.training.small_head import fit_head
 from outrider.cloud.training.texts import Texts
 from outrider.drafters import embedded_packages, find_package
 from outrider.proto.errors import InvalidArgument
 
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
-MOMENT_BLOCKS = 8  # of text that a low-rank head begins as the best for
+FITTED_BLOCKS = 48  # of text that a low-rank head begins as the best for
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -156,15 +157,26 @@ def _head_tokens(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> 
 
 
 @torch.no_grad()
-def _moments(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
-    """Return E h h^T [hidden, hidden] of the states h before the head, on blocks of the text to train on."""
-    blocks = BlockSampler(texts.sources, config.block, config.seed).draw(MOMENT_BLOCKS)
+def _states(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
+    """Return float32 [n, hidden], the states before the head on blocks of the text to train on."""
+    blocks = BlockSampler(texts.sources, config.block, config.seed).draw(FITTED_BLOCKS)
     states = [
         drafter.model(input_ids=torch.from_numpy(block[None]).to(drafter.device), use_cache=False).last_hidden_state[0]
         for block in blocks
     ]
-    joined = torch.cat(states).float()
-    return joined.T @ joined / len(joined)
+    return torch.cat(states).float()
+
+
+def _make_head_small(config: DrafterTraining, drafter: Any, texts: Texts, reporter: Reporter) -> None:
+    """Give the drafter the head that the settings ask for, as near to its whole one as its rank allows."""
+    tokens, rank = _head_tokens(config, drafter, texts), config.head_rank
+    if rank is None:
+        reduce_head(drafter, tokens=tokens)
+        return
+    states, whole = _states(config, drafter, texts), drafter.lm_head
+    reduce_head(drafter, rank=rank, tokens=tokens, moments=states.T @ states / len(states))
+    reporter.stage("fitting the head")
+    fit_head(drafter.lm_head, whole.weight.detach(), states, seed=config.seed)
 
 
 class _DrafterRun(TrainingRun):
@@ -178,12 +190,7 @@ class _DrafterRun(TrainingRun):
         else:
             drafter = read_start(config.start, target)
         if config.head_rank is not None or config.head_tokens is not None:
-            reduce_head(
-                drafter,
-                rank=config.head_rank,
-                tokens=_head_tokens(config, drafter, texts),
-                moments=_moments(config, drafter, texts),
-            )
+            _make_head_small(config, drafter, texts, reporter)
         matrices, others = matrices_and_others(drafter)
         super().__init__(
             config,
