@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 ACCEPTANCE_PRIOR = 0.7
@@ -256,18 +256,7 @@ class StepCost:
 
         It never falls with rows, and the last slope goes on beyond the largest step.
         """
-        points = self._curve()
-        if not points:
-            return 0.0
-        best = points[0][1]
-        for (x0, y0), (x1, y1) in itertools.pairwise(points):
-            if rows <= x0:
-                break
-            best = y1
-            if rows <= x1 or (x1, y1) == points[-1]:
-                best = y0 + (y1 - y0) * (rows - x0) / max(1e-9, x1 - x0)
-                break
-        return best
+        return _along(self._curve(), rows)
 
     def _curve(self) -> list[tuple[float, float]]:
         """Return rows and seconds of the octaves that were met, of which neither falls."""
@@ -290,6 +279,22 @@ class StepCost:
 
         All sessions wait for the rows of each, so that one that weighs its own rows weighs those of `sessions`.
         """
-        few, many = self.seconds(sessions), self.seconds(5 * sessions)
+        curve = self._curve()
+        few, many = _along(curve, sessions), _along(curve, 5 * sessions)
         row_s = (many - few) / 4
         return max(0.1 * few, few - row_s), row_s
+
+
+def _along(points: Sequence[tuple[float, float]], rows: float) -> float:
+    """Return the seconds of `rows` rows on straight lines between points (rows, seconds); 0 where there are none."""
+    if not points:
+        return 0.0
+    best = points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if rows <= x0:
+            break
+        best = y1
+        if rows <= x1 or (x1, y1) == points[-1]:
+            best = y0 + (y1 - y0) * (rows - x0) / max(1e-9, x1 - x0)
+            break
+    return best
