@@ -7,6 +7,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hand_driven import committed
+
+from outrider.bench.simulator import verifier as simulated_verifier
 from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.faults import Faults, FaultySimulation
 from outrider.bench.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
@@ -14,6 +17,7 @@ from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.proto.policy import Measurements, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
+from outrider.proto.session import verifier as session_verifier
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
 
 HASH = "ab" * 32
@@ -42,6 +46,21 @@ def open_frame(**changes) -> Open:
         "session": "s",
     }
     return Open(**(defaults | changes))
+
+
+def take_branches_for_text(monkeypatch) -> None:
+    """Plant a defect: a step follows a branch whether its first token is the target's or not."""
+    rightly, really = simulated_verifier.branch_taken, session_verifier.accept_drafts
+
+    def take(block, branches, tokens):
+        return rightly(block, branches, tokens) or next(iter(branches), None)
+
+    def accept(block, tokens, **rest):
+        said, _, finish = really(block, (*committed(*token_ids(block)), tokens[-1]), **rest)
+        return said, len(block), finish
+
+    monkeypatch.setattr(simulated_verifier, "branch_taken", take)
+    monkeypatch.setattr(session_verifier, "accept_drafts", accept)
 
 
 def own_text(oracle: Oracle, frame: Open, verifier: VerifierRules) -> tuple[int, ...]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from checked_simulation import CheckedSimulation, open_frame, own_text, rules
+from checked_simulation import CheckedSimulation, open_frame, own_text, rules, take_branches_for_text
 from hand_driven import committed
 
-from outrider.bench.simulator import verifier as simulated_verifier
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import OutriderError
@@ -24,7 +23,6 @@ from outrider.proto.session import (
     StreamReady,
     TeacherForced,
 )
-from outrider.proto.session import verifier as session_verifier
 from outrider.proto.types import (
     Branches,
     Commit,
@@ -250,16 +248,6 @@ def test_the_text_goes_on_when_the_other_drafter_breaks() -> None:
 
 def test_a_verifier_that_takes_another_drafters_token_for_text_is_found(monkeypatch) -> None:
     """The negative control: a branch is followed only where it is the target's token."""
-    rightly, really = simulated_verifier.branch_taken, session_verifier.accept_drafts
-
-    def take(block, branches, tokens):
-        return rightly(block, branches, tokens) or next(iter(branches), None)
-
-    def accept(block, tokens, **rest):
-        said, _, finish = really(block, (*committed(*token_ids(block)), tokens[-1]), **rest)
-        return said, len(block), finish
-
-    monkeypatch.setattr(simulated_verifier, "branch_taken", take)
-    monkeypatch.setattr(session_verifier, "accept_drafts", accept)
+    take_branches_for_text(monkeypatch)
     with pytest.raises((AssertionError, OutriderError)):
         decode_all(LINKS["near"], 3)

@@ -7,17 +7,15 @@ import math
 import random
 
 import pytest
-from checked_simulation import CheckedSimulation, open_frame, own_text, rules
+from checked_simulation import CheckedSimulation, open_frame, own_text, rules, take_branches_for_text
 from hand_driven import HandDrivenEdge, committed
 
-from outrider.bench.simulator import verifier as simulated_verifier
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy.branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
 from outrider.proto.policy.trees import Run, Tree, best_tree
 from outrider.proto.session import Drafted, Verified, VerifierSession
-from outrider.proto.session import verifier as session_verifier
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.step_tree import StepTree
 from outrider.proto.types import (
@@ -319,17 +317,7 @@ def test_trees_take_fewer_steps_than_chains() -> None:
 
 def test_a_verifier_that_takes_a_branch_for_text_is_found(monkeypatch) -> None:
     """The negative control: a branch is followed only where it is the target's token."""
-    rightly, really = simulated_verifier.branch_taken, session_verifier.accept_drafts
-
-    def take(block, branches, tokens):
-        return rightly(block, branches, tokens) or next(iter(branches), None)
-
-    def accept(block, tokens, **rest):
-        said, _, finish = really(block, (*committed(*token_ids(block)), tokens[-1]), **rest)
-        return said, len(block), finish
-
-    monkeypatch.setattr(simulated_verifier, "branch_taken", take)
-    monkeypatch.setattr(session_verifier, "accept_drafts", accept)
+    take_branches_for_text(monkeypatch)
     with pytest.raises((AssertionError, OutriderError)):
         decode_all(LINKS["near"], 3)
 
