@@ -107,6 +107,9 @@ EXAMPLES = {
     "open that asks for the prompt's log probabilities": _edge(
         t.Open("m", HASH, (1, 2), t.Sampling(), "s", prompt_logprobs=5)
     ),
+    "open that asks for the rest of them": _edge(
+        t.Open("m", HASH, (1, 2, 3), t.Sampling(), "s", prompt_logprobs=0, prompt_logprobs_from=2)
+    ),
     "open that asks for them without others": _edge(t.Open("m", HASH, (1, 2), t.Sampling(), "s", prompt_logprobs=0)),
     "log probabilities of a prompt": _cloud(
         t.PromptLogprobs(
@@ -150,6 +153,10 @@ EXAMPLES = {
     ),
     "branches of known chances": _edge(t.Branches(3, (t.Branch(1000, (7, 200), 0.2),))),
     "open that allows trees": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", trees=True)),
+    "open of a daemon's key": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", isolation=bytes(range(16)))),
+    "open of a text that was promised 4096 positions": _edge(
+        t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), context_length=4096)
+    ),
     "opened with trees": _cloud(t.Opened(0, 64, 128, "v0", 4096, trees=True)),
     "commit of a tree": _cloud(t.Commit(9, tuple(map(t.CommittedToken, (1, 2))), 1, 64, verified=1, verified_beside=5)),
     "draft, least": _edge(t.Draft(0, 0, tuple(map(t.DraftToken, (1,))))),
@@ -228,6 +235,9 @@ EXAMPLES = {
     ),
     "lease request of a text in float32": Example(
         t.LeaseRequest("reference", "s-1", precision="float32"), codec.encode_lease_request, codec.decode_lease_request
+    ),
+    "lease request of a text that needs 4096 positions": Example(
+        t.LeaseRequest("reference", "s-1", context_length=4096), codec.encode_lease_request, codec.decode_lease_request
     ),
     "lease request, least": Example(
         t.LeaseRequest("", "", protocol_version=0), codec.encode_lease_request, codec.decode_lease_request

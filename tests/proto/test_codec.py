@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from outrider.proto import codec
 from outrider.proto import types as t
+from outrider.proto.codec import decoding
 from outrider.proto.codec.control import FILE
 from outrider.proto.codec.fields import Table, many
-from outrider.proto.errors import InvalidArgument
+from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.v1 import decoding_pb2 as pb
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -34,19 +35,25 @@ words = st.text(max_size=20)
 names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 hashes = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
 
+
+def within(name: str, width: int = 64) -> st.SearchStrategy[float]:
+    return st.floats(t.BOUNDS[name].low, t.BOUNDS[name].high, width=width)
+
+
+biases = within("logit_bias", width=32)
 samplings = st.builds(
     t.Sampling,
-    temperature=st.floats(0, 1e6),
+    temperature=st.just(0.0) | within("temperature"),
     seed=big_counts,
-    top_k=counts,
-    top_p=st.floats(0, 1, exclude_min=True),
-    min_p=st.floats(0, 1),
-    repetition_penalty=st.floats(1e-6, 1e6),
-    presence_penalty=doubles,
-    frequency_penalty=doubles,
-    logit_bias=distinct.flatmap(lambda ts: st.tuples(*(st.tuples(st.just(x), singles) for x in ts))),
+    top_k=ids,
+    top_p=within("top_p"),
+    min_p=within("min_p"),
+    repetition_penalty=within("repetition_penalty"),
+    presence_penalty=within("presence_penalty"),
+    frequency_penalty=within("frequency_penalty"),
+    logit_bias=distinct.flatmap(lambda ts: st.tuples(*(st.tuples(st.just(x), biases) for x in ts))),
     allowed_tokens=distinct,
-    max_tokens=st.integers(1, (1 << 32) - 1),
+    max_tokens=st.integers(1, t.MAX_TOKEN_ID),
     stop_tokens=tokens,
     ignore_eos=st.booleans(),
 )
@@ -462,7 +469,6 @@ def test_a_frame_of_the_cloud_that_means_nothing_names_its_field(wire, field):
 @pytest.mark.parametrize(
     ("frame", "field"),
     [
-        (t.Draft(0, 0, tuple(map(t.DraftToken, (1,) * 21))), "draft.tokens"),
         (t.Open("m", "ab" * 32, (1,) * 21, t.Sampling(), "s"), "open.prompt"),
         (t.Open("m", "ab" * 32, (1,), t.Sampling(allowed_tokens=tuple(range(21))), "s"), "sampling.allowed_tokens"),
     ],
@@ -473,6 +479,59 @@ def test_a_list_longer_than_can_make_sense_is_refused(frame, field):
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_edge_frame(data, 10)
     assert caught.value.field == field
+
+
+def one_branch(**fields):
+    return {"starts": [4], "lengths": [1], "tokens": [5]} | fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tokens": [5] * 9}, "draft.tokens"),
+        ({"tokens": [5], "q": bytes(17)}, "draft.q"),
+        ({"branches": one_branch(starts=[4] * 65)}, "draft.branches.starts"),
+        ({"branches": one_branch(lengths=[1] * 65)}, "draft.branches.lengths"),
+        ({"branches": one_branch(lengths=[9])}, "draft.branches.lengths"),
+        ({"branches": one_branch(tokens=[5] * (64 * 8 + 1))}, "draft.branches.tokens"),
+        ({"branches": one_branch(chances=bytes(65))}, "draft.branches.chances"),
+    ],
+)
+def test_more_drafts_than_any_credit_allows_are_refused_before_a_list_is_made(fields, field, monkeypatch):
+    def never(*_):
+        raise AssertionError("a list is made of them")
+
+    monkeypatch.setitem(decoding._FROM_EDGE, "draft", never)
+    monkeypatch.setitem(decoding._FROM_EDGE, "branches", never)
+    frames = [(pb.EdgeFrame(draft=pb.Draft(**fields)), field)]
+    if "branches" in fields:
+        frames.append((pb.EdgeFrame(branches=pb.Branches(**fields["branches"])), field.removeprefix("draft.")))
+    for wire, named in frames:
+        with pytest.raises(ResourceExhausted) as caught:
+            codec.decode_edge_frame(wire.SerializeToString(), max_credit=8)
+        assert caught.value.field == named
+
+
+@pytest.mark.parametrize(
+    ("wire", "most"),
+    [
+        (pb.EdgeFrame(draft=pb.Draft(start=1, tokens=[5])), 64 * 1024),
+        (pb.EdgeFrame(branches=pb.Branches(starts=[4], lengths=[2], tokens=[5, 6])), 64 * 1024),
+        (pb.EdgeFrame(report=pb.Report(drafting=True)), 4096),
+        (pb.EdgeFrame(cancel=pb.Cancel(reason="r")), 4096),
+        (pb.EdgeFrame(ping=pb.Ping(number=1)), 4096),
+    ],
+)
+def test_only_what_brings_a_prompt_may_have_many_bytes(wire, most):
+    """Fields that this version does not know count, too."""
+    data = wire.SerializeToString()
+    unknown = most - len(data) - 5  # in a field of number 100, whose head takes five bytes
+    padded = data + b"\xa2\x06" + bytes([unknown & 127 | 128, unknown >> 7 & 127 | 128, unknown >> 14]) + bytes(unknown)
+    assert len(padded) == most
+    assert codec.decode_edge_frame(padded) == codec.decode_edge_frame(data)
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_edge_frame(padded + b"\xa0\x06\x01")
+    assert caught.value.field == f"frame.{wire.WhichOneof('body')}"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ CONTRACT = "outrider/proto/v1/decoding.proto"
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
-    pytest.importorskip("grpc_tools")
+    pytest.importorskip("grpc_tools", reason="needs grpcio-tools: pip install --group dev")
     folder = tmp_path_factory.mktemp("generated")
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", f"--python_out={folder}", f"--pyi_out={folder}"]
     subprocess.run([*command, CONTRACT], cwd=ROOT, check=True, timeout=120)

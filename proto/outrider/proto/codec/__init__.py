@@ -33,6 +33,7 @@ from outrider.proto.codec.control import (
 from outrider.proto.codec.decoding import (
     DECODE_METHOD,
     DECODING_SERVICE,
+    SMALL_FRAME_BYTES,
     decode_cloud_frame,
     decode_edge_frame,
     encode_cloud_frame,
@@ -43,6 +44,7 @@ __all__ = [
     "CONTROL_SERVICE",
     "DECODE_METHOD",
     "DECODING_SERVICE",
+    "SMALL_FRAME_BYTES",
     "decode_chunk",
     "decode_cloud_frame",
     "decode_drafter_query",

@@ -22,11 +22,17 @@ from outrider.proto.codec.fields import (
     to_enum,
     to_microseconds,
 )
-from outrider.proto.errors import InvalidArgument, PromptTooLong
+from outrider.proto.errors import InvalidArgument, PromptTooLong, ResourceExhausted
+from outrider.proto.policy.branches import MAX_BRANCHES
 from outrider.proto.v1 import decoding_pb2 as pb
 
 DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
 DECODING_SERVICE = "outrider.proto.v1.Decoding"
+SMALL_FRAME_BYTES = 64 * 1024
+_MAX_BYTES = {
+    **dict.fromkeys(("draft", "branches"), SMALL_FRAME_BYTES),
+    **dict.fromkeys(("report", "cancel", "ping"), 4096),
+}
 _CHANCES = 255  # parts in which a branch's chance travels
 
 
@@ -293,19 +299,27 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
     return result
 
 
-def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
+def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID, max_credit: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
     """Return the frame in `data`.
 
+    Its lengths are checked before a list is built, so that a stranger's message cannot hold a server up.
+
     Args:
-        data: one message.
-        max_tokens: bound of any list in it, checked before a list is built, so that a stranger's message cannot hold a
-            server up.
+        data: one message; only an Open and a Continue may have more than `SMALL_FRAME_BYTES`.
+        max_tokens: bound of any list in these two.
+        max_credit: most drafts of a session; no chain and no branch is longer.
 
     Raises:
         InvalidArgument: with the field named.
+        ResourceExhausted: it has more drafts or branches than any credit allows.
     """
     name, body = _body_of(parse(pb.EdgeFrame, data), _FROM_EDGE)
+    most = _MAX_BYTES.get(name)
+    if most is not None and len(data) > most:
+        raise InvalidArgument(f"has {len(data)} bytes; such a frame has {most} at most", field=f"frame.{name}")
     _check_lengths(name, body, max_tokens)
+    if name in ("draft", "branches"):
+        _check_drafts(name, body, max_credit)
     result: t.EdgeFrame = _FROM_EDGE[name](body)
     return result
 
@@ -339,18 +353,33 @@ _LISTS = {
     "open": ("prompt", "committed"),
     "continuation": ("prompt",),
     "sampling": ("bias_tokens", "bias_values", "allowed_tokens", "stop_tokens"),
-    "draft": ("tokens", "q"),
-    "branches": ("starts", "lengths", "tokens", "chances"),
 }
 
 
 def _check_lengths(name: str, message: Any, max_tokens: int) -> None:
     for field in _LISTS.get(name, ()):
         size = len(getattr(message, field))
-        if size > 2 * max_tokens:  # twice: q has two bytes a token
+        if size > 2 * max_tokens:  # prompt and committed are checked more closely later
             error = PromptTooLong if field == "prompt" else InvalidArgument
             raise error(f"holds {size} entries; {max_tokens} is the most that can make sense", field=f"{name}.{field}")
     if name in ("open", "continuation"):
         _check_lengths("sampling", message.sampling, max_tokens)
+
+
+def _check_drafts(name: str, message: Any, max_credit: int) -> None:
     if name == "draft":
-        _check_lengths("branches", message.branches, max_tokens)
+        _check_count(len(message.tokens), max_credit, "draft.tokens")
+        _check_count(len(message.q), 2 * max_credit, "draft.q")  # two bytes each
+        if not message.HasField("branches"):
+            return
+        message, name = message.branches, "draft.branches"
+    for field in ("starts", "lengths", "chances"):
+        _check_count(len(getattr(message, field)), MAX_BRANCHES, f"{name}.{field}")
+    if max(message.lengths, default=0) > max_credit:
+        raise ResourceExhausted(f"exceed {max_credit}; respect the credit", field=f"{name}.lengths")
+    _check_count(len(message.tokens), MAX_BRANCHES * max_credit, f"{name}.tokens")
+
+
+def _check_count(size: int, most: int, field: str) -> None:
+    if size > most:
+        raise ResourceExhausted(f"are {size}; send {most} at most, and respect the credit", field=field)

@@ -5,6 +5,7 @@ Positions are absolute (prompt + text, from 0). Token ids are Python ints in tup
 
 from __future__ import annotations
 
+from outrider.proto.types.bounds import BOUNDS
 from outrider.proto.types.branches import Branch, Branches
 from outrider.proto.types.checks import MAX_TOKEN_ID, PROMPT_CLASSES
 from outrider.proto.types.control import (
@@ -28,6 +29,7 @@ from outrider.proto.types.control import (
     VersionStatus,
 )
 from outrider.proto.types.decoding import (
+    MAX_ISOLATION_BYTES,
     PROTOCOL_VERSION,
     BlockBranch,
     Cancel,
@@ -50,18 +52,18 @@ from outrider.proto.types.decoding import (
     Pong,
     Provenance,
     Report,
-    Steering,
-    SteeringPrecision,
-    SteeringRequest,
     Timing,
     common_length,
     token_ids,
 )
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, PromptToken, TopLogprobs
 from outrider.proto.types.sampling import Grammar, GrammarKind, Noise, Sampling
+from outrider.proto.types.steering import Steering, SteeringPrecision, SteeringRequest
 
 __all__ = [
+    "BOUNDS",
     "LINK_CLASSES",
+    "MAX_ISOLATION_BYTES",
     "MAX_PREFIXES",
     "MAX_REPORTED_DRAFTERS",
     "MAX_TOKEN_ID",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.proto.types.checks import require, require_tokens
+from outrider.proto.types.checks import require, require_chain, require_tokens
 
 
 class Branch(NamedTuple):
@@ -31,7 +31,7 @@ class Branches:
     branches: tuple[Branch, ...]
 
     def __post_init__(self) -> None:
-        require(self.chain >= 0, "branches.chain", "must be 0 or more")
+        require_chain(self.chain, "branches.chain")
         require(bool(self.branches), "branches.starts", "is empty")
         require_branches(self.branches, "branches.")
 

@@ -61,6 +61,7 @@ class LeaseRequest:
         precision: precision of the text so far, which its verifier must have; empty: any.
         epoch: streams that the session had before.
         suspected: whether the last of `avoid` is silent and its stream still stands, to be left where there is another.
+        context_length: positions that the text needs, which its verifier should have; 0: any.
     """
 
     model: str
@@ -75,6 +76,7 @@ class LeaseRequest:
     precision: str = ""
     epoch: int = 0
     suspected: bool = False
+    context_length: int = 0
 
     def __post_init__(self) -> None:
         _require_classes(self.prompt_class, self.link_class, "lease_request")

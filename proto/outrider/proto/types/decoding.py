@@ -5,19 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 from outrider.proto.types.branches import Branch, Branches, require_branches
-from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, PROMPT_CLASSES, SHA256, require, require_tokens
+from outrider.proto.types.checks import (
+    MAX_TOKEN_ID,
+    NAME,
+    PROMPT_CLASSES,
+    SHA256,
+    require,
+    require_chain,
+    require_tokens,
+)
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TopLogprobs
 from outrider.proto.types.sampling import Noise, Sampling
+from outrider.proto.types.steering import Steering, SteeringRequest
 
 PROTOCOL_VERSION = 2
-_PROJECTION = re.compile(r"[0-9a-f]{12}")
+MAX_ISOLATION_BYTES = 16
 
 
 class FinishReason(Enum):
@@ -72,37 +80,6 @@ class Patience:
         require(self.drafts >= 1, "patience.drafts", "must be 1 or more")
 
 
-class SteeringPrecision(Enum):
-    """Number format of a steering vector on the wire."""
-
-    FLOAT16 = 1
-    INT8 = 2
-
-    @property
-    def number_bytes(self) -> int:
-        """Size of one number, in bytes."""
-        return 2 if self is SteeringPrecision.FLOAT16 else 1
-
-
-@dataclass(frozen=True, slots=True)
-class SteeringRequest:
-    """Which steering vectors an edge wants in commits.
-
-    Attributes:
-        projection: projection that makes the vector, 12 hexadecimal digits from the drafter's manifest.
-        every: commits for each vector; 0: none for now.
-    """
-
-    projection: str
-    precision: SteeringPrecision = SteeringPrecision.INT8
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        require(bool(_PROJECTION.fullmatch(self.projection)), "steering.projection", "must be 12 hexadecimal digits")
-        require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
-        require(0 <= self.every < 1 << 32, "steering.every", "must be in 0..2^32-1; 0 means none for now")
-
-
 @dataclass(frozen=True, slots=True)
 class Learning:
     """Permission to keep a prompt and its text in memory for a day, and to train drafters with them.
@@ -139,7 +116,11 @@ class Open:
         epoch: streams that the session had before, as its lease says.
         prompt_logprobs: likeliest tokens to carry for each token of the prompt, beside its own log probability; None:
             neither.
+        prompt_logprobs_from: first position of the prompt for which these are wanted; those before it have come.
         trees: whether steps may verify branches beside the chain.
+        isolation: mark of whoever the edge decodes for, at most `MAX_ISOLATION_BYTES`; only texts of one mark and one
+            API key share what was computed. Empty: the edge does not tell between those it serves.
+        context_length: positions that the text was promised, prompt included, and ends at; 0: none yet.
     """
 
     model: str
@@ -163,14 +144,21 @@ class Open:
     learning: Learning | None = None
     epoch: int = 0
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
     trees: bool = False
+    isolation: bytes = field(default=b"", repr=False)
+    context_length: int = 0
 
     def __post_init__(self) -> None:
+        most = f"has more than {MAX_ISOLATION_BYTES} bytes; send a hash"
+        require(len(self.isolation) <= MAX_ISOLATION_BYTES, "open.isolation", most)
         require(self.drafts_here is None or self.drafts_here >= 0, "open.drafts_here", "must be 0 or more")
         require(0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MAX_TOP_LOGPROBS}")
         require(self.logprobs or not self.top_logprobs, "open.top_logprobs", "needs logprobs; set both")
         most = f"must be in 0..{MAX_TOP_LOGPROBS}"
         require(0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, "open.prompt_logprobs", most)
+        within = 0 <= self.prompt_logprobs_from < max(1, len(self.prompt))
+        require(within, "open.prompt_logprobs_from", "lies beyond the prompt")
         require(bool(NAME.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
         require(bool(self.model), "open.model", "is empty; name the target")
         require(bool(SHA256.fullmatch(self.tokenizer_sha256)), "open.tokenizer_sha256", "must be 64 hexadecimal digits")
@@ -203,7 +191,7 @@ class Continue:
 
     def __post_init__(self) -> None:
         require(self.start >= 0, "continuation.start", "must be 0 or more")
-        require(self.chain >= 0, "continuation.chain", "must be 0 or more")
+        require_chain(self.chain, "continuation.chain")
         require_tokens(self.prompt, "continuation.prompt")
 
 
@@ -272,7 +260,7 @@ class Draft:
     branches: tuple[Branch, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.chain >= 0, "draft.chain", "must be 0 or more")
+        require_chain(self.chain, "draft.chain")
         require(self.start >= 0, "draft.start", "must be 0 or more")
         require(bool(self.tokens) or self.complete, "draft.tokens", "is empty and the chain is not complete")
         if self.tokens:
@@ -396,25 +384,6 @@ class Timing:
     queue_s: float = 0.0
     verify_s: float = 0.0
     drafting_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Steering:
-    """A steering vector [rank] = scale * values of the target's hidden state; `outrider.proto.steering` decodes it.
-
-    A commit carries that of position `start + len(tokens) - 2`, the newest committed one that the verifier has
-    processed.
-    """
-
-    scale: float
-    values: bytes = field(repr=False)
-    precision: SteeringPrecision
-
-    def __post_init__(self) -> None:
-        require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
-        require(math.isfinite(self.scale) and self.scale > 0, "steering.scale", "must be a finite number above 0")
-        size = self.precision.number_bytes
-        require(len(self.values) % size == 0, "steering.values", f"must be {size} bytes a number")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from outrider.proto.settings import at_least, option
-from outrider.proto.types.checks import require, require_tokens
+from outrider.proto.settings import option
+from outrider.proto.types.bounds import BOUNDS
+from outrider.proto.types.checks import require, require_text, require_tokens
 
 GROUP = "sampling"
 MAX_STOP_TOKENS = 256  # all are compared with every token
@@ -48,13 +49,19 @@ class Grammar:
 
     def __post_init__(self) -> None:
         require(isinstance(self.kind, GrammarKind), "sampling.grammar", f"{self.kind!r} is not a kind of grammar")
+        require_text(self.text, "sampling.grammar")
         if self.kind is GrammarKind.JSON_OBJECT:
             require(not self.text, "sampling.grammar", "any JSON object has no text; use JSON_SCHEMA for a schema")
         else:
             require(bool(self.text.strip()), "sampling.grammar", f"is empty; a {self.kind.name} needs its text")
-        size = len(self.text.encode(errors="replace"))
+        size = len(self.text.encode())
         message = f"has {size} bytes, more than {MAX_GRAMMAR_BYTES}; make it smaller"
         require(size <= MAX_GRAMMAR_BYTES, "sampling.grammar", message)
+
+
+def _number(name: str, default: float, about: str, metavar: str = "") -> Any:
+    """Declare a number of `BOUNDS`."""
+    return option(default, about, metavar=metavar, group=GROUP, check=BOUNDS[name].check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,51 +78,51 @@ class Sampling:
         noise: noise of the text; None: that of the verifier that begins it.
     """
 
-    temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", group=GROUP)
-    seed: int = option(0, "seed of the noise; the same seed gives the same text", group=GROUP)
-    top_k: int = option(0, "number of most likely tokens to keep; 0: all", metavar="K", group=GROUP)
-    top_p: float = option(1.0, "probability mass of the tokens to keep (nucleus); 1: all", metavar="P", group=GROUP)
-    min_p: float = option(
-        0.0, "minimum probability relative to the most likely token; 0: none", metavar="P", group=GROUP
+    temperature: float = _number("temperature", 0.0, "temperature; 0: greedy", "T")
+    seed: int = _number("seed", 0, "seed of the noise; the same seed gives the same text")
+    top_k: int = _number("top_k", 0, "number of most likely tokens to keep; 0: all", "K")
+    top_p: float = _number("top_p", 1.0, "probability mass of the tokens to keep (nucleus); 1: all", "P")
+    min_p: float = _number("min_p", 0.0, "minimum probability relative to the most likely token; 0: none", "P")
+    repetition_penalty: float = _number("repetition_penalty", 1.0, "penalty of repeated tokens, a factor; 1: none")
+    presence_penalty: float = _number("presence_penalty", 0.0, "penalty of tokens in the text; 0: none")
+    frequency_penalty: float = _number(
+        "frequency_penalty", 0.0, "penalty of tokens per occurrence in the text; 0: none"
     )
-    repetition_penalty: float = option(1.0, "penalty of repeated tokens, a factor; 1: none", group=GROUP)
-    presence_penalty: float = option(0.0, "penalty of tokens in the text; 0: none", group=GROUP)
-    frequency_penalty: float = option(0.0, "penalty of tokens per occurrence in the text; 0: none", group=GROUP)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
-    max_tokens: int = option(128, "limit of generated tokens", group=GROUP, check=at_least(1))
-    min_tokens: int = option(
-        0, "tokens before which neither EOS nor a stop ends the text; 0: none", group=GROUP, check=at_least(0)
-    )
+    max_tokens: int = _number("max_tokens", 128, "limit of generated tokens")
+    min_tokens: int = _number("min_tokens", 0, "tokens before which neither EOS nor a stop ends the text; 0: none")
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
     noise: Noise | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-            require(math.isfinite(getattr(self, name)), f"sampling.{name}", "must be a finite number")
-        require(self.temperature >= 0, "sampling.temperature", f"{self.temperature} is below 0; 0 means greedy")
-        require(0 <= self.seed < 1 << 64, "sampling.seed", "must be in 0..2^64-1")
-        require(self.top_k >= 0, "sampling.top_k", "must be 0 (off) or more")
-        require(0 < self.top_p <= 1, "sampling.top_p", f"{self.top_p} is not in (0, 1]; 1 means off")
-        require(0 <= self.min_p <= 1, "sampling.min_p", f"{self.min_p} is not in [0, 1]; 0 means off")
-        require(self.repetition_penalty > 0, "sampling.repetition_penalty", "must be above 0; 1 means off")
-        require(self.max_tokens >= 1, "sampling.max_tokens", "must be 1 or more")
-        require(self.min_tokens >= 0, "sampling.min_tokens", "must be 0 (off) or more")
+        for name, bounds in BOUNDS.items():
+            if name != "logit_bias":
+                message = f"must be {'a whole number' if bounds.is_whole else 'a number'} in {bounds}"
+                require(bounds.allows(getattr(self, name)), f"sampling.{name}", message)
         message = f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}; lower it, or allow more tokens"
         require(self.min_tokens <= self.max_tokens, "sampling.min_tokens", message)
+        for name in ("logit_bias", "allowed_tokens", "stop_tokens"):
+            require(isinstance(getattr(self, name), tuple | list), f"sampling.{name}", "must be a tuple")
+        pairs = all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in self.logit_bias)
+        require(pairs, "sampling.logit_bias", "must hold pairs of a token id and a number")
         bias_tokens = tuple(token for token, _ in self.logit_bias)
-        require(len(self.stop_tokens) <= MAX_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MAX_STOP_TOKENS}")
-        require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
-        require(all(math.isfinite(b) for _, b in self.logit_bias), "sampling.bias_values", "must be finite numbers")
-        require(
-            len(set(self.allowed_tokens)) == len(self.allowed_tokens), "sampling.allowed_tokens", "a token stands twice"
-        )
         require_tokens(bias_tokens, "sampling.bias_tokens")
         require_tokens(self.allowed_tokens, "sampling.allowed_tokens")
         require_tokens(self.stop_tokens, "sampling.stop_tokens")
+        require(len(self.stop_tokens) <= MAX_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MAX_STOP_TOKENS}")
+        require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
+        bias = BOUNDS["logit_bias"]
+        require(all(bias.allows(b) for _, b in self.logit_bias), "sampling.bias_values", f"must be in {bias}")
+        require(
+            len(set(self.allowed_tokens)) == len(self.allowed_tokens), "sampling.allowed_tokens", "a token stands twice"
+        )
+        require(isinstance(self.ignore_eos, bool), "sampling.ignore_eos", "must be True or False")
+        require(self.noise is None or isinstance(self.noise, Noise), "sampling.noise", "is no Noise")
         if self.grammar is not None:
+            require(isinstance(self.grammar, Grammar), "sampling.grammar", "is no Grammar")
             require(not self.ignore_eos, "sampling.ignore_eos", "cannot go with a grammar, whose texts end with EOS")
             message = "cannot go with a grammar, which decides what is allowed"
             require(not self.allowed_tokens, "sampling.allowed_tokens", message)
