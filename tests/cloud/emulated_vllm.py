@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.cloud.backend import TargetFacts
-from outrider.cloud.sampling import Sampler, are_numbers
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.cloud.vllm.messages import ForwardPass, PassResult, PassRow
@@ -139,9 +139,8 @@ class EmulatedCore:
             logits = torch.cat([self._oracle.logits(text[: end + j]) for j in range(len(row.drafts) + 1)])
             if self.spoils_next is not None:
                 logits[-1, logits.shape[1] // 2], self.spoils_next = self.spoils_next, None
-            if not are_numbers(logits):
-                result.finite, logits = False, torch.zeros_like(logits)
-            [sampled] = self._sampler.sample(logits, [row.verification])
+            [sampled], finite = self._sampler.sample_numbers(logits, [row.verification])
+            result.finite &= finite
             result.sampled[row.name] = sampled
             committed = committed_tokens(row.verification, sampled)
             request.tokens += committed

@@ -184,7 +184,7 @@ def test_logits_that_tie_often_are_cut_by_top_p_as_transformers_cuts_them(top_p,
         assert sorted(row[mine].tolist()) == sorted(row[other].tolist())
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-12])
+@pytest.mark.parametrize("temperature", [1e-12, 1e-9])
 def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
     logits = random_logits(6, 5)
     sampling = Sampling(temperature=temperature, seed=4)

@@ -245,7 +245,7 @@ class Backend(Protocol):
         its block or, where that is followed, of the path to the end of a branch. Other branches leave no trace.
 
         Raises:
-            FloatingPointError: logits are no numbers, from which there is no text to make.
+            FloatingPointError: logits, or the scores that settings make of them, are no numbers.
             Exception: anything that the target raises; sequences then keep their length.
         """
         ...

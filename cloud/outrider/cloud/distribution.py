@@ -46,6 +46,8 @@ class VerificationInput:
     def __post_init__(self) -> None:
         if self.sampling.min_tokens and self.eos_tokens is None:
             raise ValueError("min_tokens need the target's eos_tokens")
+        if self.allowed is not None and len(self.allowed) != self.rows:
+            raise ValueError(f"allowed has {len(self.allowed)} rows, the block {self.rows}")
 
     @property
     def rows(self) -> int:
@@ -71,6 +73,22 @@ class VerificationInput:
         before = [*self.transcript, *token_ids(self.block[:j])]
         allowed = self.allowed[j : j + 1] if self.allowed is not None else None
         return VerificationInput(self.sampling, before, self.prompt_length, (), allowed, eos_tokens=self.eos_tokens)
+
+
+def are_numbers(rows: torch.Tensor) -> bool:
+    """Return whether there is text to make of logits or scores [rows, vocab]: none is NaN or +inf, one a row is finite.
+
+    It looks at all of a row: a mask, allowed tokens or a short list may hide what is no number from the law of a text,
+    which is then another one.
+    """
+    return bool(rows.amax(dim=-1).isfinite().all())
+
+
+def checked(scores: torch.Tensor) -> torch.Tensor:
+    """Return processed scores [rows, vocab]; raise `FloatingPointError` where they are no numbers."""
+    if not are_numbers(scores):
+        raise FloatingPointError("a session's settings make scores of its logits that are no numbers")
+    return scores
 
 
 def scores_by_session(
@@ -129,14 +147,16 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
     """Return [k + 1, vocab] float64 logits after the adjustments of single tokens, which only some sessions ask for.
 
     They come in this order: grammar, allowed tokens, `min_tokens`, bias, repetition penalty (Keskar et al. 2019,
-    section 4.1), presence and frequency penalty.
+    section 4.1), presence and frequency penalty. Raises `FloatingPointError` where they are no numbers.
     """
     sampling = session.sampling
     scores = masked(logits.double(), session)
     if sampling.logit_bias:
         biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
         scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
-    return penalise(scores, session, _penalised) if sampling.penalises else scores
+    if sampling.penalises:
+        scores = penalise(scores, session, _penalised)
+    return checked(scores)
 
 
 def masked(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:

@@ -10,11 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits, scores_by_session
+from outrider.cloud.distribution import (
+    VerificationInput,
+    adjusted_logits,
+    are_numbers,
+    processed_logits,
+    scores_by_session,
+)
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
 from outrider.cloud.vllm_rule import VllmRule
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import CommittedToken, Noise, TopLogprobs, token_ids
+from outrider.proto.types import CommittedToken, Noise, Sampling, TopLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +35,6 @@ class Sampled:
 
     tokens: tuple[CommittedToken, ...]
     reward: float | None
-
-
-def are_numbers(logits: torch.Tensor) -> bool:
-    """Return whether there is text to make of logits [rows, vocab]: none is NaN or +inf, and each row has a finite one.
-
-    It looks at all of a row: a mask, allowed tokens or a short list may hide what is no number from the law of a text,
-    which is then another one.
-    """
-    return bool(logits.amax(dim=-1).isfinite().all())
 
 
 _Part = tuple[int, VerificationInput]  # a session and the place of its first row
@@ -61,6 +58,7 @@ class Sampler:
 
         Row j of a session stands at absolute position i = len(transcript) + j and takes
         argmax_t log p_i(t) + G(seed, i, t); at temperature 0 the argmax of the logits (DESIGN section 1; Gumbel-max).
+        Raises `FloatingPointError` where a session's settings make scores that are no numbers.
         """
         firsts = list(itertools.accumulate((session.rows for session in sessions), initial=0))[:-1]
         parts = list(zip(firsts, sessions, strict=True))
@@ -78,6 +76,19 @@ class Sampler:
             with_logprobs(of_session, logits[first : first + session.rows], session) if session.logprobs else of_session
             for (first, session), of_session in zip(parts, sampled, strict=True)
         ]
+
+    def sample_numbers(self, logits: torch.Tensor, sessions: list[VerificationInput]) -> tuple[list[Sampled], bool]:
+        """Return what `sample` does, and whether all logits and scores are numbers; else tokens that nobody may take.
+
+        For runners that need a token of any logits.
+        """
+        if are_numbers(logits):
+            try:
+                return self.sample(logits, sessions), True
+            except FloatingPointError:
+                pass
+        plain = [VerificationInput(Sampling(), each.transcript, each.prompt_length, each.block) for each in sessions]
+        return self.sample(torch.zeros_like(logits), plain), False
 
     def _by_shortlist(self, logits: torch.Tensor, parts: list[_Part], asked: np.ndarray) -> RowChoices:
         """Return the tokens of the rows that short lists settle; sessions of one law go together."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from outrider.cloud.distribution import VerificationInput, masked, penalise, scores_by_session
+from outrider.cloud.distribution import VerificationInput, checked, masked, penalise, scores_by_session
 from outrider.cloud.shortlist import SMALLEST_VOCAB, RowChoices
 from outrider.proto.types import Sampling
 from outrider.proto.vllm_noise import TorchVllmNoise, VllmNoiseSieve, gumbel32_of_bits, row_state
@@ -39,7 +39,8 @@ def vllm_scores(logits: torch.Tensor, session: VerificationInput) -> torch.Tenso
     """Return processed logits [k + 1, vocab] float32, to which the noise is added; -inf: excluded.
 
     The order is grammar, allowed tokens, bias, repetition, frequency and presence penalty, temperature, min-p, top-k,
-    top-p. At temperature 0 it ends before the temperature.
+    top-p. At temperature 0 it ends before the temperature. Raises `FloatingPointError` where what is to be cut is no
+    number.
 
     Args:
         logits: [k + 1, vocab], the target's.
@@ -55,9 +56,10 @@ def vllm_scores(logits: torch.Tensor, session: VerificationInput) -> torch.Tenso
         scores = penalise(scores.clone(), session, _penalised)
     temperature = temperature_of(sampling)
     if temperature == 0:
-        return scores
+        return checked(scores)
     if temperature != 1:
         scores = scores / torch.tensor(temperature, dtype=torch.float32, device=scores.device)
+    checked(scores)
     if sampling.min_p > 0:
         least = scores.max(dim=-1, keepdim=True).values + float(np.log(np.float32(sampling.min_p)))
         scores = scores.masked_fill(scores < least, -math.inf)

@@ -160,7 +160,7 @@ class VllmBackend:
         paging.departed -= work.departed
         paging.copied()
         if not result.finite:
-            raise FloatingPointError("the target's logits are not numbers")
+            raise FloatingPointError("the target's logits, or the scores made of them, are not numbers")
         for piece, row in zip(pieces, rows, strict=True):
             sequence, end = sequences[piece.row], row.start + len(row.tokens)
             sequence.grow((*row.tokens, *row.drafts))

@@ -73,7 +73,7 @@ class PassResult:
         sampled: results by request.
         taps: [taps * hidden] float32 by request.
         forwarded: when the logits were there, on the monotonic clock, seconds.
-        finite: whether all logits are numbers.
+        finite: whether all logits, and the scores made of them, are numbers.
     """
 
     sampled: dict[str, Sampled] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from outrider.cloud.distribution import VerificationInput, masked
+from outrider.cloud.distribution import VerificationInput, checked, masked
 from outrider.cloud.shortlist import RowChoices
 from outrider.cloud.vllm_rule import VllmRule, choices
 from outrider.proto.token_counts import TokenCounts
@@ -112,7 +112,7 @@ class NativeRule(VllmRule):
             torch.from_numpy(local.astype(np.int32)).to(device),
             lengths + counts - 1,
         )
-        return choices(scores.float(), tokens.long(), asked)
+        return choices(checked(scores.float()), tokens.long(), asked)
 
     def _set_counts(self, slot: int, session: VerificationInput) -> None:
         """Tell vLLM's penalties what came before; its own record knows nothing of ours."""

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler, are_numbers
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.vllm.messages import PassResult, PassRow, Wanted
 from outrider.cloud.vllm.native_rule import NativeRule
 from outrider.cloud.vllm.requests import committed_tokens
@@ -145,12 +145,8 @@ class CoupledRows(LogitsProcessor):
         if not inputs:
             return logits
         places = torch.tensor(kept, device=logits.device)
-        of_inputs = logits[places]
-        finite = are_numbers(of_inputs)
+        sampled, finite = self._sampler.sample_numbers(logits[places], list(inputs.values()))
         self.result.finite &= finite
-        # vLLM wants tokens of any logits; nobody takes those of a pass that is not finite.
-        readable = of_inputs if finite else torch.zeros_like(of_inputs)
-        sampled = self._sampler.sample(readable, list(inputs.values()))
         self.result.sampled |= dict(zip(inputs, sampled, strict=True))
         tokens = torch.tensor([token.id for each in sampled for token in each.tokens], device=logits.device)
         logits[places] = -torch.inf

@@ -15,7 +15,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler, are_numbers
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.vllm.messages import PassResult, Wanted
 from outrider.cloud.vllm.requests import committed_tokens
 
@@ -106,10 +106,8 @@ class RunnerSeam:
             places[name] = first
             first += count
         of_inputs = logits if len(kept) == len(logits) else logits[torch.tensor(kept, dtype=torch.int64)]
-        self.result.finite = are_numbers(of_inputs)
-        # vLLM wants tokens of any logits; nobody takes those of a pass that is not finite.
-        readable = of_inputs if self.result.finite else torch.zeros_like(of_inputs)
-        sampled = iter(self._sampler.sample(readable, inputs) if inputs else [])
+        results, self.result.finite = self._sampler.sample_numbers(of_inputs, inputs) if inputs else ([], True)
+        sampled = iter(results)
         tokens = torch.full((len(names), max(2, *counts)), NOTHING, dtype=torch.int32)
         for index, (name, each) in enumerate(zip(names, wanted, strict=True)):
             newest = rows[places[name]]
