@@ -34,6 +34,7 @@ from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import OutriderError
+from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open, token_ids
 
@@ -77,6 +78,16 @@ class HashedGrammar(GrammarMatcher):
             followed += 1
             rows.append(allowed_after(self._grammar, [*self._text, *block[:followed]], self._vocab_size))
         return Allowed(block[:followed], np.stack(rows))
+
+    def _allowed_beside(self, answer: Allowed, index: int, drafts: tuple[int, ...]) -> list[np.ndarray]:
+        if index > len(answer.block):
+            return []
+        self._text, text = [*self._text, *answer.block[:index]], self._text
+        try:
+            along = self._allowed(drafts)
+        finally:
+            self._text = text
+        return list(along.tokens[1:])
 
 
 def allowed_after(grammar: Grammar, text: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -262,7 +273,8 @@ class GuessingState(TokenPrefix):
             token = self._guess()
             if rng.random() < self._drafter.unknown:
                 token = 1 << 20
-            drafts += (DraftToken(token, rng.choice((math.nan, 0.3, 0.95))),)
+            others = tuple({self._guess(), PLAIN, PLAIN + 1} - {token})[:RUNNERS_UP]
+            drafts += (DraftToken(token, rng.choice((math.nan, 0.3, 0.95)), runners_up=others),)
             self.extend((token,))
         return drafts
 
@@ -348,6 +360,7 @@ class FuzzedVerifier:
             max_drafts=6,
             max_credit=12,
             guarantee=fleet.passes.guarantee,
+            trees=True,
         )
         config = VerifierConfig(max_sessions=5, prefill_chunk=fleet.rng.choice((5, 9, 64)))
         projections = {PROJECTION: fleet.projection}

@@ -17,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,8 @@ LEAST = {
     "verified here": 10,
     "accepted here": 5,
     "texts drafted here": 1,
+    "verified beside": 5,
+    "verified beside with a grammar": 1,
     "whole source": 0.5,
     "slow source": 0.1,
     "failures here": 0.1,
@@ -125,6 +128,7 @@ class Text(Simulation):
             patience=rng.choice((None, None, Patience(0.0), Patience(0.02, 2), Patience(math.inf, 3))),
             drafts_here=rng.choice((None, None, None, 0, 1, 4)),
             steering=SteeringRequest(PROJECTION) if steered else None,
+            trees=rng.random() < 0.7,
         )
         rate = SteeringRate(rng.choice(list(SteeringPrecision)), rng.choice((1, 3)))
         edge = EdgeSession(
@@ -136,7 +140,7 @@ class Text(Simulation):
         vocab = fleet.language.vocab_size
         confidence = rng.choice(("none", "telling", "false"))
         proposer = drafter_of(
-            self.token_after, number, rng.choice((1.0, 0.9, 0.6, 0.0)), 0.1, 1 << 30, confidence, vocab
+            self.token_after, number, rng.choice((1.0, 0.9, 0.6, 0.0)), 0.1, 1 << 30, confidence, vocab, 2
         )
         faults = Faults(
             delay_s=rng.choice((0.0, 0.002, 0.03)),
@@ -206,7 +210,8 @@ class Text(Simulation):
         grammar = sampling.grammar
         allowed = None if grammar is None else allowed_after(grammar, text[start:], language.vocab_size)[None]
         logits = torch.from_numpy(language.logits(text))[None]
-        [sampled] = self._sampler.sample(logits, [VerificationInput(sampling, list(text), start, (), allowed)])
+        inputs = [VerificationInput(sampling, list(text), start, (), allowed)]
+        [sampled], _ = self._sampler.sample_numbers(logits, inputs)  # a drafter may be asked about a spoiled text
         return sampled.tokens[0].id
 
     def whole(self) -> tuple[list[int], FinishReason]:
@@ -250,6 +255,10 @@ class Text(Simulation):
         assert statistics.accepted_here <= min(statistics.accepted, statistics.verified_here)
         assert statistics.verified_here <= statistics.verified
         self._counts["texts drafted here"] += statistics.accepted_here > 0
+        self._counts["verified beside"] += statistics.verified_beside
+        self._counts["verified beside with a grammar"] += (
+            statistics.verified_beside if self.edge.sampling.grammar is not None else 0
+        )
 
     def _check_vector(self, commit: Commit) -> None:
         if commit.steering is None:
@@ -367,7 +376,7 @@ def run_all(seeds: range) -> Counter[str]:
 def check_counts(counts: Counter[str], seeds: int) -> None:
     """Everything must have happened often, or the property would say little."""
     for what, least in LEAST.items():
-        assert counts[what] >= least * seeds, (what, counts)
+        assert counts[what] >= int(least * seeds), (what, counts)
 
 
 def test_engines_that_fail_in_every_way_lose_and_change_no_text() -> None:
@@ -427,6 +436,15 @@ def no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def masks_of_the_block_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = HashedGrammar._allowed_beside
+
+    def allowed(matcher: HashedGrammar, answer: Allowed, *branch: Any) -> list[np.ndarray]:
+        return [answer.tokens[0]] * len(right(matcher, answer, *branch))
+
+    monkeypatch.setattr(HashedGrammar, "_allowed_beside", allowed)
+
+
 def vectors_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     right = transformers_backend.newest_rows
     monkeypatch.setattr(
@@ -465,6 +483,7 @@ DEFECTS = (
     pages_without_parents,
     copies_of_nothing,
     no_grammar,
+    masks_of_the_block_beside_it,
     vectors_of_another_row,
     blame_without_a_probe,
     no_second_try,

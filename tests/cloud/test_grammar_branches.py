@@ -40,18 +40,11 @@ def logits_after(prefix):
 
 def masks_agree(matcher, block, index, drafts):
     """Whether a branch is allowed as the same drafts are in a block, asked of a fresh matcher."""
-    [*found] = matcher.ask(block, lambda: None, ((index, drafts),)).result().branches
+    found = matcher.ask(block, lambda: None, ((index, drafts),)).result().branches
     alone = matcher_of().ask((*block[:index], *drafts), lambda: None).result()
     if index > len(matcher_of().ask(block, lambda: None).result().block) or len(alone.block) <= index:
-        return found == []
-    if len(found) != 1:
-        return False
-    [branch] = found
-    return (
-        branch.index == index
-        and (*block[:index], *branch.drafts) == alone.block
-        and np.array_equal(branch.tokens, alone.tokens[index + 1 :])
-    )
+        return found == {}
+    return [*found] == [(index, drafts)] and np.array_equal(found[index, drafts], alone.tokens[index + 1 :])
 
 
 def test_a_branch_is_allowed_as_the_same_drafts_are_in_a_block():
@@ -63,12 +56,23 @@ def test_a_branch_is_allowed_as_the_same_drafts_are_in_a_block():
 
 def test_an_answer_about_other_branches_is_worth_what_both_have_in_common():
     matcher = matcher_of()
-    matcher.ask((0, 0), lambda: None, ((0, (1, 0, 1)), (1, (1,)), (2, (1,))))
-    here = matcher.allowed((0, 0), ((0, (1, 0, 1)), (1, (1,)), (2, (1,))))
-    assert [(each.index, each.drafts) for each in here.branches] == [(0, (1, 0, 1)), (1, (1,)), (2, (1,))]
+    asked = ((0, (1, 0, 1)), (1, (1,)), (2, (1,)))
+    matcher.ask((0, 0), lambda: None, asked)
+    here = matcher.allowed((0, 0), asked)
+    assert {branch: len(rows) for branch, rows in here.branches.items()} == dict(zip(asked, (3, 1, 1), strict=True))
     other = matcher.allowed((0, 2), ((0, (1, 0, 0)), (0, (2,)), (2, (1,))))
     assert other.block == (0,)
-    assert [(each.index, each.drafts, len(each.tokens)) for each in other.branches] == [(0, (1, 0), 2)]
+    assert {branch: len(rows) for branch, rows in other.branches.items()} == {(0, (1, 0, 0)): 2}
+
+
+def test_the_longer_of_two_branches_that_begin_alike_keeps_its_masks() -> None:
+    matcher = matcher_of()
+    for asked in itertools.permutations(((0, (1,)), (0, (1, 0, 1)), (0, (1, 0)))):
+        answer = matcher.ask((0,), lambda: None, asked).result().about((0,), asked)
+        assert {branch: len(rows) for branch, rows in answer.branches.items()} == {
+            branch: len(branch[1]) for branch in asked
+        }
+        matcher.advance(())
 
 
 def decode(sampling, trees, kind=GrammarMatcher):
@@ -110,7 +114,9 @@ def drafts(tokens):
 def random_tree(rng):
     block = rng.choice(CHAINS)
     places = [(j, t) for j in range(len(block) + 1) for t in range(VOCAB) if (*block, -1)[j] != t]
-    return block, [(j, (t, *rng.choice(CHAINS[:21]))) for j, t in rng.sample(places, 3)]
+    places = rng.sample(places, 3)
+    places.insert(rng.randrange(4), rng.choice(places))  # no branch has another's mask, even where two begin alike
+    return block, [(j, (t, *rng.choice(CHAINS[:21]))) for j, t in places]
 
 
 def same_text(sampling, kind=GrammarMatcher):
@@ -132,9 +138,7 @@ class MasksOfTheBlock(GrammarMatcher):
 
     def _allowed_beside(self, answer, index, drafts):
         right = super()._allowed_beside(answer, index, drafts)
-        if right is None or len(answer.tokens) < index + 2:
-            return right
-        return replace(right, tokens=np.repeat(answer.tokens[index + 1][None], len(right.tokens), axis=0))
+        return right if len(answer.tokens) < index + 2 else [answer.tokens[index + 1]] * len(right)
 
 
 class StaysInTheBranch(GrammarMatcher):

@@ -14,9 +14,11 @@ from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy.branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
+from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.trees import Run, Tree, best_tree
 from outrider.proto.session import Drafted, Verified, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
+from outrider.proto.session.local import DraftingHere
 from outrider.proto.session.step_tree import StepTree
 from outrider.proto.types import (
     BlockBranch,
@@ -207,6 +209,22 @@ def test_a_branch_that_the_chain_has_itself_takes_no_row() -> None:
     session = session_with((4, 5), Branch(3, (4, 7), 0.5), Branch(4, (2,), 0.5))
     session.block()
     assert [branch.index for branch in session.branches] == [1]
+
+
+def test_a_branch_of_both_ends_is_there_once_with_the_longer_run() -> None:
+    here = DraftingHere("own@1")
+    for _ in range(60):
+        here.calibration.acceptance.add(True)
+    session = VerifierSession(open_frame(sampling=Sampling(max_tokens=100), trees=True), TREES, 0.0, here)
+    session._next.received.acceptance = Acceptance(0.3 * 40, 40.0)  # so that the verifier's own chain leads
+    session.on_draft(Draft(0, 3, drafts(1, 5), branches=(Branch(3, (4, 6, 7), 0.02),)), 0.0)
+    job = session.ends.local.propose([], 2, 0.0).job
+    proposed = (DraftToken(2, 0.9, 0.0, 0.5, (4, 3)), DraftToken(3, 0.9, 0.0, 0.5, (4, 5)))
+    session.ends.local.take(Drafted(job, proposed, 0.001))
+    assert token_ids(session.block()) == (2, 3)
+    found = [(branch.index, token_ids(branch.drafts)) for branch in session.branches]
+    assert sorted(found) == [(0, (3,)), (0, (4, 6)), (1, (4,)), (1, (5,))]
+    assert session._next.tree.of_edge == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
-from outrider.proto.session import VerifierRules, VerifierSession, unscored_tokens
+from outrider.proto.session import VerifierRules, VerifierSession, tokens_before_scores, unscored_tokens
 from outrider.proto.types import BlockBranch, DraftToken, token_ids
 
 MAX_PREFILL_ROWS = 512  # rows of prompts in one step
@@ -274,8 +274,9 @@ class Batching:
         left, scored_left, shares = room - kept, MAX_SCORED_ROWS, []
         for slot in shortest_first:
             left += kept if slot is shortest_first[-1] else 0
-            scored = unscored_tokens(slot.session, slot.num_uncomputed_tokens) > 0
-            if (rows := min(left, scored_left) if scored else left) > 0:
+            before = tokens_before_scores(slot.session, slot.num_uncomputed_tokens)
+            scored = not before and unscored_tokens(slot.session, slot.num_uncomputed_tokens) > 0
+            if (rows := min(left, scored_left if scored else before or left)) > 0:
                 shares.append(self.share_of(slot, rows))
                 left -= shares[-1].num_rows
                 scored_left -= shares[-1].num_tokens if scored else 0

@@ -15,14 +15,15 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from outrider.cloud.fair_turns import FairTurns
 from outrider.cloud.grammar_compiler import FIELD, STACK_BYTES, compile_grammar, make_tokenizer, one_line
 from outrider.cloud.grammar_trial import TRIAL_S, GrammarTrial, TooCostly
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
@@ -40,22 +41,16 @@ KEPT_REFUSALS = 256
 REFUSED_FOR_S = 60.0  # without another trial
 
 
-Beside = tuple[tuple[int, tuple[int, ...]], ...]  # drafts beside a block, and how many of the block's come before them
+class _Pools(NamedTuple):
+    """Threads: of grammars that are tried and compiled, of those that are known, and of masks."""
+
+    compiling: ThreadPoolExecutor
+    resuming: ThreadPoolExecutor
+    masking: ThreadPoolExecutor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AllowedBranch:
-    """The tokens that the grammar allows along a branch.
-
-    Attributes:
-        index: drafts of the block that come before it.
-        drafts: [m] the first of its drafts, as far as the grammar allows them and goes on after them; at least one.
-        tokens: [m, vocab] bool; row j: the tokens that may follow drafts[: j + 1], at least one.
-    """
-
-    index: int
-    drafts: tuple[int, ...]
-    tokens: np.ndarray
+DraftsBeside = tuple[int, tuple[int, ...]]  # drafts beside a block, after how many of the block's
+Beside = tuple[DraftsBeside, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,20 +60,24 @@ class Allowed:
     Attributes:
         block: [k] the first of the drafts asked about, as far as the grammar allows them and goes on after them.
         tokens: [k + 1, vocab] bool; row j: the tokens that may follow the committed text and block[:j], at least one.
-        branches: those asked about that leave this block and of which the grammar allows something.
+        branches: by the drafts asked about beside it, [m, vocab] bool for the first m of them, as far as the grammar
+            allows them and goes on after them; row j: the tokens that may follow drafts[: j + 1], at least one. Those
+            of which it allows none, or which do not leave this block, are not there.
     """
 
     block: tuple[int, ...]
     tokens: np.ndarray
-    branches: tuple[AllowedBranch, ...] = ()
+    branches: Mapping[DraftsBeside, np.ndarray] = field(default_factory=dict)
 
     def about(self, block: tuple[int, ...], branches: Beside) -> Allowed:
         """Return the answer as far as it is about the drafts `block` [k] and those beside them."""
-        agreed, found = common_length(self.block, block), []
-        for (index, drafts), answer in itertools.product(branches, self.branches):
-            if answer.index == index <= agreed and (kept := common_length(answer.drafts, drafts)):
-                found.append(AllowedBranch(index, drafts[:kept], answer.tokens[:kept]))
-        return Allowed(block[:agreed], self.tokens[: agreed + 1], tuple(found))
+        agreed = common_length(self.block, block)
+        found: dict[DraftsBeside, np.ndarray] = {}
+        for (index, drafts), ((asked_index, asked), tokens) in itertools.product(branches, self.branches.items()):
+            known = tokens[: common_length(asked, drafts)]
+            if asked_index == index <= agreed and len(known) > len(found.get((index, drafts), ())):
+                found[index, drafts] = known
+        return Allowed(block[:agreed], self.tokens[: agreed + 1], found)
 
 
 class Grammars:
@@ -112,7 +111,8 @@ class Grammars:
         self._idle_trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
         for trial in self._trials:
             self._idle_trials.put(trial)
-        self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._pools: _Pools | None = None
+        self._turns = FairTurns(COMPILING_THREADS)
 
     def begin(self, grammar: Grammar, committed: Sequence[int] = ()) -> Future[GrammarMatcher]:
         """Make the matcher of a text that has come as far as `committed`, in another thread.
@@ -122,11 +122,14 @@ class Grammars:
             FailedPrecondition: this target or this installation cannot serve grammars.
             Unavailable: no process can be started that compiles it.
         """
-        compiling, masking = self._threads()
-        return compiling.submit(self._resumed, grammar, list(committed), masking)
+        return self._submit(self._threads().compiling, grammar, committed)
 
-    async def matcher(self, grammar: Grammar | None, committed: Sequence[int] = ()) -> GrammarMatcher | None:
+    async def matcher(
+        self, grammar: Grammar | None, committed: Sequence[int] = (), owner: str = ""
+    ) -> GrammarMatcher | None:
         """Return the matcher of a grammar, or refuse the grammar before any step; None: there is none.
+
+        One that has not been compiled waits for a turn of its `owner`, such as an API key.
 
         Raises:
             ResourceExhausted: others keep it waiting; `retry_after_s` is set.
@@ -135,7 +138,16 @@ class Grammars:
         if grammar is None:
             return None
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self.begin(grammar, committed)), WAIT_S)
+            async with asyncio.timeout(WAIT_S):
+                if self._is_known(grammar):
+                    return await asyncio.wrap_future(self._submit(self._threads().resuming, grammar, committed))
+                await self._turns.take(owner)
+                compiling = self.begin(grammar, committed)
+                loop = asyncio.get_running_loop()
+                compiling.add_done_callback(  # a trial that nobody waits for any more still has its turn
+                    lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._turns.give_back, owner)
+                )
+                return await asyncio.wrap_future(compiling)
         except TimeoutError as error:
             waits = "has to wait too long behind others to be compiled; try again"
             raise ResourceExhausted(waits, field=FIELD, retry_after_s=1.0) from error
@@ -147,12 +159,25 @@ class Grammars:
         for pool in self._pools or ():
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    def _threads(self) -> _Pools:
         with self._starting:
             if self._pools is None:
                 with _stack_of_new_threads(STACK_BYTES):
-                    self._pools = _pool("compile", COMPILING_THREADS), _pool("mask", MASKING_THREADS)
+                    self._pools = _Pools(
+                        _pool("compile", COMPILING_THREADS),
+                        _pool("resume", COMPILING_THREADS),
+                        _pool("mask", MASKING_THREADS),
+                    )
             return self._pools
+
+    def _is_known(self, grammar: Grammar) -> bool:
+        """Return whether a grammar has been compiled, or refused."""
+        with self._keeping:
+            _, refused_until = self._refused.get(grammar, ("", 0.0))
+            return grammar in self._compiled or refused_until > time.monotonic()
+
+    def _submit(self, pool: ThreadPoolExecutor, grammar: Grammar, committed: Sequence[int]) -> Future[GrammarMatcher]:
+        return pool.submit(self._resumed, grammar, list(committed), self._threads().masking)
 
     def _resumed(self, grammar: Grammar, committed: list[int], masking: Executor) -> GrammarMatcher:
         matcher = GrammarMatcher(lambda: self._matcher(grammar), self._vocab_size, self._eos_tokens, masking)
@@ -304,14 +329,15 @@ class GrammarMatcher:
         answer = self._allowed(block)
         if not branches:
             return answer
-        beside = (self._allowed_beside(answer, index, drafts) for index, drafts in branches)
-        return replace(answer, branches=tuple(branch for branch in beside if branch is not None))
+        beside = {(index, drafts): self._allowed_beside(answer, index, drafts) for index, drafts in branches}
+        return replace(answer, branches={asked: np.stack(rows) for asked, rows in beside.items() if rows})
 
-    def _allowed_beside(self, answer: Allowed, index: int, drafts: tuple[int, ...]) -> AllowedBranch | None:
-        """Return what may follow each draft of a branch; None: it does not leave the block, or is not allowed."""
+    def _allowed_beside(self, answer: Allowed, index: int, drafts: tuple[int, ...]) -> list[np.ndarray]:
+        """Return what may follow each draft of a branch; none where it does not leave the block, or is not allowed."""
+        rows: list[np.ndarray] = []
         if index > len(answer.block):
-            return None
-        row, rows = answer.tokens[index], list[np.ndarray]()
+            return rows
+        row = answer.tokens[index]
         if all(map(self._consumed_draft, answer.block[:index])):
             for draft in drafts:
                 after = self._row_after(draft) if row[draft] else None
@@ -320,7 +346,7 @@ class GrammarMatcher:
                 row = after
                 rows.append(row)
         self._back_to_the_text()
-        return AllowedBranch(index, drafts[: len(rows)], np.stack(rows)) if rows else None
+        return rows
 
     def _consumed_draft(self, draft: int) -> bool:
         taken = bool(self._matcher.consume_token(draft))

@@ -46,11 +46,10 @@ class Masks:
 
 def _within(share: Share[Slot], block: tuple[DraftToken, ...], allowed: Allowed) -> Share[Slot]:
     """Return a share with the drafts of `block` and its branches that the grammar allows."""
-    kept = {(branch.index, branch.drafts[0]): len(branch.drafts) for branch in allowed.branches}
     beside = (
-        BlockBranch(branch.index, branch.drafts[: kept[branch.index, branch.drafts[0].id]])
-        for branch in share.branches
-        if (branch.index, branch.drafts[0].id) in kept
+        BlockBranch(branch.index, branch.drafts[: len(allowed.branches[asked])])
+        for branch, asked in zip(share.branches, share.tokens_beside, strict=True)
+        if asked in allowed.branches
     )
     return replace(share, block=block[: len(allowed.block)], branches=tuple(beside))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from outrider.cloud.slots import Slot
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.step_timing import StepTimes
-from outrider.proto.session import Verified, unscored_tokens
+from outrider.proto.session import Verified, tokens_before_scores, unscored_tokens
 from outrider.proto.types import DraftToken, PromptLogprobs, token_ids
 
 
@@ -104,20 +104,26 @@ class ModelRunner:
         slot, start = share.slot, share.slot.handle.length
         session = slot.session
         tokens = tuple(session.transcript[start : start + share.num_tokens])
-        unscored = min(share.num_tokens, unscored_tokens(session, slot.num_uncomputed_tokens))
+        uncomputed = slot.num_uncomputed_tokens
+        before = tokens_before_scores(session, uncomputed)
+        unscored = 0 if before else min(share.num_tokens, unscored_tokens(session, uncomputed))
         scored = tuple(session.transcript[start + 1 : start + 1 + unscored])
         top = session.prompt_logprobs or 0
-        if share.block is None:
+        block = share.block
+        if block is None:
             return StepRow(slot.handle, tokens, None, scored=scored, top_logprobs=top)
-        branches = share.branches if self._backend.facts.verifies_branches else ()
-        masks: Sequence[np.ndarray | None] = [None] * len(branches)
-        allowed = None
+        if not self._backend.facts.verifies_branches:
+            share = replace(share, branches=())
+        mask: np.ndarray | None = None
+        masks: Sequence[np.ndarray | None] = [None] * len(share.branches)
         if slot.matcher is not None:
-            allowed = slot.matcher.allowed(token_ids(share.block), share.tokens_beside)
-            masks = [branch.tokens for branch in allowed.branches] if allowed is not None else []
-        verification = _verification_input(slot, share.block, allowed.tokens if allowed is not None else None)
+            allowed = slot.matcher.allowed(token_ids(block), share.tokens_beside)
+            if allowed is None:
+                raise RuntimeError("the grammar has not answered for this step")
+            mask, masks = allowed.tokens, [allowed.branches[beside] for beside in share.tokens_beside]
+        verification = _verification_input(slot, block, mask)
         tapped = session.wanted_vector is not None
-        beside = [VerificationBranch.of(verification, *each) for each in zip(branches, masks, strict=False)]
+        beside = [VerificationBranch.of(verification, *each) for each in zip(share.branches, masks, strict=True)]
         return StepRow(slot.handle, tokens, verification, tapped, scored, top, tuple(beside))
 
     @staticmethod

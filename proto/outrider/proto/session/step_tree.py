@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from outrider.proto.policy.trees import Run, best_tree
@@ -80,10 +81,9 @@ def step_tree(
     chances = [follows] * of_edge
     if own is not None:
         chances += [own.calibration.chance(draft.lead) for draft in chain[of_edge:]]
-    candidates = [
-        *_of_edge(received, chain, of_edge, depth),
-        *(_of_own(own, chain, of_edge, chances, depth) if own is not None else ()),
-    ]
+    candidates = _of_edge(received, chain, of_edge, depth)
+    if own is not None:
+        candidates = _without_twins([*candidates, *_of_own(own, chain, of_edge, chances, depth)])
     tree = best_tree(
         chances[:depth], [run for run, _, _ in candidates], follows=follows, room=room, row_share=row_share
     )
@@ -121,3 +121,13 @@ def _of_own(
         for index in range(of_edge, min(len(chain), depth))
         for rank, token in enumerate(chain[index].runners_up)
     ]
+
+
+def _without_twins(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Return the branches, each place and token once, with the larger chance; the first has no shorter run."""
+    found: dict[tuple[int, int], _Candidate] = {}
+    for run, tokens, is_of_edge in candidates:
+        place = run.index, tokens[0]
+        kept, *_ = twin = found.get(place, (run, tokens, is_of_edge))
+        found[place] = (replace(kept, chance=max(kept.chance, run.chance)), twin[1], twin[2])
+    return list(found.values())

@@ -1,0 +1,105 @@
+"""Turns at compiling grammars: one of each owner at a time, owners in turn, none lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tiny_grammars import EOS, VOCAB, tiny_tokenizer
+
+from outrider.cloud.fair_turns import FairTurns
+from outrider.cloud.grammar import COMPILING_THREADS, Grammars
+from outrider.proto.types import Grammar, GrammarKind
+
+
+def test_owners_have_their_turns_in_order_however_many_wait_for_one() -> None:
+    async def scenario() -> list[str]:
+        turns, order = FairTurns(1), list[str]()
+
+        async def one(owner: str) -> None:
+            await turns.take(owner)
+            order.append(owner)
+            await asyncio.sleep(0)
+            turns.give_back(owner)
+
+        await asyncio.gather(*(one(owner) for owner in "aaaabbc"))
+        return order
+
+    assert "".join(asyncio.run(scenario())) == "abcabaa"
+
+
+def test_an_owner_has_one_turn_at_a_time_while_others_find_a_free_one() -> None:
+    async def scenario() -> None:
+        turns = FairTurns(2)
+        await turns.take("a")
+        second = asyncio.create_task(turns.take("a"))
+        await asyncio.wait_for(turns.take("b"), 60)
+        await asyncio.sleep(0)
+        assert not second.done()
+        turns.give_back("b")
+        await asyncio.sleep(0)
+        assert not second.done()
+        turns.give_back("a")
+        await asyncio.wait_for(second, 60)
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_is_given_up_while_waiting_or_just_begun_is_not_lost() -> None:
+    async def scenario() -> None:
+        turns = FairTurns(1)
+        await turns.take("a")
+        waiting = [asyncio.create_task(turns.take(owner)) for owner in "bcd"]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        turns.give_back("a")  # to c, which leaves before it notices
+        waiting[1].cancel()
+        await asyncio.wait_for(waiting[2], 60)
+        turns.give_back("d")
+        await asyncio.wait_for(turns.take("e"), 60)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_grammars_of_others_wait_for_no_more_than_one_trial_of_a_key(known: bool, monkeypatch) -> None:
+    """One that is known already waits for none, though all threads are at trials."""
+    grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+    costly = [Grammar(GrammarKind.REGEX, "a" * i) for i in range(1, 9)]
+    plain, ended = Grammar(GrammarKind.REGEX, "b+"), threading.Event()
+    tried: list[Grammar] = []
+    try_one = grammars._try
+
+    def slow_trial(grammar: Grammar) -> None:
+        tried.append(grammar)
+        if grammar in costly:
+            assert ended.wait(60)
+        try_one(grammar)
+
+    async def scenario() -> None:
+        if known:
+            await grammars.matcher(plain, owner="alice")
+        monkeypatch.setattr(grammars, "_try", slow_trial)
+        keys = COMPILING_THREADS if known else 1
+        waiting = [
+            asyncio.create_task(grammars.matcher(grammar, owner=f"mallory {i % keys}"))
+            for i, grammar in enumerate(costly)
+        ]
+        while len(tried) < keys:  # noqa: ASYNC110 - noted in another thread
+            await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(grammars.matcher(plain, owner="alice"), 60) is not None
+        assert len([grammar for grammar in tried if grammar in costly]) == keys
+        for task in waiting:
+            task.cancel()
+        ended.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        again = grammars.matcher(Grammar(GrammarKind.REGEX, "ab"), owner="mallory 0")
+        assert await asyncio.wait_for(again, 60) is not None
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        ended.set()
+        grammars.close()
