@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 
 import pytest
+from scripted_cloud import EOS, scripted_client
 
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.onnx import OnnxDrafter
@@ -152,6 +153,27 @@ def test_a_deadline_and_an_error_end_a_text_and_close_its_source(tokenizer):
         collected(tokenizer, [], deadline_s=0.01)
     with pytest.raises(InvalidArgument, match="bad"):
         collected(tokenizer, [Done(None, InvalidArgument("bad"))])
+
+
+def test_a_turn_or_text_that_begins_inside_a_character_shows_the_whole_of_it(tokenizer, tokenizer_file):
+    ids = tuple(tokenizer.encode("a🦊b", add_special_tokens=False).ids)
+    cut = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}"))
+
+    async def main():
+        client, channels = scripted_client(tokenizer_file)
+        channels.script = lambda frame: [CommittedToken(token) for token in (*ids[len(frame.prompt) - 1 :], EOS)]
+        async with client:
+            conversation = client.conversation()
+            first = await conversation.complete([300], max_tokens=cut)
+            second = await conversation.complete(max_tokens=9)
+            text = await client.complete([300, *ids[:cut]], max_tokens=9)
+            await conversation.close()
+            return first.text, second.text, text.text, conversation.transcript.text
+
+    first, second, text, transcript = asyncio.run(main())
+    assert first == "a\N{REPLACEMENT CHARACTER}"
+    assert second == text == "🦊b"
+    assert transcript == tokenizer.decode([300]) + "a🦊b"
 
 
 # === conversations without a verifier ===========================================================================

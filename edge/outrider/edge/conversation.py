@@ -202,7 +202,7 @@ class Conversation:
         decoding = await self._begin(start, new, sampling, await self._client.predicted(prediction))
         self._tokens += new
         said = reported = False
-        text = TextStream(ready.tokenizer, stop, min_tokens=sampling.min_tokens)
+        text = TextStream(ready.tokenizer, stop, min_tokens=sampling.min_tokens, before=self._tokens)
         try:
             async with aclosing(stream_events(decoding, decoding.turn(), text, began, deadline_s)) as events:
                 async for event in events:

@@ -26,7 +26,8 @@ class Tokens:
         position: absolute position of tokens[0].
         tokens: [n] tokens, each with its id and the log probabilities that were asked for.
         provenance: [n] whether each was an accepted draft or the target's own.
-        pieces: [n] text that each adds for certain; late while a character or a stop string is incomplete.
+        pieces: [n] text that each adds for certain; late while a character, a run of byte tokens or a stop string may
+            go on.
         prompt: [p - 1] what the model says of the prompt's tokens after the first, in the first event of a text where
             that was asked for; else empty.
     """

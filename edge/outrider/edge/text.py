@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from outrider.drafters.token_text import special_tokens
+from outrider.drafters.token_text import TokenDecoder, special_tokens
 
 
 class TextStream:
@@ -21,21 +20,23 @@ class TextStream:
         stop: strings that end the text.
         shown: special tokens that the text has by their names, unlike all others.
         min_tokens: tokens before which no stop string ends the text; one that is complete by then never does.
+        before: tokens before the text, a character of which its first tokens may complete.
 
     Attributes:
         stopped_by: the stop string that ended the text; None: none has.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), shown: Collection[int] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        shown: Collection[int] = (),
+        min_tokens: int = 0,
+        before: Sequence[int] = (),
     ) -> None:
         self.stopped_by: str | None = None
-        self._tokenizer = tokenizer
-        self._hidden = special_tokens(tokenizer).difference(shown) if shown else frozenset()
-        self._decoder = DecodeStream(skip_special_tokens=not shown)
-        self._skips_special = not shown
+        self._decoder = TokenDecoder(tokenizer, special_tokens(tokenizer).difference(shown), before)
         self._stop = stop
-        self._tokens: list[int] = []
         self._decoded = ""
         self._taken = 0
         self._early_tokens = min_tokens  # still to come, in which no stop string may end
@@ -60,22 +61,22 @@ class TextStream:
 
     def _push_one(self, token: int) -> str:
         early, self._early_tokens = self._early_tokens > 0, max(0, self._early_tokens - 1)
-        if token in self._hidden:
-            return ""
-        self._tokens.append(token)
-        self._decoded += self._decoder.step(self._tokenizer, token) or ""
+        self._decoded += self._decoder.push(token)
+        if not self._stop:
+            return self._take(len(self._decoded))
+        rest = self._decoder.rest().rstrip("\N{REPLACEMENT CHARACTER}")  # of a character that may still come
         if early:
-            self._early = len(self._decoded)
-        return self._take(self._final_length())
+            self._early = len(self._decoded) + len(rest)
+        return self._take(self._final_length(rest))
 
     def finish(self) -> str:
         """Return the rest, held back as the possible beginning of a stop string or of a character."""
         if self.stopped:
             return ""
-        whole = str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skips_special))
-        if whole.startswith(self._decoded):
-            self._decoded = whole
-        self._final_length()
+        rest = self._decoder.rest()
+        self._final_length(rest)
+        if not self.stopped:
+            self._decoded += rest
         return self._take(len(self._decoded))
 
     def _take(self, until: int) -> str:
@@ -83,20 +84,16 @@ class TextStream:
         self._taken = max(self._taken, until)
         return piece
 
-    def _final_length(self) -> int:
-        """Return the length of the text that no later token can change."""
-        if self.stopped or not self._stop:
-            return len(self._decoded)
-        found = [
-            (at, stop)
-            for stop in self._stop
-            if (at := self._decoded.find(stop, max(0, max(self._taken, self._early) - len(stop) + 1))) >= 0
-        ]
+    def _final_length(self, rest: str) -> int:
+        """Return the length of the text that no later token can change; `rest` is what the decoder holds back."""
+        text = self._decoded + rest
+        start = max(self._taken, self._early)
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, start - len(stop) + 1))) >= 0]
         if found:
             at, self.stopped_by = min(found, key=lambda each: each[0])
-            self._decoded = self._decoded[:at]
-            return len(self._decoded)
-        held = max(_overlap(self._decoded, stop) for stop in self._stop)
+            self._decoded = text[:at]
+            return at
+        held = max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
         return max(self._taken, len(self._decoded) - held)
 
 
