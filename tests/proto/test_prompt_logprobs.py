@@ -49,6 +49,20 @@ def test_the_first_tokens_bring_them_and_later_ones_do_not() -> None:
     assert second == Emit(7, committed(2), (False,))
 
 
+def test_a_later_stream_asks_for_those_that_have_not_come_and_takes_all() -> None:
+    edge = opened()
+    says(edge, 1, 3)
+    edge.on_disconnected(Unavailable("gone"), 0.3)
+    assert edge.open_frame(b"", 0.4).prompt_logprobs_from == 3
+    edge.on_opened(OPENED, 0.5)
+    says(edge, 1, 4)  # as an older verifier does
+    says(edge, 4, 6)
+    assert edge.on_commit(FIRST, 0.6)[0] == Emit(6, committed(1), (False,), SCORES)
+    edge.on_disconnected(Unavailable("gone"), 0.7)
+    again = edge.open_frame(b"", 0.8)
+    assert (again.prompt_logprobs, again.prompt_logprobs_from) == (None, 0)
+
+
 def test_tokens_that_come_before_them_end_the_text_by_name() -> None:
     for known in (1, 5):
         edge = opened()

@@ -293,9 +293,10 @@ def test_whatever_an_edge_asks_for_a_step_begins_after_the_longest_patience(seco
         (
             open_frame(prompt=(1,) * 10, committed=(2,) * 10),
             {"context_length": 20},
-            InvalidArgument,
-            "open.committed",
+            Unavailable,
+            "open.context_length",
         ),
+        (open_frame(prompt=(1,) * 10, committed=(2,), context_length=11), {}, InvalidArgument, "open.committed"),
         (open_frame(prompt=(8,)), {}, UnknownToken, "open.prompt"),
         (open_frame(committed=(1, 8)), {}, UnknownToken, "open.committed"),
         (open_frame(sampling=Sampling(allowed_tokens=(1, 9))), {}, UnknownToken, "sampling.allowed_tokens"),
@@ -324,6 +325,7 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: open_frame(prompt=(-1,)), "open.prompt"),
         (lambda: open_frame(prompt=(1 << 31,)), "open.prompt"),
         (lambda: open_frame(session=""), "open.session"),
+        (lambda: open_frame(isolation=bytes(17)), "open.isolation"),
         (lambda: open_frame(session="a b"), "open.session"),
         (lambda: open_frame(session="a\n"), "open.session"),
         (lambda: open_frame(session="x" * 65), "open.session"),
@@ -455,12 +457,13 @@ def test_a_repeated_message_changes_nothing_and_an_overlapping_one_adds_its_end(
     assert token_ids(session.block()) == (1, 2, 3)
 
 
-def test_a_draft_that_contradicts_its_own_chain_is_refused():
+def test_a_chain_ends_where_its_edge_contradicts_it_and_the_session_goes_on():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
-    with pytest.raises(InvalidArgument) as caught:
-        session.on_draft(Draft(0, 4, tuple(map(DraftToken, (3,)))), 0.0)
-    assert caught.value.field == "draft.tokens"
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 5)))), 0.0)
+    session.on_draft(Draft(0, 4, tuple(map(DraftToken, (3,)))), 0.0)
+    assert token_ids(session.block()) == (1, 3)
+    commit = session.on_verified(Verified(session.block(), committed(1, 3, 4)), 0.1)
+    assert (token_ids(commit.tokens), commit.accepted) == ((1, 3, 4), 2)
 
 
 @pytest.mark.parametrize(
@@ -1148,6 +1151,30 @@ def test_the_edge_gives_up_after_the_time_that_it_was_given():
     (done,) = edge.on_disconnected(Unavailable("no"), 70.1)
     assert isinstance(done.error, Unavailable)
     assert edge.on_disconnected(Unavailable("no"), 71.0) == []
+
+
+def test_a_text_that_verifiers_had_meanwhile_survives_losses_minutes_apart():
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0))
+    now = 0.0
+    for _ in range(5):  # each reads the prompt for longer than the edge would do without a verifier
+        edge.open_frame(b"", now)
+        edge.on_opened(Opened(0, 64, 40, "v", 512), now + 0.1)
+        now += 100.0
+        assert isinstance(edge.on_goaway(Goaway("draining"), now)[0], Reopen)
+
+
+def test_the_time_that_a_text_lacks_a_verifier_adds_up_until_a_commit_comes():
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0))
+    for number, first in enumerate((0.0, 100.0)):
+        edge.on_disconnected(Unavailable("no"), first)
+        edge.open_frame(b"", first + 30.0)
+        edge.on_opened(Opened(0, 64, 40, "v", 512), first + 30.0)
+        if not number:
+            continue
+        [reopen] = edge.on_disconnected(Unavailable("no"), first + 50.0)
+        assert isinstance(reopen, Reopen)
+        [done] = edge.on_disconnected(Unavailable("no"), first + 50.1)
+        assert isinstance(done.error, Unavailable)
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ class Decoding:
         lease, self._place = self._place, None
         if lease is None:
             lease = await self._route.lease(
-                self.session, avoid, machine.transcript, machine.precision, machine.next_epoch
+                self.session, avoid, machine.transcript, machine.precision, machine.next_epoch, machine.needed_context
             )
         if not attempts.wanted:  # the turn was left meanwhile, and its end reported before the lease came
             await self._route.give_back(self.session)

@@ -26,6 +26,7 @@ class Route(ABC):
         transcript: Sequence[int] = (),
         precision: str = "",
         epoch: int = 0,
+        context_length: int = 0,
         *,
         suspected: bool = False,
     ) -> Lease:
@@ -37,6 +38,7 @@ class Route(ABC):
             transcript: [n] tokens of the text so far, prompt included.
             precision: what the verifier should round by, which is checked when it answers; empty: anything.
             epoch: streams that the session had before.
+            context_length: positions that the verifier should have, which is checked when it answers; 0: any number.
             suspected: whether the last of `avoid` is silent, and is left only where there is another.
         """
 
@@ -44,8 +46,11 @@ class Route(ABC):
         """Return a lease like the next text's, without a call, so that its connection can be made; None: unknown."""
         return None
 
-    def about(self, features: TextFeatures) -> Route:  # noqa: ARG002 - no coordinator, no kinds of text
-        """Return a route for one text of this kind, whose leases bring priors for such texts."""
+    def about(self, features: TextFeatures, isolation: bytes = b"") -> Route:  # noqa: ARG002 - no coordinator
+        """Return a route for one text of this kind, whose leases bring priors for such texts.
+
+        Its beginning is recognised only among texts of the same `isolation`, which is that of its Open.
+        """
         return self
 
     def prior(self, features: TextFeatures) -> FleetPrior:  # noqa: ARG002 - no coordinator, no fleet
@@ -77,6 +82,7 @@ class DirectRoute(Route):
         transcript: Sequence[int] = (),  # noqa: ARG002
         precision: str = "",  # noqa: ARG002
         epoch: int = 0,  # noqa: ARG002
+        context_length: int = 0,  # noqa: ARG002
         *,
         suspected: bool = False,  # noqa: ARG002
     ) -> Lease:
@@ -110,16 +116,17 @@ class CoordinatorRoute(Route):
         model: str,
         tokenizer_sha256: str,
         features: TextFeatures = TextFeatures(),  # noqa: B008 - frozen
+        isolation: bytes = b"",
     ) -> None:
         self._client = client
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
         self._features = features
-        self._prefix_key = prefix_key(client.security.api_key, model, tokenizer_sha256)
+        self._prefix_key = prefix_key(client.security.api_key, model, tokenizer_sha256, isolation)
 
-    def about(self, features: TextFeatures) -> CoordinatorRoute:
+    def about(self, features: TextFeatures, isolation: bytes = b"") -> CoordinatorRoute:
         """Return another route over the same client."""
-        return CoordinatorRoute(self._client, self._model, self._tokenizer_sha256, features)
+        return CoordinatorRoute(self._client, self._model, self._tokenizer_sha256, features, isolation)
 
     def prior(self, features: TextFeatures) -> FleetPrior:
         """Return the prior of the newest leases."""
@@ -132,6 +139,7 @@ class CoordinatorRoute(Route):
         transcript: Sequence[int] = (),
         precision: str = "",
         epoch: int = 0,
+        context_length: int = 0,
         *,
         suspected: bool = False,
     ) -> Lease:
@@ -147,6 +155,7 @@ class CoordinatorRoute(Route):
                 prefixes=text_prefixes(transcript, self._prefix_key),
                 precision=precision,
                 epoch=epoch,
+                context_length=context_length,
                 suspected=suspected,
             )
         )

@@ -103,7 +103,13 @@ class SilenceGuard:
         try:
             async with asyncio.timeout(max(ANSWER_WITHIN_S, word.bound_s)):
                 found = await self.route.lease(
-                    self.session, avoid, machine.transcript, machine.precision, machine.next_epoch, suspected=True
+                    self.session,
+                    avoid,
+                    machine.transcript,
+                    machine.precision,
+                    machine.next_epoch,
+                    machine.needed_context,
+                    suspected=True,
                 )
                 await self.channels.renew(found.address, found.tls_name if found.tls else None)
                 return found

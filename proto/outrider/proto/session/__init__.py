@@ -38,7 +38,7 @@ from outrider.proto.session.selection import PROMPT_TOKENS, Selection
 from outrider.proto.session.steering import DrafterSteering
 from outrider.proto.session.stream import RetryRules
 from outrider.proto.session.text import DrafterCounts, EdgeStatistics
-from outrider.proto.session.verifier import Verified, VerifierSession, unscored_tokens
+from outrider.proto.session.verifier import Verified, VerifierSession, tokens_before_scores, unscored_tokens
 
 __all__ = [
     "PROMPT_TOKENS",
@@ -71,5 +71,6 @@ __all__ = [
     "Verified",
     "VerifierRules",
     "VerifierSession",
+    "tokens_before_scores",
     "unscored_tokens",
 ]

@@ -10,6 +10,7 @@ from outrider.proto.errors import (
     PromptTooLong,
     ResourceExhausted,
     TokenizerMismatch,
+    Unavailable,
     UnknownToken,
     UnsupportedProtocol,
 )
@@ -137,6 +138,7 @@ def check_open(frame: Open, rules: VerifierRules) -> None:
 
     Raises:
         UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
+        Unavailable: the text was begun where there is more room, and can go on there.
     """
     if frame.protocol_version != PROTOCOL_VERSION:
         raise UnsupportedProtocol(
@@ -154,9 +156,7 @@ def check_open(frame: Open, rules: VerifierRules) -> None:
             "are not to be had here: the target runs on vLLM's engine; ask a verifier with --engine transformers",
             field="open.prompt_logprobs",
         )
-    _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
-    if len(frame.prompt) + len(frame.committed) >= rules.context_length:
-        raise InvalidArgument("fills the target's context; there is nothing left to generate", field="open.committed")
+    _check_room(frame, rules)
     _check_vocabulary(frame.prompt, rules.vocab_size, "open.prompt")
     _check_vocabulary(frame.committed, rules.vocab_size, "open.committed")
     sampling = frame.sampling
@@ -168,8 +168,22 @@ def check_open(frame: Open, rules: VerifierRules) -> None:
         raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
 
 
-def limited(sampling: Sampling, room: int) -> Sampling:
-    """Return the settings of a text that may have `room` tokens at most."""
+def _check_room(frame: Open, rules: VerifierRules) -> None:
+    so_far = len(frame.prompt) + len(frame.committed)
+    if frame.context_length and so_far >= frame.context_length:
+        raise InvalidArgument("fills the context that the text was promised; nothing is left", field="open.committed")
+    if max(frame.context_length, so_far + 1 if frame.committed else 0) > rules.context_length:
+        raise Unavailable(
+            f"is {frame.context_length or 'unknown'} and {so_far} positions are taken, verifier {rules.name} has "
+            f"{rules.context_length}; start another one with the --context-length and --kv-tokens of the first",
+            field="open.context_length",
+        )
+    _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
+
+
+def limited(frame: Open, rules: VerifierRules) -> Sampling:
+    """Return the settings of a text that ends with the context that it was promised, or else with the target's."""
+    sampling, room = frame.sampling, (frame.context_length or rules.context_length) - len(frame.prompt)
     max_tokens, min_tokens = min(sampling.max_tokens, room), min(sampling.min_tokens, room)
     return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 

@@ -100,12 +100,7 @@ class EdgeSession:
         self._meter = Meter(selection.names, measurements or Measurements())
         parts = self._text, self._chain, self._stream, self._meter
         self._drafting = Drafting(
-            *parts,
-            selection,
-            window=window or SurvivalWindow(),
-            vectors=self._vectors,
-            battery=battery,
-            job_tokens=job_tokens,
+            *parts, selection, window or SurvivalWindow(), vectors=self._vectors, battery=battery, job_tokens=job_tokens
         )
         self._sender = Sender(*parts, self._drafting, self._vectors, send_q)
 
@@ -155,6 +150,11 @@ class EdgeSession:
     def precision(self) -> str:
         """Precision that the next verifier of the text must have; empty: any."""
         return self._stream.precision
+
+    @property
+    def needed_context(self) -> int:
+        """Positions that the next verifier of the text must have."""
+        return self._stream.context_length or len(self.transcript) + 1
 
     @property
     def connected(self) -> bool:
@@ -263,7 +263,7 @@ class EdgeSession:
         if self.done or self.connected:
             return []  # a duplicate
         try:
-            reopen = self._stream.accept(opened)
+            reopen = self._stream.accept(opened, now)
         except OutriderError as error:
             return self._lose(error, now)
         if reopen is not None:

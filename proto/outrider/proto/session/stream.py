@@ -30,7 +30,7 @@ class RetryRules:
     Attributes:
         first_s: wait before the first retry, in seconds; each further one waits twice as long.
         max_s: longest wait between two, in seconds.
-        abandon_after_s: time after which the text fails, in seconds.
+        abandon_after_s: time without a verifier, since the newest commit, after which the text fails, in seconds.
     """
 
     first_s: float = 0.05
@@ -48,7 +48,7 @@ class EdgeStream:
         terms: newest answer to an Open, or else that which is expected.
         credit: unverified drafts that the verifier allows now.
         covered: tokens after the newest commit that the verifier has by its own drafts before the edge's can come.
-        max_tokens: tokens of text that it allows in this turn.
+        max_tokens: tokens of text in this turn, as promised by the verifier that began it.
         turn: number of Continues that have gone over this stream.
         epoch: number of streams before this one; frames of another are not this stream's.
         opened_at: sending of the newest Open, in seconds.
@@ -71,9 +71,11 @@ class EdgeStream:
         self._opened_for = 0  # turns of the text when the newest Open was sent
         self._opened_with = 0  # tokens of text in that Open
         self._retries = 0  # since a verifier has answered
-        self._failing_since = math.inf
+        self._failing_since = math.inf  # without a verifier that has the text; infinite: one has it
+        self._failed_s = 0.0  # before that, since a verifier has answered
         self._precision = ""  # of the newest verifier that states one
-        self._refusal: OutriderError | None = None  # of another precision, since a verifier has answered
+        self._promised = 0  # tokens of text, by the newest verifier
+        self._refusal: OutriderError | None = None  # of other terms than the text's, since a verifier has answered
         self._expects = False  # whether drafts may follow the newest Open before it is answered
         self._trusts = True  # no verifier has refused such drafts
 
@@ -81,6 +83,12 @@ class EdgeStream:
     def precision(self) -> str:
         """Precision that the text so far has, and every later verifier of it must have; empty: any."""
         return self._precision if self._text.generated else ""
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the text so far was promised, and ends at, whichever verifier it has; 0: none yet."""
+        promised = self._promised if self._text.generated else 0
+        return self._text.prompt_length + promised if promised else 0
 
     @property
     def next_epoch(self) -> int:
@@ -103,7 +111,8 @@ class EdgeStream:
         self._expects = expected is not None and self._trusts
         if expected is not None:
             self._set_terms(replace(expected, verifier=self.terms.verifier))
-            self.max_tokens = min(text.frame.sampling.max_tokens, expected.context_length - text.prompt_length)
+            ends = self.context_length or expected.context_length
+            self.max_tokens = min(text.frame.sampling.max_tokens, ends - text.prompt_length)
         self._opened_for, self._opened_with = text.turns, text.generated
         self.turn = 0
         self.reported = Report(drafting)
@@ -116,14 +125,16 @@ class EdgeStream:
             steering=steering,
             epoch=self.epoch,
             prompt_logprobs=text.frame.prompt_logprobs if text.lacks_prompt else None,
+            prompt_logprobs_from=1 + len(text.prompt) if text.lacks_prompt and text.prompt else 0,
+            context_length=self.context_length,
         )
 
-    def accept(self, opened: Opened) -> Reopen | None:
+    def accept(self, opened: Opened, now: float) -> Reopen | None:
         """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
 
         Raises:
             InvalidArgument: it took over another text, draws it with another noise, or does not know its `min_tokens`.
-            Unavailable: it computes in another precision than the text so far, and would change it.
+            Unavailable: it computes in another precision than the text so far, or would end it elsewhere.
         """
         if self._opened_for != self._text.turns:
             return Reopen(0.0, Unavailable("opened for a turn that has ended"))
@@ -135,19 +146,33 @@ class EdgeStream:
                 f"is {opened.noise.name}, the text has {sampling.noise.name}; update the verifier", field="opened.noise"
             )
         check_terms(opened, sampling)
+        self._check_promises(opened)
+        self._precision = opened.precision or self.precision
+        self._promised = opened.max_tokens
+        self._text.frame = replace(self._text.frame, sampling=replace(sampling, noise=opened.noise))
+        self.connected, self.opening = True, False
+        self._failed_s += now - min(now, self._failing_since)
+        self._failing_since = math.inf
+        self._set_terms(opened)
+        self.max_tokens = opened.max_tokens
+        return None
+
+    def _check_promises(self, opened: Opened) -> None:
         if opened.precision not in ("", self.precision or opened.precision):
             self._refusal = Unavailable(
                 f"is {opened.precision} at verifier {opened.verifier}, the text was begun in {self.precision} and goes "
                 "on in no other; start a verifier with the --engine, --dtype and other settings of the first",
                 field="opened.precision",
             )
-            raise self._refusal
-        self._precision = opened.precision or self.precision
-        self._text.frame = replace(self._text.frame, sampling=replace(sampling, noise=opened.noise))
-        self.connected, self.opening = True, False
-        self._set_terms(opened)
-        self.max_tokens = opened.max_tokens
-        return None
+        elif self.context_length and opened.max_tokens != self._promised:
+            self._refusal = Unavailable(
+                f"is {opened.max_tokens} at verifier {opened.verifier}, the text was promised {self._promised} "
+                "and ends there alone; start one with the release, --context-length and --kv-tokens of the first",
+                field="opened.max_tokens",
+            )
+        else:
+            return
+        raise self._refusal
 
     def _set_terms(self, terms: Opened) -> None:
         self.terms = terms
@@ -164,22 +189,25 @@ class EdgeStream:
         retry = self._retry
         self._failing_since = min(self._failing_since, now)
         backoff_s = min(retry.max_s, retry.first_s * 2.0 ** min(self._retries, 64))
-        if max(now - self._failing_since, error.retry_after_s) > retry.abandon_after_s:
+        if max(self._failed_s + now - self._failing_since, error.retry_after_s) > retry.abandon_after_s:
             return self._refusal or error
         self._retries += 1
         self._text.statistics.resumes += 1
+        if isinstance(error, ResourceExhausted):  # whoever comes at the time that it was told keeps its turn
+            return Reopen(max(error.retry_after_s, retry.first_s), error)
         return Reopen(max(error.retry_after_s, backoff_s), error)
 
     def forget_retries(self) -> None:
         """Start over counting failures, since the verifier has answered or another turn begins."""
         self._retries = 0
-        self._failing_since = math.inf
+        self._failing_since, self._failed_s = math.inf, 0.0
         self._refusal = None
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling | None, chain: int) -> Continue:
         """Return the Continue of a kept session; `sampling` None means that of the last turn."""
         self.turn += 1
         self.credit = self.terms.credit
+        self._promised = self.max_tokens
         return Continue(start, prompt, sampling, chain)
 
     def end_turn(self, error: OutriderError | None) -> None:

@@ -79,11 +79,12 @@ class VerifierSession:
 
         Raises:
             UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
+            Unavailable: the text was promised more positions than the target has.
         """
         check_open(frame, rules)
         self.id, self.epoch = frame.session, frame.epoch
         self.noise = frame.sampling.noise or rules.noise
-        self.sampling = replace(limited(frame.sampling, rules.context_length - len(frame.prompt)), noise=self.noise)
+        self.sampling = replace(limited(frame, rules), noise=self.noise)
         self.eos_tokens = rules.eos_tokens
         self.prompt_length = len(frame.prompt)
         self.transcript: list[int] = [*frame.prompt, *frame.committed]
@@ -97,10 +98,9 @@ class VerifierSession:
         self._granted = self.credit  # with which a turn begins
         self.learning = frame.learning
         self.logprobs, self.top_logprobs = frame.logprobs, frame.top_logprobs
-        self.prompt_logprobs = frame.prompt_logprobs
-        self._rules = rules
+        self.prompt_logprobs, self.prompt_logprobs_from = frame.prompt_logprobs, max(1, frame.prompt_logprobs_from)
+        self._rules, self._wants_logp = rules, frame.logp
         self._resumed = len(frame.committed)
-        self._wants_logp = frame.logp
         received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
         ends = None
         if here is not None and frame.drafts_here != 0:
@@ -163,6 +163,8 @@ class VerifierSession:
                 drafting=self._next.drafting,
                 steering=self._steering,
                 prompt_logprobs=None,
+                prompt_logprobs_from=0,
+                context_length=0,
             ),
             self._rules,
             now,
@@ -363,6 +365,13 @@ class VerifierSession:
             cached_tokens=cached_tokens,
             epoch=self.epoch,
         )
+
+
+def tokens_before_scores(session: VerifierSession, uncomputed: int) -> int:
+    """Return how many uncomputed tokens, of `uncomputed`, come before the first that gives a log probability."""
+    if session.prompt_logprobs is None:
+        return 0
+    return max(0, session.prompt_logprobs_from - 1 - (len(session.transcript) - uncomputed))
 
 
 def unscored_tokens(session: VerifierSession, uncomputed: int) -> int:
