@@ -76,10 +76,15 @@ def own_text(oracle: Oracle, frame: Open, verifier: VerifierRules) -> tuple[int,
 
 
 class CheckedVerifier(SimulatedVerifier):
-    """A verifier that may take frames during a step, and grant any credit."""
+    """A verifier that may take frames during a step, and grant any credit.
+
+    Attributes:
+        runs: by the start of each commit, the edge's drafts that the verifier had after it.
+    """
 
     def __init__(self, *args, rng: random.Random, fickle_credit: bool, queues_while_busy: bool) -> None:
         super().__init__(*args)
+        self.runs: dict[int, tuple[int, ...]] = {}
         self._rng = rng
         self._fickle_credit = fickle_credit
         self._queues_while_busy = queues_while_busy
@@ -97,6 +102,7 @@ class CheckedVerifier(SimulatedVerifier):
         before = tuple(slot.session.transcript)
         commit = super().verify(slot, block, began, branches)
         assert tuple(slot.session.transcript) == before + token_ids(commit.tokens), "a commit appends and nothing else"
+        self.runs[commit.start] = token_ids(slot.session._next.received.tokens)
         return commit
 
 
@@ -189,6 +195,7 @@ class CheckedSimulation(FaultySimulation):
         self._opened = opened
         self.draft_frames = 0
         self._granted = 0
+        self._said: dict[tuple[int, int, int], int] = {}  # drafts that a verifier was sent: by stream, chain, position
         if cancel_at < math.inf:
             clock.at(cancel_at, lambda: self.handle(StopRequested()))
 
@@ -236,7 +243,15 @@ class CheckedSimulation(FaultySimulation):
         if isinstance(frame, Draft) and frame.tokens:
             unverified = frame.start + len(frame.tokens) - len(self.edge.transcript)
             assert unverified <= self._granted, f"{unverified} unverified tokens on {self._granted} of credit"
+            self._check_chain(frame)
         super().send(frame)
+
+    def _check_chain(self, frame: Draft) -> None:
+        for position, token in enumerate(token_ids(frame.tokens), frame.start):
+            key = self.num_streams, frame.chain, position
+            assert self._said.setdefault(key, token) == token, "it contradicts its own chain"
+            follows = position == len(self.edge.transcript) or (*key[:2], position - 1) in self._said
+            assert follows, "it leaves drafts out, which the verifier does not have"
 
     def receive(self, stream, frame) -> None:
         if stream is self.stream:
@@ -244,4 +259,7 @@ class CheckedSimulation(FaultySimulation):
                 self._granted = frame.credit
             if isinstance(frame, Commit) and frame.start + len(frame.tokens) > len(self.edge.transcript):
                 self._granted = frame.credit
+            if isinstance(frame, Commit) and frame.chain > self.edge._chain.number:  # it has followed a branch
+                run = enumerate(self.verifier.runs[frame.start], frame.start + len(frame.tokens))
+                self._said |= {(self.num_streams, frame.chain, position): token for position, token in run}
         super().receive(stream, frame)

@@ -13,6 +13,7 @@ from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.cloud.inbox import WaitingEvents
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
+from outrider.proto.policy import Measurements
 from outrider.proto.policy.branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches
 from outrider.proto.session import Drafted, DraftJob, Verified, VerifierSession
 from outrider.proto.session import verifier as verifier_module
@@ -219,6 +220,19 @@ def test_the_edge_sends_the_branch_where_it_came_too_late(sent) -> None:
     assert [token_ids(frame.tokens) for frame in frames] == [(1, 2)]
     assert edge.statistics.branches_taken == 0
     assert frames[0].chain == (2 if sent else 1), "1 is the number of a branch that the verifier may have taken"
+
+
+def test_a_drafter_that_has_nothing_to_say_after_a_branch_is_not_asked_again() -> None:
+    measured = Measurements()
+    measured.step.weight, measured.step.y = 1.0, 0.03
+    edge = HandDrivenEdge(open_frame(), measurements=measured)
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 64, 40, "v", 512, branches=True), 0.0)
+    edge.handle(Drafted(edge.next_job(1), (DraftToken(4, 0.5, runners_up=(7,)),), 0.001), 0.0)
+    job = edge._drafting.branch(0.0)
+    assert job is not None
+    edge.handle(Drafted(job, (), 0.0), 0.0)
+    assert edge._drafting.branch(0.0) is None
 
 
 def test_a_chain_that_ends_otherwise_takes_no_number_of_a_branch() -> None:

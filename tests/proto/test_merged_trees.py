@@ -23,6 +23,7 @@ from outrider.proto.session import (
     StreamReady,
     TeacherForced,
 )
+from outrider.proto.session.branching import Branching
 from outrider.proto.types import (
     Branches,
     Commit,
@@ -173,6 +174,30 @@ def decode_all(link: Faults, seeds: int = 10, **changes) -> tuple[int, int]:
         beside += simulation.edge.statistics.verified_beside
         steps += simulation.edge.statistics.steps
     return beside, steps
+
+
+@pytest.mark.parametrize("delay_s", [0.002, 0.01])
+def test_an_edge_goes_on_with_the_run_of_a_branch_that_it_has_sent(delay_s) -> None:
+    """The simulation checks that no chain contradicts what its verifier has, and leaves nothing out."""
+    taken = 0
+    for seed in range(25):
+        simulation = simulated(seed, Faults(delay_s=delay_s), other=0.9, runners_up=2)
+        assert simulation.run() == own_text(simulation.oracle, simulation.frame, simulation.rules), f"seed {seed}"
+        taken += simulation.edge.statistics.branches_taken
+    assert taken > 25
+
+
+def test_a_run_in_place_of_one_that_was_sent_is_found(monkeypatch) -> None:
+    """Nothing counts as sent, and a branch that has a run gets another drafter's."""
+
+    def likeliest_other(self: Branching) -> tuple[float, int, int, int] | None:
+        others = self._others.items()
+        return max(((taken, *key, other) for key, (taken, other) in others if key not in self._begun), default=None)
+
+    monkeypatch.setattr(Branching, "_sent", property(lambda _: set(), lambda *_: None), raising=False)
+    monkeypatch.setattr(Branching, "likeliest_other", likeliest_other)
+    with pytest.raises(AssertionError, match="leaves drafts out"):
+        simulated(24, Faults(delay_s=0.002), other=0.9, runners_up=2).run()
 
 
 @pytest.mark.parametrize("runners_up", [0, 1])

@@ -49,13 +49,14 @@ class Branching:
     shares: MissShares = field(default_factory=MissShares)
     borrowed: bool = False
     _made: dict[_Key, tuple[DraftToken, ...]] = field(default_factory=dict)
-    _sent: set[_Key] = field(default_factory=set)
+    _sent: set[_Key] = field(default_factory=set)  # with their runs, which are final
     _chances: dict[_Key, float] = field(default_factory=dict)  # of those made, given that the chain agrees before them
     _job_s: float = 0.0  # duration of the newest job
     _proposed: dict[int, list[tuple[int, DraftToken]]] = field(default_factory=dict)  # others and theirs, by position
     _others: dict[_Key, tuple[float, int]] = field(default_factory=dict)  # chance to be taken, and whose run may follow
     _begun: set[_Key] = field(default_factory=set)  # whose runs have been asked for
     _leaves: set[_Key] = field(default_factory=set)  # runners-up that went without a run
+    _ended: set[_Key] = field(default_factory=set)  # after whose runs the drafter had nothing to say
 
     def job(self, drafter: int, agreed: int, job_tokens: Callable[[float], int], now: float) -> DraftJob | None:
         """Return the next job for a branch; None: none is worth drafting, or would come in time.
@@ -106,7 +107,7 @@ class Branching:
 
     def _lacks(self, branch: LikelyBranch) -> bool:
         key = self._key(branch)
-        if key in self._begun or key in self._sent:
+        if key in self._begun or key in self._sent or key in self._ended:
             return False
         return len(self._made.get(key, ())) < branch.drafts
 
@@ -125,14 +126,18 @@ class Branching:
         job = done.job
         self._text.statistics.branched += len(done.drafts)
         self._job_s = done.seconds
-        if not done.drafts or job.epoch != self._chain.epoch or job.branch < len(self._text.tokens):
+        if job.epoch != self._chain.epoch or job.branch < len(self._text.tokens):
             return
         token = job.extend_with[job.branch - job.truncate_to]
         key = job.branch, token
+        if not done.drafts:
+            self._ended.add(key)
+            return
+        if key in self._sent:
+            return  # the verifier may go on with the run as it has it, and the edge with no other
         if key in self._begun:
             # Confidence means something else with another drafter.
             self._made[key] = tuple([DraftToken(draft.id) for draft in done.drafts])
-            self._sent.discard(key)  # it has a run now
             return
         self._made[key] = self._made.get(key, ()) + done.drafts
         if self.verified_beside and key not in self._others:
@@ -190,7 +195,11 @@ class Branching:
 
     def likeliest_other(self) -> tuple[float, int, int, int] | None:
         """Return chance, position, token and drafter of the likeliest branch that has no run yet; None: none."""
-        lacking = [(taken, *key, other) for key, (taken, other) in self._others.items() if key not in self._begun]
+        lacking = [
+            (taken, *key, other)
+            for key, (taken, other) in self._others.items()
+            if key not in self._begun and not self._made[key]
+        ]
         return max(lacking, default=None)
 
     def begin_run(self, position: int, token: int) -> None:
@@ -277,8 +286,10 @@ class Branching:
 
     def forget(self) -> None:
         """Forget all branches."""
-        for known in (self._made, self._sent, self._chances, self._leaves, self._proposed, self._others, self._begun):
+        for known in (self._made, self._sent, self._chances, self._leaves, self._proposed, self._others):
             known.clear()
+        self._begun.clear()
+        self._ended.clear()
 
     def advance(self) -> None:
         """Forget the branches of drafts that have become text."""

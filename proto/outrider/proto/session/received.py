@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from outrider.proto.errors import InvalidArgument, ResourceExhausted
+from outrider.proto.errors import ResourceExhausted
 from outrider.proto.policy.branches import MAX_BRANCHES
 from outrider.proto.policy.measures import Acceptance, Smoothed
 from outrider.proto.session.chain import NO_DRAFTER
@@ -66,8 +66,9 @@ class ReceivedDrafts:
     def receive(self, draft: Draft) -> bool:
         """Take in drafts of the newest chain, and ignore stale ones; return whether one has missed.
 
+        A chain ends where a draft contradicts an earlier one of the same place, and goes on with the newer.
+
         Raises:
-            InvalidArgument: a draft contradicts an earlier one of the same chain.
             ResourceExhausted: there are more unverified drafts than any credit allows.
         """
         if draft.drafter:
@@ -125,14 +126,13 @@ class ReceivedDrafts:
         ahead = position - len(self._transcript)
         if ahead < 0:
             return self._compare(position, self._transcript[position] == token.id)
-        if ahead < len(self.tokens):
-            if self.tokens[ahead].id != token.id:
-                raise InvalidArgument(f"contradicts what chain {self.chain} said at {position}", field="draft.tokens")
-        elif ahead >= self._max_credit:
+        if ahead >= self._max_credit:
             raise ResourceExhausted(
                 f"more than {self._max_credit} unverified tokens; respect the credit", field="draft.tokens"
             )
-        else:
+        if ahead < len(self.tokens) and self.tokens[ahead].id != token.id:
+            del self.tokens[ahead:]
+        if ahead == len(self.tokens):
             self.tokens.append(token)
         return True
 
