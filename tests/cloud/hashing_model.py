@@ -89,7 +89,7 @@ class HashingModel(nn.Module):
         self.on_rows(len(tokens))
         if POISON in tokens.tolist():
             raise RuntimeError("CUDA error: device-side assert triggered, as by one text")
-        batch.pool.write(0, batch.slots, tokens.float().view(-1, 1, 1), position_ids[0].float().view(-1, 1, 1))
+        batch.write(0, tokens.float().view(-1, 1, 1), position_ids[0].float().view(-1, 1, 1))
         self.on_written()
         texts: list[tuple[int, ...]] = [()] * len(tokens)
         for span in batch.spans:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from outrider.cloud.architecture import check_architecture
 from outrider.cloud.attention import RaggedBatch
 from outrider.cloud.chunked_attention import ChunkedBatch
 from outrider.cloud.passes import FREE, TOGETHER
@@ -45,14 +46,22 @@ def tiny(**config: Any) -> Any:
 @pytest.mark.parametrize("kind", ROPE)
 def test_rope_that_depends_on_what_shares_a_step_is_refused(kind) -> None:
     with pytest.raises(ModelRefused, match=kind):
-        Target(tiny(rope_parameters=ROPE[kind]), '{"model": {}}', kv_tokens=256, page_size=4)
+        check_architecture(tiny(rope_parameters=ROPE[kind]))
 
 
 def test_chunked_attention_is_refused() -> None:
     model = tiny()
     model.config.attention_chunk_size = 64
     with pytest.raises(ModelRefused, match="chunked"):
-        Target(model, '{"model": {}}', kv_tokens=256, page_size=4)
+        check_architecture(model)
+
+
+def test_a_model_that_returns_rows_that_are_not_wanted_is_refused() -> None:
+    model = tiny()
+    forward = model.forward
+    model.forward = lambda logits_to_keep=0, **given: forward(**given)
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        check_architecture(model)
 
 
 def test_linear_rope_is_accepted_and_agrees() -> None:

@@ -217,7 +217,7 @@ def paged_attention(
         raise ModelRefused("attention sinks are not supported", field="target")
     batch, layer = outrider_batch, module.layer_idx
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap), None
+    return batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap).contiguous(), None
 
 
 def _attend(

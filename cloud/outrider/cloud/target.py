@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from outrider.cloud import attention
+from outrider.cloud.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
 from outrider.cloud.attention import RaggedBatch, RowSpan
 from outrider.cloud.automatic_dtype import load_automatically
 from outrider.cloud.call_source import Pass
@@ -29,17 +30,11 @@ from outrider.cloud.straight_pass import PassInputs, StraightPass, own_pass, str
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
-# Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
-_CHECKED, _CHECKED_AT_MOST = 24, 1056  # tokens; Gemma 3 has windows of 512 and 1024
-_BEYOND_WINDOW = 16  # tokens past the end of a window
-_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 # Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
 _COMPARED, _DEEP, _FEW = 384, 1300, 4
 _PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 129, 4, 7, 1, 10)
 _BESIDE = (), (1,), (3, *[1] * 7), (5,), (2, 1, 4, 1), (), (17, 3), ()
-# These scale by the longest session of the step, so that one session would change another's text.
-_ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +81,7 @@ class Target:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         config = model.config.get_text_config()
-        _refuse_what_sees_other_sessions(config)
         self.vocab_size = int(config.vocab_size)
-        self._sliding_window = int(getattr(config, "sliding_window", None) or 0)
         made_for = int(getattr(config, "max_position_embeddings", 0) or context_length or _CONTEXT)
         longest = min(context_length or made_for, made_for)
         kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest)
@@ -177,31 +170,25 @@ class Target:
 
     @torch.inference_mode()
     def check(self) -> float:
-        """Compare ragged, chunked passes with the model's own forward, and return the relative difference of logits.
-
-        The text is longer than a sliding window, unless that would take minutes on a CPU.
+        """Compare its passes, as they will run, with the model's own, and return the relative difference of logits.
 
         Raises:
-            ModelRefused: they disagree, so this architecture needs more than keys, values and positions.
+            ModelRefused: they disagree by more than the type's rounding explains.
         """
-        beyond_window = min(self._sliding_window + _BEYOND_WINDOW, _CHECKED_AT_MOST)
-        length = min(max(_CHECKED, beyond_window), self.context_length, self.pool.page_count * self.pool.page_size)
+        wanted = checked_length(self.model.config.get_text_config())
+        length = min(wanted, self.context_length, self.pool.page_count * self.pool.page_size)
         tokens = torch.randint(0, self.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
         cache = self.pool.allocate(length)
-        cuts = [0, length // 3, length // 3 + 1, length]
+        cuts = itertools.pairwise(steps(length))
         try:
-            pieces = [
-                self.forward([SessionRows(cache, tuple(tokens[a:b]), b - a)]) for a, b in itertools.pairwise(cuts)
-            ]
-        except (TypeError, AttributeError, NotImplementedError) as error:
-            raise ModelRefused(f"this architecture cannot run on a paged KV cache: {error}", field="target") from error
+            pieces = [self.forward([SessionRows(cache, tuple(tokens[a:b]), b - a)]) for a, b in cuts]
         finally:
             self.pool.release(cache)
         self.model.set_attn_implementation("eager")
         plain = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
         self.model.set_attn_implementation(attention.NAME)
         difference = float((torch.cat(pieces) - plain).norm() / plain.norm())
-        if not difference <= _CHECK_TOLERANCE[self.dtype]:
+        if not difference <= CHECK_TOLERANCE[self.dtype]:
             raise ModelRefused(
                 f"paged attention differs from the model's own by {difference:.2g}; the architecture is not supported",
                 field="target",
@@ -364,6 +351,7 @@ def load_target(
         )
     tokenizer = tokenizer_json(source, target)
     model = load_model(source, target, device=device, dtype=dtype)
+    check_architecture(model)
     if device == "cpu":
         replace_conv1d(model)
     shortened = straight_pass(model) if straight and device == "cpu" else None
@@ -379,9 +367,8 @@ def load_target(
         packing=packing,
         straight=shortened,
     )
-    difference = loaded.check()
     loaded.passes = _passes(loaded, exact)
-    difference = max(difference, loaded.check())
+    difference = loaded.check()
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
     if packed and loaded.device.type == "cpu":
         log.info("linear layers of %s: %s", target, packing)
@@ -446,17 +433,6 @@ def tokenizer_json(source: str, target: str) -> str:
     if backend is None:
         raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
     return str(json.dumps(json.loads(backend.to_str())))
-
-
-def _refuse_what_sees_other_sessions(config: Any) -> None:
-    """Refuse what the check on one short session cannot find."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    for kind in _ROPE_ACROSS_SESSIONS:
-        if kind in kinds:
-            raise ModelRefused(f"RoPE of type {kind!r} depends on what shares a step; not supported", field="target")
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelRefused("chunked attention is not supported", field="target")
 
 
 def _eos_tokens(model: Any) -> frozenset[int]:
