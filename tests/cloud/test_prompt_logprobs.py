@@ -27,6 +27,7 @@ from outrider.proto.types import (
     Commit,
     Continue,
     Open,
+    Opened,
     PromptLogprobs,
     PromptToken,
     Sampling,
@@ -196,6 +197,57 @@ def test_a_text_that_asks_for_them_is_the_same_and_its_neighbours_too(bench) -> 
     asked = bench.begin(bench.frame(prompt, "asked"), "a")
     beside = bench.begin(bench.frame(other, "beside", prompt_logprobs=None), "b")
     assert (asked.read().text, beside.read().text) == (expected[0].text, expected[1].text)
+
+
+def test_a_prompt_is_scored_over_streams_that_break_after_a_frame_each(bench, plain) -> None:
+    prompt, scores, streams = prompt_of(300, 9), list[PromptToken](), 0
+    while len(scores) < len(prompt) - 1:
+        streams += 1
+        assert streams <= 2 * len(prompt) / batching.MAX_SCORED_ROWS, "it makes no progress"
+        asked = bench.frame(prompt, epoch=streams, prompt_logprobs_from=len(scores) + 1)
+        stream = bench.begin(asked, "k")
+        while not isinstance(item := stream._box.items.get(timeout=60), PromptLogprobs):
+            assert isinstance(item, Opened)
+        bench.engine.post_close(stream.key)
+        assert item.start == len(scores) + 1
+        scores += item.tokens
+    assert_equal(scores, plain(prompt), prompt)
+
+
+@pytest.mark.parametrize("isolation", ["cold", "warm"])
+def test_scores_begin_where_they_are_wanted_whatever_is_cached(bench, plain, isolation) -> None:
+    prompt = prompt_of(200, 10)
+    whole = bench.begin(bench.frame(prompt, prompt_logprobs=None), "warm").read()
+    stream = bench.begin(bench.frame(prompt, "again", prompt_logprobs_from=151), isolation)
+    stream.scores += [None] * 150
+    assert stream.read().text == whole.text
+    assert_equal(stream.scores[150:], plain(prompt)[150:], prompt[150:])
+    assert (stream.commits[0].cached_tokens > 0) == (isolation == "warm")
+
+
+def test_a_step_that_fails_in_sampling_loses_none_of_them(bench, plain, monkeypatch) -> None:
+    sampler, prompt, failed = bench.engine.backend._sampler, prompt_of(90, 8), []
+    sample, step, scoring = sampler.sample, bench.engine.backend.step, []
+
+    def seen(rows: Any) -> Any:
+        scoring[:] = [row for row in rows if row.scored and len(rows) > 1]
+        return step(rows)
+
+    def failing(*arguments: Any) -> Any:
+        if scoring and not failed:
+            failed.append(True)
+            raise RuntimeError("no memory, once")
+        return sample(*arguments)
+
+    monkeypatch.setattr(bench.engine.backend, "step", seen)
+    monkeypatch.setattr(sampler, "sample", failing)
+    long = replace(SAMPLING, max_tokens=90)
+    other = bench.begin(replace(bench.frame(prompt_of(9, 1), "other", prompt_logprobs=None), sampling=long))
+    other.read(commits=1)
+    scored = bench.begin(bench.frame(prompt, "scored")).read()
+    assert failed, "the step of both has failed"
+    assert_equal(scored.scores, plain(prompt), prompt)
+    other.read()
 
 
 def test_a_text_taken_over_brings_those_of_the_prompt_alone(bench, plain) -> None:

@@ -7,16 +7,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 
 from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts, VerificationBranch
 from outrider.cloud.branch_cache import BranchCache
-from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.distribution import VerificationInput, are_numbers
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.prompt_scores import split_scored, wanted_rows
-from outrider.cloud.sampling import Sampled, Sampler, are_numbers
+from outrider.cloud.sampling import Sampled, Sampler
 from outrider.cloud.target import SessionRows, Target
 from outrider.proto.session.acceptance import num_agreeing
 from outrider.proto.types import PromptToken, token_ids
@@ -85,14 +85,25 @@ class TransformersBackend:
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
         """Compute all rows and branches in one pass and sample by the coupled rule."""
-        pool, lengths = self.target.pool, [row.handle.length for row in rows]
+        lengths = [row.handle.length for row in rows]
+        try:
+            return self._step(rows, lengths)
+        except Exception as error:
+            for row, length in zip(rows, lengths, strict=True):
+                if isinstance(error, FloatingPointError):
+                    self.target.pool.distrust(_own(row.handle))  # what led to such logits may be in the KV cache
+                self.truncate(row.handle, length)
+            raise
+
+    def _step(self, rows: Sequence[StepRow], lengths: Sequence[int]) -> StepOutput:
+        pool = self.target.pool
         for row in rows:
             pool.begin_write(_own(row.handle), _longest(row))  # before pages are lent, and slots read for branches
         with pool.lend(sum(_branch_pages(pool, row) for row in rows)) as pages:
             branches = [branch for number, row in enumerate(rows) for branch in self._branches(number, row, pages)]
             logits = self.target.forward([*map(_session_rows, rows), *(branch.rows for branch in branches)])
             if not are_numbers(logits):
-                self._refuse(rows, lengths)
+                raise FloatingPointError("the target's logits are not numbers")
             forwarded = time.monotonic()
             scores: list[tuple[PromptToken, ...]] = []
             places: Sequence[int] = range(len(logits))
@@ -115,16 +126,6 @@ class TransformersBackend:
 
     def close(self) -> None:
         """Do nothing: what it holds ends with this process."""
-
-    def _refuse(self, rows: Sequence[StepRow], lengths: Sequence[int]) -> NoReturn:
-        """Undo a step whose logits are no numbers.
-
-        What led to them may be in the KV cache, where no other session must find it.
-        """
-        for row, length in zip(rows, lengths, strict=True):
-            self.target.pool.distrust(_own(row.handle))
-            self.truncate(row.handle, length)
-        raise FloatingPointError("the target's logits are not numbers")
 
     def _branches(self, number: int, row: StepRow, pages: list[int]) -> Iterator[_Branch]:
         """Lay a row's branches on lent `pages`, those that find room there and, should they be followed, in its own."""
