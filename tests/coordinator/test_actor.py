@@ -34,6 +34,7 @@ class ScriptedServer:
     metrics_address = ""
     speaks_tls = False
     tls_name = ""
+    admitted: ClassVar = {"s1": 0}
     texts_of_keys: ClassVar = {"alice": {"s1": 0.5}}
 
     def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None], sink: None) -> None:

@@ -79,6 +79,20 @@ def test_a_verifier_that_states_no_precision_may_have_any() -> None:
     assert place(fleet, "tiny", "", precision="float32").name == "b"
 
 
+def test_a_text_goes_where_there_is_the_context_that_it_needs_however_busy_that_is() -> None:
+    fleet = [ready("a", context_length=64), ready("b", sessions=3, context_length=128)]
+    assert place(fleet, "tiny", "", context_length=65).name == "b"
+    assert place(fleet, "tiny", "", context_length=64).name == "a"
+    with pytest.raises(ResourceExhausted):
+        place([fleet[0], replace(fleet[1], sessions=4)], "tiny", "", context_length=65)
+
+
+def test_where_no_verifier_has_the_context_any_is_chosen_and_says_so_itself() -> None:
+    fleet = [ready("a", context_length=64), ready("b", sessions=3)]
+    assert place(fleet, "tiny", "", context_length=65).name == "b", "it states none, and may have it"
+    assert place(fleet[:1], "tiny", "", context_length=65).name == "a"
+
+
 def test_without_its_precision_a_text_waits_and_is_told_the_remedy() -> None:
     with pytest.raises(
         Unavailable, match=r"begun in float32 .* there is a \(bfloat16\); start one with .*--dtype"

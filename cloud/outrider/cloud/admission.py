@@ -12,6 +12,8 @@ from outrider.proto.errors import Fenced, Internal, ResourceExhausted, Unavailab
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Continue, Goaway, Open, Sampling
 
+MAX_ADMITTED = 256
+
 
 class Admission:
     """The rule that admits sessions while there are slots and the verifier neither drains nor has failed.
@@ -19,11 +21,13 @@ class Admission:
     Attributes:
         draining: whether sessions are being sent elsewhere.
         failed: whether no step succeeds here any more.
+        admitted: epochs of the sessions that got a slot, the newest `MAX_ADMITTED`, for the coordinator's account.
     """
 
     def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int, source: NoSource) -> None:
         self.draining = False
         self.failed = False
+        self.admitted: dict[str, int] = {}
         self._slots = slots
         self._rules = rules
         self._max_sessions = max_sessions
@@ -56,7 +60,10 @@ class Admission:
         if self.draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self._rules, now, self._source.here)
-        others = [slot for slot in self._slots if slot.session.id == frame.session]
+        # Another key's session is another one, whatever its name: edges choose names, and a coordinator signs any.
+        others = [
+            slot for slot in self._slots if slot.session.id == frame.session and _key_of(slot.limit) == _key_of(limit)
+        ]
         if any(other.session.epoch > session.epoch for other in others):
             raise Fenced("is older than that of the stream that has the session", field="open.epoch")
         for other in others:
@@ -70,7 +77,14 @@ class Admission:
         session.credit = self.credit
         slot = Slot(key, session, outbox, now, isolation, limit, matcher=matcher)
         self._slots.open(slot)
+        self._note_admitted(session)
         return slot
+
+    def _note_admitted(self, session: VerifierSession) -> None:
+        self.admitted.pop(session.id, None)
+        self.admitted[session.id] = session.epoch
+        if len(self.admitted) > MAX_ADMITTED:
+            del self.admitted[next(iter(self.admitted))]
 
     def resume(self, slot: Slot, frame: Continue, matcher: GrammarMatcher | None, now: float) -> None:
         """Begin the next turn of a parked session; raise its own errors, or that its API key has no session left."""
@@ -107,6 +121,10 @@ class Admission:
         self._slots.evict_all("the verifier is draining")
         for slot in self._slots.unfinished():
             slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0, epoch=slot.session.epoch))
+
+
+def _key_of(limit: KeyLimit | None) -> str:
+    return limit.key if limit is not None else ""
 
 
 def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:

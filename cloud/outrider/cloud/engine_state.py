@@ -24,6 +24,11 @@ class EngineState:
         return self._slots.num_running
 
     @property
+    def admitted(self) -> dict[str, int]:
+        """Epochs of the sessions that were admitted lately."""
+        return dict(self._admission.admitted)
+
+    @property
     def parked_count(self) -> int:
         """Sessions that are parked until their next turn."""
         return self._slots.num_parked

@@ -33,6 +33,9 @@ class _Server(Protocol):
     lease_ends: LeaseEnds
 
     @property
+    def admitted(self) -> dict[str, int]: ...
+
+    @property
     def metrics_address(self) -> str: ...
 
     @property
@@ -55,15 +58,20 @@ def verifier_report(server: _Server) -> dict[str, Any]:
     Call it in the server's event loop.
     """
     server.lease_ends.asked()
-    return asdict(server.status()) | {
-        "tokenizer_sha256": server.tokenizer_sha256,
-        "metrics_address": server.metrics_address,
-        "tls": server.speaks_tls,
-        "tls_name": server.tls_name,
-        "incarnation": server.incarnation,
-        "lists_texts": True,
-        "texts_of_keys": server.texts_of_keys,
-    }
+    return (
+        {"admitted": server.admitted}
+        | asdict(server.status())
+        | {  # so that none is missing in both
+            "tokenizer_sha256": server.tokenizer_sha256,
+            "metrics_address": server.metrics_address,
+            "tls": server.speaks_tls,
+            "tls_name": server.tls_name,
+            "incarnation": server.incarnation,
+            "lists_texts": True,
+            "lists_admitted": True,
+            "texts_of_keys": server.texts_of_keys,
+        }
+    )
 
 
 def report_service(server: _Server, secret: bytes) -> grpc.GenericRpcHandler:

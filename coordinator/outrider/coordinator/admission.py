@@ -7,18 +7,21 @@ too few.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from outrider.coordinator.cluster import SendAway, VerifierInfo
 from outrider.coordinator.places import KeyPlaces
 from outrider.proto.address import is_local_peer
-from outrider.proto.errors import PermissionDenied, Unauthenticated
+from outrider.proto.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from outrider.proto.plumbing.access import Key, Keys, Limits, all_taken
 from outrider.proto.types import SessionReport
 
 AUTHORIZATION = "authorization"
+MAX_LEASED_OF_KEY = 4096  # sessions whose reports count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class CallerAdmission:
         self._limits = Limits()
         self._places = KeyPlaces()
         self._once_known: set[str] = set()
+        self._leased: dict[str, OrderedDict[str, None]] = {}  # by key, the newest lease last
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> Caller:
         """Return the caller with this metadata from `peer`, in gRPC's notation; raises `Unauthenticated`."""
@@ -99,6 +103,34 @@ class CallerAdmission:
                 field="drain",
             )
 
+    def has_place(self, caller: Caller, session: str) -> bool:
+        """Return whether the caller's key has counted the session already."""
+        return caller.key is not None and self._places.is_leased(caller.key.name, session, self._clock())
+
+    def room(self, name: str) -> float:
+        """Return the sessions that a key may have beside those it has, by its name; infinite: any number."""
+        most = {key.name: key.max_sessions for key in self._keys.current()} if self._keys is not None else {}
+        limit = most.get(name)
+        return math.inf if limit is None else limit - len(self._places.held(name, self._clock()))
+
+    def explained(self, full: ResourceExhausted, caller: Caller, session: str) -> ResourceExhausted:
+        """Return the error of a session that has to wait, which names its key's limit where that is why."""
+        key = caller.key
+        if key is None or self.has_place(caller, session) or self.room(key.name) > 0:
+            return full
+        taken = all_taken(key)
+        return ResourceExhausted(taken.message, field=taken.field, retry_after_s=full.retry_after_s)
+
+    def votes_as(self, caller: Caller) -> str:
+        """Return the name of the caller's key if other keys may have texts too; else each of its edges votes alone."""
+        keys = self._keys.current() if self._keys is not None else ()
+        return caller.tenant if sum(not key.admin for key in keys) > 1 else ""
+
+    def check_tokens(self, caller: Caller) -> None:
+        """Raise `ResourceExhausted`, with `retry_after_s`, where the tokens of the caller's key are used up."""
+        if caller.key is not None:
+            self._limits.check_tokens(caller.key, self._clock())
+
     def grant(self, caller: Caller, session: str, lease_seconds: float, verifier: str) -> None:
         """Count a session that gets a lease, once however many leases it gets; a refused one keeps the place it has.
 
@@ -107,6 +139,7 @@ class CallerAdmission:
         """
         key, now_s = caller.key, self._clock()
         if key is None:
+            self._note_lease("", session)
             return
         if key.max_sessions is not None and not self._places.is_leased(key.name, session, now_s):
             others = self._places.held(key.name, now_s) - {session}
@@ -115,6 +148,18 @@ class CallerAdmission:
         self._limits.check_tokens(key, now_s)
         if key.max_sessions is not None:
             self._places.take(key.name, session, verifier, now_s, now_s + lease_seconds)
+        self._note_lease(key.name, session)
+
+    def had_lease(self, caller: Caller, session: str) -> bool:
+        """Return whether a session is among the newest `MAX_LEASED_OF_KEY` that got leases by the caller's key."""
+        return session in self._leased.get(caller.tenant, ())
+
+    def _note_lease(self, tenant: str, session: str) -> None:
+        leased = self._leased.setdefault(tenant, OrderedDict())
+        leased[session] = None
+        leased.move_to_end(session)
+        if len(leased) > MAX_LEASED_OF_KEY:
+            leased.popitem(last=False)
 
     def settle(self, caller: Caller, report: SessionReport) -> None:
         """Count the tokens of a session that has ended, and free its place."""

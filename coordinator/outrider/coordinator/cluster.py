@@ -52,6 +52,8 @@ class VerifierInfo(VerifierStatus):
         incarnation: name of this start of its process; empty: unknown.
         fenced: reports of former starts that were refused.
         lists_texts: whether it says which texts of API keys go on there.
+        lists_admitted: whether it says which sessions it has admitted lately.
+        admitted: epochs of these sessions.
         texts_of_keys: seconds that each has gone on for, by key and session.
     """
 
@@ -62,6 +64,8 @@ class VerifierInfo(VerifierStatus):
     incarnation: str = ""
     fenced: int = 0
     lists_texts: bool = False
+    lists_admitted: bool = False
+    admitted: dict[str, int] = field(default_factory=dict)
     texts_of_keys: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.queue import RETRY_WHEN_FULL_S
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 from outrider.proto.near import did_you_mean
 
-RETRY_WHEN_FULL_S = 2.0
 RETRY_WHEN_DOWN_S = 1.0
 SHORT_OF_PAGES = 1 / 16  # share of a verifier's KV pages
 PREFIXES_PER_SESSION = 4  # known beginnings that outweigh a session; a text of fourfold length has four more
@@ -24,6 +24,7 @@ def place(
     pending: Mapping[str, int] | None = None,
     prefixes: Mapping[str, int] | None = None,
     precision: str = "",
+    context_length: int = 0,
 ) -> VerifierInfo:
     """Choose the least loaded verifier that can take one more session.
 
@@ -44,6 +45,7 @@ def place(
         pending: numbers of granted leases not yet reported as sessions, by verifier.
         prefixes: numbers of beginnings of the text that verifiers took before (see `PrefixMemory.find`), by verifier.
         precision: precision of the text so far, which no verifier of another one may change; empty: any.
+        context_length: positions that the text needs; verifiers with fewer are chosen where none has so many.
 
     Raises:
         NotFound: no verifier serves the model.
@@ -53,16 +55,15 @@ def place(
         ResourceExhausted: the ready verifiers are all full; has `retry_after_s`.
     """
     waiting = pending or {}
-    serving = _with_precision(_with_tokenizer(_with_model(verifiers, model), tokenizer_sha256), precision)
-    ready = [v for v in serving if v.state is VerifierState.READY]
+    fitting = verifiers_for(verifiers, model, tokenizer_sha256, precision, context_length)
+    target = fitting[0].model
+    ready = [v for v in fitting if v.state is VerifierState.READY]
     if not ready:
-        names = ", ".join(f"{v.name} ({v.state})" for v in serving)
-        raise Unavailable(f"no verifier of {serving[0].model!r} is ready: {names}", retry_after_s=RETRY_WHEN_DOWN_S)
+        names = ", ".join(f"{v.name} ({v.state})" for v in fitting)
+        raise Unavailable(f"no verifier of {target!r} is ready: {names}", retry_after_s=RETRY_WHEN_DOWN_S)
     roomy = [v for v in ready if v.sessions < v.max_sessions]
     if not roomy:
-        raise ResourceExhausted(
-            f"all {len(ready)} verifiers of {serving[0].model!r} are full", retry_after_s=RETRY_WHEN_FULL_S
-        )
+        raise ResourceExhausted(f"all {len(ready)} verifiers of {target!r} are full", retry_after_s=RETRY_WHEN_FULL_S)
     known = prefixes or {}
     lost = {name: number for number, name in enumerate(avoid, 1)}
     fastest_s = min((v.step_s for v in roomy if v.step_s), default=0.0)
@@ -74,6 +75,14 @@ def place(
         return lost.get(v.name, 0), _is_short(v), load - worth, load, v.step_s, v.name
 
     return min(roomy, key=order)
+
+
+def verifiers_for(
+    verifiers: Sequence[VerifierInfo], model: str, tokenizer_sha256: str, precision: str, context_length: int
+) -> list[VerifierInfo]:
+    """Return the verifiers, ready or not, that have what a text needs; see `place` for arguments and errors."""
+    same = _with_precision(_with_tokenizer(_with_model(verifiers, model), tokenizer_sha256), precision)
+    return [v for v in same if v.context_length >= context_length or not v.context_length] or same
 
 
 def _is_short(verifier: VerifierInfo) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
@@ -20,6 +21,7 @@ from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
     OutriderError,
+    ResourceExhausted,
     Unavailable,
     UnsupportedProtocol,
 )
@@ -65,11 +67,12 @@ class ControlService:
         self._config = config
         self._cluster = cluster
         self._clock = clock
-        self._view = FleetView(config.poll_s)
         self.metrics = metrics or CoordinatorMetrics()
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
         self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
-        self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
+        self.relay_metrics = relayed = RelayMetrics(self.metrics.registry) if config.relay else None
+        most = (lambda: config.relay_streams - relayed.streams) if relayed is not None else (lambda: math.inf)
+        self._view = FleetView(config.poll_s, most)
         self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
         self._offers = DrafterOffers(catalogue, self._statistics, self.admission, config.lease_secret)
         fleet = (lambda: self.verifiers, lambda: cluster.trainers, lambda: len(catalogue.manifests))
@@ -93,7 +96,7 @@ class ControlService:
                 return
             asked_s = time.monotonic()
             try:
-                self._view.known = await self._cluster.refresh()
+                self._view.observe(await self._cluster.refresh())
                 if away := self.admission.observe(self._view.known, asked_s):
                     self._note_away(away)
                     await self._cluster.send_away(away)
@@ -104,8 +107,8 @@ class ControlService:
             self._refreshed_s = time.monotonic()
             for verifier in self._view.known:
                 if verifier.state is not VerifierState.DOWN:
-                    await self._learn_tokenizer(verifier)
-                    await self._learn_chat_template(verifier)
+                    await _learn_tokenizer(self.catalogue, self._cluster, verifier)
+                    await _learn_chat_template(self.catalogue, self._cluster, verifier)
 
     def _note_away(self, away: SendAway) -> None:
         for verifier, sessions in away.items():
@@ -229,6 +232,8 @@ class ControlService:
     async def report(self, report: SessionReport, caller: Caller = ANYBODY) -> None:
         """Count a finished session, or free the place of one that no verifier took.
 
+        Only sessions that this coordinator leased to the caller's key count in its statistics.
+
         Raises:
             InvalidArgument: a field is malformed.
             NotFound: nobody serves its model.
@@ -236,12 +241,16 @@ class ControlService:
         models = {v.model for v in self._view.known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
+        self._view.leave(caller.tenant, report.session)
         self.admission.settle(caller, report)
         if not report.verifier:
             return  # refused everywhere: there is nothing to count
+        if not self.admission.had_lease(caller, report.session):
+            logger.debug("a report of a session without a lease is not counted", extra=about(report.session))
+            return
         served = {(drafter.name, drafter.version) for drafter in self._offers.to(caller)}
         owner = self._offers.owner(caller)
-        self._note_versions(changed=self._statistics.add(report, served, caller.tenant, owner))
+        self._note_versions(changed=self._statistics.add(report, served, self.admission.votes_as(caller), owner))
         self.metrics.report(report)
         self._unsaved = True
 
@@ -312,32 +321,23 @@ class ControlService:
             logger.warning("statistics cannot be saved: %s", error)
 
     async def _place(self, request: LeaseRequest, caller: Caller) -> VerifierInfo:
-        chosen = self._view.welcome(request, caller.tenant, time.monotonic())
+        admission, session = self.admission, request.session
+        try:
+            if not request.inquiry:
+                admission.check_tokens(caller)
+        except ResourceExhausted:
+            self._view.leave(caller.tenant, session)
+            raise
+        has_place = admission.has_place(caller, session)
+        chosen = self._view.welcome(request, caller.tenant, time.monotonic(), admission.room, has_place=has_place)
         if chosen is not None:
             return chosen
         await self.refresh()
-        return self._view.choose(request, caller.tenant, time.monotonic())
-
-    async def _learn_tokenizer(self, verifier: VerifierInfo) -> None:
-        sha256 = verifier.tokenizer_sha256
-        if not sha256 or self.catalogue.tokenizer(sha256) is not None:
-            return
+        has_place = admission.has_place(caller, session)
         try:
-            self.catalogue.add_tokenizer(await self._cluster.tokenizer_json(verifier.name))
-        except OutriderError as error:
-            logger.warning("the tokenizer of verifier %s is not served: %s", verifier.name, error)
-        else:
-            if self.catalogue.tokenizer(sha256) is None:
-                logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, sha256[:12])
-
-    async def _learn_chat_template(self, verifier: VerifierInfo) -> None:
-        if not verifier.model or self.catalogue.knows_chat_template(verifier.model):
-            return
-        try:
-            template = await self._cluster.chat_template_json(verifier.name)
-            self.catalogue.add_chat_template(verifier.model, template)
-        except OutriderError as error:
-            logger.warning("the chat template of verifier %s is not served: %s", verifier.name, error)
+            return self._view.choose(request, caller.tenant, time.monotonic(), admission.room, has_place=has_place)
+        except ResourceExhausted as error:
+            raise admission.explained(error, caller, session) from error
 
 
 def _check_lease_request(request: LeaseRequest) -> None:
@@ -359,3 +359,26 @@ def _check_lease_request(request: LeaseRequest) -> None:
 def _check_tokenizer(tokenizer_sha256: str, field: str) -> None:
     if tokenizer_sha256 and not SHA256.fullmatch(tokenizer_sha256):
         raise InvalidArgument("must be 64 hexadecimal digits, or empty", field=field)
+
+
+async def _learn_tokenizer(catalogue: Catalogue, cluster: Cluster, verifier: VerifierInfo) -> None:
+    sha256 = verifier.tokenizer_sha256
+    if not sha256 or catalogue.tokenizer(sha256) is not None:
+        return
+    try:
+        catalogue.add_tokenizer(await cluster.tokenizer_json(verifier.name))
+    except OutriderError as error:
+        logger.warning("the tokenizer of verifier %s is not served: %s", verifier.name, error)
+    else:
+        if catalogue.tokenizer(sha256) is None:
+            logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, sha256[:12])
+
+
+async def _learn_chat_template(catalogue: Catalogue, cluster: Cluster, verifier: VerifierInfo) -> None:
+    if not verifier.model or catalogue.knows_chat_template(verifier.model):
+        return
+    try:
+        template = await cluster.chat_template_json(verifier.name)
+        catalogue.add_chat_template(verifier.model, template)
+    except OutriderError as error:
+        logger.warning("the chat template of verifier %s is not served: %s", verifier.name, error)

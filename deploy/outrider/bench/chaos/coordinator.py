@@ -80,7 +80,7 @@ class Coordinator:
             if verifier.is_up and not self.paths[name].is_cut and self._world.now >= verifier.process.frozen_until
         }
         self._roster.observe(tuple(self.verifiers), reports)
-        self._view.known = self._roster.infos
+        self._view.observe(self._roster.infos)
 
     def drain(self, name: str) -> None:
         """Have verifier `name` send its sessions elsewhere, and give it no more."""
@@ -88,7 +88,7 @@ class Coordinator:
         if verifier.is_up:
             verifier.process.serve(verifier.process.drain)
             self._roster.drained(name)
-            self._view.known = self._roster.infos
+            self._view.observe(self._roster.infos)
 
     def lease(self, request: LeaseRequest) -> Lease:
         """Return a lease, or raise why there is none."""
@@ -117,6 +117,7 @@ class Coordinator:
     def report(self, report: SessionReport) -> None:
         """Count a session that has ended."""
         if self.is_up:
+            self._view.leave(self._caller.tenant, report.session)
             self._admission.settle(self._caller, report)
 
 

@@ -22,7 +22,7 @@ from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
 from outrider.cloud.session_events import SessionEvents
 from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.proto.session import Verified, VerifierRules
-from outrider.proto.types import EdgeFrame, Open
+from outrider.proto.types import EdgeFrame, Open, common_length, token_ids
 
 IDLE_S = 0.5
 MAX_WAITING = 400  # events of all sessions of a schedule; more would be a queue without bound
@@ -223,12 +223,18 @@ class SimulatedEngine:
                 self._commit(slot, verified)
 
     def _commit(self, slot: Slot, verified: Verified) -> None:
-        """Commit; fail where that is anything but an append, or a session holds more than its credit."""
+        """Commit; fail where that is anything but an append, or drafts stay that do not follow or exceed the credit."""
         session = slot.session
+        received = session._next.received
+        chain, drafts = received.chain, token_ids(received.tokens)
         commit = self.events.commit(slot, verified, self._clock.monotonic())
         self._recovery.note_commit()
         if commit.start + len(commit.tokens) != len(session.transcript):
             raise Violation(f"{session.id}: a commit of {len(commit.tokens)} tokens ends no transcript")
-        if len(session._next.received) > session._rules.max_credit:
+        said = token_ids(commit.tokens)
+        left = drafts[len(said) :] if common_length(drafts, said) == min(len(drafts), len(said)) else ()
+        if received.chain == chain and token_ids(received.tokens) != left:
+            raise Violation(f"{session.id}: drafts of a chain that has missed are kept")
+        if len(received) > session._rules.max_credit:
             raise Violation(f"{session.id}: more unverified drafts than any credit")
         self._watch(session.id)

@@ -346,6 +346,8 @@ class Process:
             "kv_pages": engine.pages.capacity.pages,
             "kv_pages_free": engine.pages.capacity.free_pages,
             "incarnation": self.incarnation,
+            "lists_admitted": True,
+            "admitted": dict(engine.admission.admitted),
         }
 
     # --- its health ---

@@ -1,0 +1,106 @@
+"""More texts than places: those that wait keep their order through a daemon and a relay, and for the relay's places."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.daemon import DaemonConfig
+from outrider.edge.daemon.server import Daemon
+
+SECRET = b"a secret of the two of them"
+PROMPT = "def main(argv):\n"
+
+Ask = Callable[[], Awaitable[Any]]
+
+
+@asynccontextmanager
+async def fleet(
+    tokenizer_file: Path, places: int, **options: Any
+) -> AsyncIterator[tuple[VerifierServer, CoordinatorServer, str]]:
+    tokenizer = await asyncio.to_thread(tokenizer_file.read_text, encoding="utf-8")
+    async with AsyncExitStack() as stack:
+        verifier = VerifierServer(VerifierConfig(name="a", threads=1, min_step_s=0.02, max_sessions=places), SECRET)
+        stack.push_async_callback(verifier.stop, 0)
+        fixed = (StaticVerifier("a", await verifier.start(), "reference", tokenizer),)
+        coordinator = CoordinatorServer(
+            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=fixed, poll_s=0.2, **options)
+        )
+        stack.push_async_callback(coordinator.stop, 0)
+        yield verifier, coordinator, await coordinator.start()
+
+
+@asynccontextmanager
+async def by_client(client: Client) -> AsyncIterator[Ask]:
+    yield lambda: client.complete(PROMPT, max_tokens=2)
+
+
+@asynccontextmanager
+async def by_daemon(client: Client) -> AsyncIterator[Ask]:
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), client)
+    url = await daemon.start()
+    await daemon.cloud.found.wait()
+
+    def ask() -> None:
+        body = json.dumps({"model": "reference", "prompt": PROMPT, "max_tokens": 2}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
+
+    yield lambda: asyncio.to_thread(ask)
+    await daemon.stop()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():  # noqa: ASYNC110 - the condition has no event
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("door", "places", "options"),
+    [
+        (by_daemon, 1, {}),
+        (by_client, 1, {"relay": True}),
+        (by_client, 4, {"relay": True, "relay_streams": 1}),
+        (by_daemon, 4, {"relay": True, "relay_streams": 1}),
+    ],
+    ids=["daemon", "relay", "places of the relay", "daemon and places of the relay"],
+)
+def test_texts_that_wait_are_served_in_order_and_before_newcomers(
+    door: Any, places: int, options: Any, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    served: list[str] = []
+
+    async def text(name: str, ask: Ask) -> None:
+        await ask()
+        served.append(name)
+
+    async def main() -> None:
+        async with fleet(tokenizer_file, places, **options) as (verifier, coordinator, address):
+            client = Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="none"))
+            async with client, door(client) as ask:
+                running = client.generate(PROMPT, max_tokens=2000, ignore_eos=True)
+                await anext(running)
+                line = coordinator.service._view.queue  # type: ignore[union-attr]
+                texts = []
+                for number, name in enumerate(("first", "second"), 1):
+                    texts.append(asyncio.create_task(text(name, ask)))
+                    await until(lambda: len(line) == number)  # noqa: B023 - awaited here
+                await running.aclose()
+                await until(lambda: not verifier.status().sessions or served)
+                await asyncio.gather(*texts, *(text("newcomer", ask) for _ in range(3)))
+        assert served == ["first", "second", *["newcomer"] * 3]
+
+    asyncio.run(asyncio.wait_for(main(), 120))
