@@ -15,6 +15,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.cloud import decode_streams
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.heartbeat import HealthJudge, HealthRules
 from outrider.cloud.server import VerifierServer
@@ -258,10 +259,10 @@ BAD_INPUT = {
         InvalidArgument,
         "draft.start",
     ),
-    "contradictory drafts": (
-        [waiting, Draft(0, START, tuple(map(DraftToken, (5, 6)))), Draft(0, START + 1, tuple(map(DraftToken, (7,))))],
+    "chain number beyond those of edges": (
+        [waiting, pb.EdgeFrame(draft=pb.Draft(chain=1 << 31, start=START, tokens=[5])).SerializeToString()],
         InvalidArgument,
-        "draft.tokens",
+        "draft.chain",
     ),
     "flood in one frame": (
         [waiting, Draft(0, START, tuple(map(DraftToken, (5,) * 65)))],
@@ -557,7 +558,7 @@ def test_a_prompt_counts_as_tokens_of_its_key(folder):
         text, _ = await bench.text(lease=lease, prompt=PROMPT * 200)
         await bench.until(lambda: bench.server.status().sessions == 0)
         now_s = time.monotonic()
-        spent = 6000 - bench.server._meters.of("alice", 6000, now_s).level(now_s)
+        spent = 6000 - bench.server._streams._meters.of("alice", 6000, now_s).level(now_s)
         assert 200 + len(text) - 100 * (now_s - began_s) <= spent <= 200 + len(text)
 
     run(folder, scenario, secret=SECRET)
@@ -572,7 +573,7 @@ def test_a_prompt_that_is_refused_costs_its_key_nothing(folder):
         refused = bench.stream(lease)
         await refused.send(bench.open(lease=lease, prompt=PROMPT * 200))
         assert isinstance(await refused.error(), ResourceExhausted), "the verifier is full"
-        bucket = bench.server._meters.of("alice", 6000, time.monotonic())
+        bucket = bench.server._streams._meters.of("alice", 6000, time.monotonic())
         await bench.until(lambda: bucket.level(bucket._at_s) == 6000)
 
     run(folder, scenario, secret=SECRET, max_sessions=1)
@@ -583,7 +584,7 @@ def test_a_stream_without_a_lease_takes_no_place(folder, expected):
         idle = [bench.stream() for _ in range(40)]
         for error in await asyncio.gather(*(stream.error() for stream in idle)):
             assert isinstance(error, Unauthenticated)
-        assert not len(bench.server._half_open)
+        assert not len(bench.server._streams._half_open)
         lease = bench.lease()
         assert await bench.text(lease=lease) == (expected, FinishReason.LENGTH)
 
@@ -596,7 +597,7 @@ def test_half_open_streams_are_few_of_a_lease_and_keep_neither_texts_nor_health_
         idle = [bench.stream(lease) for _ in range(40)]
         for stream in idle:
             await stream.call.wait_for_connection()
-        await bench.until(lambda: len(bench.server._half_open) == 2)
+        await bench.until(lambda: len(bench.server._streams._half_open) == 2)
         assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
         assert await bench.text(session="s", lease=bench.lease()) == (expected, FinishReason.LENGTH)
         await bench.until(lambda: sum(stream.call.done() for stream in idle) == 38)
@@ -610,7 +611,7 @@ def test_half_open_streams_are_few_of_a_lease_and_keep_neither_texts_nor_health_
         assert metrics.get_sample_value("outrider:verifier_refused_half_open_total", whose) == 38
         for stream in idle:
             stream.call.cancel()
-        await bench.until(lambda: not len(bench.server._half_open))
+        await bench.until(lambda: not len(bench.server._streams._half_open))
 
     run(folder, scenario, secret=SECRET, max_sessions=2)
 
@@ -620,14 +621,70 @@ def test_an_address_has_no_more_half_open_streams_than_sessions_come_back_at_onc
         idle = [bench.stream() for _ in range(60)]
         for stream in idle:
             await stream.call.wait_for_connection()
-        await bench.until(lambda: len(bench.server._half_open) == 2 * 2 + 16)
+        await bench.until(lambda: len(bench.server._streams._half_open) == 2 * 2 + 16)
         assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
         for stream in idle:
             stream.call.cancel()
-        await bench.until(lambda: not len(bench.server._half_open))
+        await bench.until(lambda: not len(bench.server._streams._half_open))
         assert await bench.text() == (expected, FinishReason.LENGTH)
 
     run(folder, scenario, max_sessions=2)
+
+
+class EndlessGrammars:
+    """Compiles no grammar, and serves texts without one."""
+
+    async def matcher(self, grammar, *_, **__):
+        if grammar is not None:
+            await asyncio.Event().wait()
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("sessions", ["one", "many"])
+def test_streams_that_wait_for_a_grammar_are_as_few_as_the_sessions_of_their_key(sessions, folder, expected):
+    async def scenario(bench):
+        bench.server._streams._grammars.close()
+        bench.server._streams._grammars = EndlessGrammars()
+        sampling = Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT))
+        streams = []
+        for i in range(8):
+            session = "s" if sessions == "one" else f"s{i}"
+            lease = bench.lease(session=session, key="mallory", max_sessions=2)
+            streams.append(bench.stream(lease))
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                await streams[-1].send(bench.open(session=session, lease=lease, sampling=sampling))
+        await bench.until(lambda: sum(stream.call.done() for stream in streams) == 6)
+        assert len(bench.server._streams._half_open) == 2
+        for stream in streams:
+            if stream.call.done():
+                refused = await stream.error()
+                assert isinstance(refused, ResourceExhausted)
+                assert refused.retry_after_s > 0
+        lease = bench.lease(session="other", key="alice")
+        assert await bench.text(session="other", lease=lease) == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario, secret=SECRET, max_sessions=8)
+
+
+def test_a_stream_that_is_refused_costs_no_task_and_few_lines_of_the_log(folder, monkeypatch, caplog):
+    def never(*_):
+        raise AssertionError("something is made for it")
+
+    async def scenario(bench):
+        monkeypatch.setattr(decode_streams, "StreamOutbox", never)
+        began = time.monotonic()
+        for _ in range(40):
+            assert isinstance(await bench.stream().error(), Unauthenticated)
+        lines = [record for record in caplog.records if "refused" in record.message]
+        assert 1 <= len(lines) <= 2 + time.monotonic() - began
+        assert len(lines) < 40
+        metrics = bench.server._engine.metrics.registry
+        whose = {"model_name": "tiny", "verifier": "verifier", "error": "Unauthenticated"}
+        assert metrics.get_sample_value("outrider:verifier_refused_sessions_total", whose) == 40
+
+    run(folder, scenario, secret=SECRET)
 
 
 def test_watchers_of_health_are_few_and_checks_are_always_answered(folder):
@@ -701,6 +758,53 @@ def test_a_flood_of_chains_neither_grows_nor_stops_anything(folder, expected):
         await stream.send(Report(False))
         assert await reading == (expected, FinishReason.LENGTH)
 
+    run(folder, scenario)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_draft_that_no_edge_sends_ends_its_stream_though_it_is_passed_over(ended, folder, expected):
+    """It is of an earlier turn, or comes after the text's end."""
+    huge = pb.EdgeFrame(draft=pb.Draft(chain=0, start=START, tokens=[5] * 100_000)).SerializeToString()
+
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(bench.open(keep_s=60.0))
+        await stream.opened()
+        await stream.rest()
+        if not ended:
+            await stream.send(Continue(START, (), chain=1, sampling=Sampling(max_tokens=3000, ignore_eos=True)))
+            await stream.receive()
+        await stream.send(huge)
+        error = await stream.error()
+        assert (type(error), error.field) == (InvalidArgument, "frame.draft")
+        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
+def test_other_texts_go_on_while_a_large_frame_is_decoded(folder, expected, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+    decode = codec.decode_edge_frame
+    held = []
+
+    def slowly(data, *limits):
+        if len(data) > codec.SMALL_FRAME_BYTES:
+            begun.set()
+            held.append(ended.wait(20))
+        return decode(data, *limits)
+
+    async def scenario(bench):
+        large = bench.stream()
+        padding = bytes(100_000)  # in a field that is not known
+        await large.send(codec.encode_edge_frame(bench.open()) + b"\xa2\x06\xa0\x8d\x06" + padding)
+        await asyncio.to_thread(begun.wait, 60)
+        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
+        ended.set()
+        await large.opened()
+        assert await large.rest() == (expected, FinishReason.LENGTH)
+        assert held == [True], "it held the other text up"
+
+    monkeypatch.setattr(codec, "decode_edge_frame", slowly)
     run(folder, scenario)
 
 
@@ -858,15 +962,15 @@ def test_a_ping_is_answered_at_once_with_the_epoch_of_the_open_while_the_text_wa
 
 def test_a_ping_is_answered_while_a_step_runs_and_a_grammar_is_compiled(folder):
     class Slow:
-        async def matcher(self, grammar, committed):
+        async def matcher(self, grammar, committed, owner):
             await asyncio.Event().wait()  # never done
 
         def close(self):
             pass
 
     async def scenario(bench):
-        bench.server._grammars.close()
-        bench.server._grammars = Slow()
+        bench.server._streams._grammars.close()
+        bench.server._streams._grammars = Slow()
         stuck, released = threading.Event(), threading.Event()
         bench.server._engine._inbox.post(lambda: (stuck.set(), released.wait(60)))
         await asyncio.to_thread(stuck.wait)
@@ -912,6 +1016,25 @@ def test_a_late_open_of_an_older_stream_does_not_take_the_session_from_a_newer_o
     error = run(folder, scenario)
     assert isinstance(error, FailedPrecondition)
     assert error.field == "open.epoch"
+
+
+def test_the_session_of_another_key_is_not_taken_over_by_whoever_knows_its_name(folder, expected):
+    async def scenario(bench):
+        victim, thief = (bench.stream(bench.lease(key=key)) for key in ("alice", "mallory"))
+        await victim.send(waiting(bench, lease=bench.lease(key="alice")))
+        await victim.opened()
+        epoch = 1 << 31
+        await thief.send(bench.open(lease=bench.lease(key="mallory", epoch=epoch), epoch=epoch))
+        await thief.opened()
+        assert await thief.rest() == (expected, FinishReason.LENGTH), "a text of its own"
+        await victim.send(Draft(0, START, (), complete=True))
+        assert token_ids((await victim.receive()).tokens) == expected[:1], "it goes on"
+        again = bench.stream(bench.lease(key="alice", epoch=1))
+        await again.send(bench.open(lease=bench.lease(key="alice", epoch=1), epoch=1))
+        await again.opened()
+        assert await again.rest() == (expected, FinishReason.LENGTH), "its own edge may take it"
+
+    run(folder, scenario, secret=SECRET)
 
 
 # === an engine that stands still ================================================================================

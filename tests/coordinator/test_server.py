@@ -361,11 +361,12 @@ def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve
     )
 
     async def scenario(call: Any) -> None:
+        await call("OpenLease", ask())
         await call("ReportSession", report)
         assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
         status = await call("Status", None)
         assert status.recent == (report,)
-        assert status.leases_granted == 1
+        assert status.leases_granted == 2
         assert [m.name for m in status.drafters] == ["tiny-drafter"]
         with pytest.raises(InvalidArgument) as refusal:
             await call("ReportSession", replace(report, accepted_tokens=101))
@@ -378,7 +379,8 @@ def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve
 
 def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(serve: Serve, tmp_path: Path) -> None:
     async def first(call: Any) -> None:
-        report = SessionReport(session="s", model="tiny", verifier="a", accepted_tokens=8, verified_tokens=10)
+        await call("OpenLease", ask())
+        report = SessionReport(session="s1", model="tiny", verifier="a", accepted_tokens=8, verified_tokens=10)
         await call("ReportSession", report)
 
     async def second(call: Any) -> None:

@@ -167,7 +167,7 @@ def test_the_inner_observer_sees_everything() -> None:
     assert heard == ["began", "sent", "received", "drafted", "lost", "ended"]
 
 
-def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file) -> None:
+def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file, monkeypatch) -> None:
     from outrider.cloud.config import VerifierConfig
     from outrider.cloud.server import VerifierServer
     from outrider.cloud.tracing import VerifierTracing
@@ -176,10 +176,10 @@ def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file) -> None:
     at_verifier = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(at_verifier))
+    monkeypatch.setattr(VerifierTracing, "to", lambda _, verifier: VerifierTracing(provider, verifier))
 
     async def main() -> int:
-        server = VerifierServer(VerifierConfig(threads=1))
-        server._tracing = VerifierTracing(provider, "verifier")
+        server = VerifierServer(VerifierConfig(threads=1, trace_endpoint="http://127.0.0.1:4317"))
         try:
             config = EdgeConfig(
                 verifier=await server.start(), model="reference", tokenizer=tokenizer_file, drafter="ngram"

@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from outrider.proto.errors import ConfigError, Unavailable
-from outrider.proto.plumbing.logs import JsonLines, TextLines, about, configure
+from outrider.proto.plumbing.logs import JsonLines, LineLimit, TextLines, about, configure
 
 
 def record(message: str, *args: object, extra: dict[str, str] | None = None, exc_info=None) -> logging.LogRecord:
@@ -91,3 +91,15 @@ def test_a_wrong_level_or_format_is_named(level, style, field) -> None:
     with pytest.raises(ConfigError) as caught:
         configure(level, style)
     assert caught.value.field == field
+
+
+def test_a_limited_line_comes_once_a_second_and_counts_those_left_out() -> None:
+    now_s = 0.0
+    limit = LineLimit(lambda: now_s)
+    assert [limit.next_line() for _ in range(4)] == [0, None, None, None]
+    now_s = 0.9
+    assert limit.next_line() is None
+    now_s = 1.0
+    assert [limit.next_line(), limit.next_line()] == [4, None]
+    now_s = 5.0
+    assert limit.next_line() == 1

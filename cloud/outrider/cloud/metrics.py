@@ -76,7 +76,7 @@ class VerifierMetrics:
         self.refused_half_open = self._own(
             Counter,
             "verifier_refused_half_open",
-            "Streams refused because their lease or their address had too many that were not opened.",
+            "Streams refused because their lease, key or address had too many that were not admitted.",
         )
         self.admitted = self._own(Counter, "verifier_admitted_sessions", "Sessions taken.")
         self.preemptions = self._own(Counter, "num_preemptions", "Sessions sent elsewhere because KV pages ran out.")
@@ -98,7 +98,7 @@ class VerifierMetrics:
         )
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
         self.corrupted = self._own(
-            Counter, "corrupted_requests", "Sessions ended because the target's logits were no numbers."
+            Counter, "corrupted_requests", "Sessions ended because logits, or the scores made of them, were no numbers."
         )
         self.killed_grammars = self._own(
             Counter, "verifier_killed_grammars", "Grammars refused because compiling them took too much time or memory."

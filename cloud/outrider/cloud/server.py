@@ -1,17 +1,15 @@
-"""The verifier's gRPC server: streams become the engine's events, and its frames become streams."""
+"""The verifier's gRPC server: its parts, and their life in one process."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
 
 import grpc
 import torch
@@ -20,6 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from outrider.cloud.backend import TargetFacts
 from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.decode_streams import DecodeStreams
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Grammars
 from outrider.cloud.health import VerifierHealth
@@ -27,38 +26,23 @@ from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
 from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.lease_end import LeaseEnds
-from outrider.cloud.metering import limit_of, meter_of
 from outrider.cloud.own_drafter import local_source
 from outrider.cloud.report import report_service
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.stream_outbox import Stalls, StreamOutbox
 from outrider.cloud.tracing import VerifierTracing
-from outrider.proto import codec
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import (
-    ConfigError,
-    Internal,
-    InvalidArgument,
-    NotFound,
-    OutriderError,
-)
-from outrider.proto.lease import LeaseClaim, verify_lease
-from outrider.proto.plumbing.access import Meters
-from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
 from outrider.proto.plumbing.health import BoundedHealth
 from outrider.proto.plumbing.logs import about
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
-from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
-from outrider.proto.streams import write_answers
-from outrider.proto.types import Commit, Continue, Goaway, Open, Ping, VerifierStatus
+from outrider.proto.types import VerifierStatus
 
-SPARE_STREAMS = 16  # not opened yet, beside two for each session
-MAX_UNTAKEN = 256
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 
 log = logging.getLogger(__name__)
@@ -105,7 +89,6 @@ class VerifierServer:
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
         self.rules = _rules(config, target)
-        self._max_tokens = max(target.context_length, target.vocab_size)
         self._lessons = _lessons(
             config, target, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted)
         )
@@ -117,22 +100,28 @@ class VerifierServer:
         self._grammars = Grammars(
             target.tokenizer_json, target.vocab_size, target.eos_tokens, self._engine.metrics.killed_grammars.inc
         )
-        self._keys = itertools.count()
         self.incarnation = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
+        self._connections = ConnectionWatch(config.connections_per_address)
         self._health_service = BoundedHealth()
         self._health = VerifierHealth(
             self._engine.heart, self._engine.metrics, self._health_service, self.rules.name, on_failure
         )
-        self._half_open = HalfOpenStreams(
-            2 * config.max_sessions + SPARE_STREAMS, self._engine.metrics.refused_half_open.inc
-        )
         self._address = ""
-        self._stalls = Stalls(config.stall_s, self.rules.name, self._engine.metrics.fail)
         self._metrics_server: MetricsServer | None = None
         self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
-        self._meters = Meters()
         self.lease_ends = LeaseEnds()
+        self._streams = DecodeStreams(
+            config,
+            self.rules,
+            lease_secret,
+            self.incarnation,
+            self._engine,
+            self._grammars,
+            self._health,
+            self.lease_ends,
+            self._tracing,
+        )
 
     async def start(self) -> str:
         """Begin to serve, and return the address as host:port."""
@@ -140,15 +129,13 @@ class VerifierServer:
         if self._config.metrics_listen:  # a thread of its own, before gRPC's
             self._engine.metrics.watch(self._engine, max_sessions=self._config.max_sessions)
             self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)  # a limit of calls would hold for health checks, too
-        # Bytes in, bytes out: the codec checks them.
-        handler = grpc.stream_stream_rpc_method_handler(write_answers(self._decode))
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler}),)
-        )
+        options = [*SERVER_OPTIONS, *connection_options()]  # a limit of calls would hold for health checks, too
+        self._server = grpc.aio.server(options=options, interceptors=(self._connections,))
+        self._server.add_generic_rpc_handlers((self._streams.service(),))
         self._server.add_generic_rpc_handlers((report_service(self, self._secret),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         port = bind(self._server, self._config.listen, self._config.tls)
+        self._connections.begin(port)
         self._address = f"{self._host}:{port}"
         sys.setswitchinterval(SWITCH_S)
         self._engine.start()
@@ -171,10 +158,12 @@ class VerifierServer:
     async def stop(self, grace_s: float = 1.0) -> None:
         """End the server, then the engine; one that has hung holds this up for ever."""
         self._health.stop()
+        self._connections.stop()
         if self._server is not None:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
         await asyncio.to_thread(self._backend.close)
+        self._streams.close()
         self._grammars.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)
@@ -229,6 +218,11 @@ class VerifierServer:
         )
 
     @property
+    def admitted(self) -> dict[str, int]:
+        """Epochs of the sessions that were admitted lately."""
+        return self._engine.admitted
+
+    @property
     def texts_of_keys(self) -> dict[str, dict[str, float]]:
         """Seconds for which each text has gone on, by API key and session."""
         return self._engine.texts_of_keys
@@ -241,148 +235,6 @@ class VerifierServer:
         """Have the event loop say that nothing is served here; called from the engine's thread."""
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._health.fail(), self._loop)
-
-    # --- one stream ---
-
-    async def _decode(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
-        key = next(self._keys)
-        trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
-        outbox = StreamOutbox(asyncio.get_running_loop())
-        self._health.outboxes.add(outbox)
-        reader = asyncio.create_task(self._read(key, requests, outbox, context))
-        stream = asyncio.current_task()
-        assert stream is not None  # noqa: S101 - a coroutine runs in a task
-        stall = asyncio.create_task(self._stalls.watch(outbox, stream, context))
-        try:
-            while True:
-                item = await outbox.get()
-                if isinstance(item, OutriderError):
-                    raise item
-                yield codec.encode_cloud_frame(item)
-                outbox.sent()
-                if isinstance(item, Commit):
-                    if self._tracing is not None and trace is not None:
-                        self._tracing.commit(trace, outbox.stream.session, item)
-                    if outbox.meter is not None:
-                        goaway = outbox.meter.charge(item, outbox.stream.epoch)
-                        if goaway is not None:
-                            outbox.put(goaway)
-                elif isinstance(item, Goaway):
-                    self._engine.metrics.goaways.inc()
-                    log.info("sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self.rules.name))
-                if outbox.stream.ends_after(item):
-                    return
-        except OutriderError as error:
-            if outbox.meter is not None and not outbox.stream.opened:
-                outbox.meter.give_back()
-            (self._engine.metrics.fail if outbox.stream.opened else self._engine.metrics.refuse)(error)
-            what = "ended" if outbox.stream.opened else "refused"
-            log.warning(
-                "the session is %s: %s", what, error, extra=about(outbox.stream.session, self.rules.name, error)
-            )
-            status, message, metadata = to_status(error)
-            await context.abort(status, message, metadata)
-        finally:
-            reader.cancel()
-            stall.cancel()
-            for pending in (outbox.end_of_lease, outbox.admitted):
-                if pending is not None:
-                    pending.cancel()
-            outbox.closed = True
-            self._health.outboxes.discard(outbox)
-            self._engine.post_close(key)
-
-    async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox, context: Any) -> None:
-        """Hand the frames of one stream to the engine; wait while too many of them are untaken."""
-        loop = asyncio.get_running_loop()
-        room = asyncio.Semaphore(MAX_UNTAKEN)
-        try:
-            with self._half_open.hold(context.peer(), self._leased_session(context)):
-                opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
-            grammar = opening.sampling.grammar
-            admitted = outbox.admitted = asyncio.create_task(self._admit(key, opening, claim, outbox))
-            async for data in requests:
-                frame = codec.decode_edge_frame(data, self._max_tokens)
-                if isinstance(frame, Ping):
-                    outbox.answer(frame)
-                    continue
-                await admitted
-                await room.acquire()
-                matcher = None
-                if isinstance(frame, Continue):
-                    if outbox.meter is not None:
-                        outbox.meter.begin_turn(len(frame.prompt))
-                    grammar = frame.sampling.grammar if frame.sampling is not None else grammar
-                    matcher = await self._grammars.matcher(grammar)
-                self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
-            await admitted
-            outbox.stream.half_close()
-            self._engine.post_half_close(key)
-        except Exception as error:  # whatever it is, the client has to be told
-            _end_reading(error, outbox, self.rules.name)
-
-    async def _admit(self, key: int, opening: Open, claim: LeaseClaim | None, outbox: StreamOutbox) -> None:
-        """Hand a session to the engine once its grammar is compiled; pings are answered meanwhile."""
-        try:
-            matcher = await self._grammars.matcher(opening.sampling.grammar, opening.committed)
-        except Exception as error:  # as above
-            _end_reading(error, outbox, self.rules.name)
-            return
-        if outbox.closed:
-            return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
-        isolation = _isolation(self._config, key, claim)
-        self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), limit_of(claim))
-        if claim is not None:
-            self.lease_ends.begin(outbox, claim)
-
-    def _leased_session(self, context: Any) -> str:
-        """Return the session of the lease in a call's metadata; empty: none is needed here."""
-        if not self._secret:
-            return ""
-        return lease_in(context.invocation_metadata() or (), self._secret, time.time()).session
-
-    async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
-        async for data in requests:
-            frame = codec.decode_edge_frame(data, self._max_tokens)
-            if not isinstance(frame, Open):
-                raise InvalidArgument("must be the first frame of a stream", field="frame.open")
-            outbox.stream.begin(frame, self.rules)
-            self._health.check()
-            claim = _check_lease(frame, self.rules, self._secret, self.incarnation)
-            outbox.meter = meter_of(self._meters, claim, frame)
-            return frame, claim
-        raise InvalidArgument("the stream ended before it", field="frame.open")
-
-
-def _check_lease(frame: Open, rules: VerifierRules, secret: bytes, incarnation: str) -> LeaseClaim | None:
-    if frame.model != rules.model:
-        raise NotFound(f"{frame.model!r} is not served here; this verifier has {rules.model!r}", field="open.model")
-    if not secret:
-        return None
-    return verify_lease(
-        frame.lease,
-        secret,
-        verifier=rules.name,
-        model=frame.model,
-        session=frame.session,
-        now_s=time.time(),
-        epoch=frame.epoch,
-        incarnation=incarnation,
-    )
-
-
-def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
-    """End a stream by an error of its reading; a defect ends no other stream, and is logged."""
-    match error:
-        case OutriderError():
-            outbox.put(error)
-        case TimeoutError():
-            outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
-        case grpc.aio.BaseError():
-            pass  # it has ended
-        case _:
-            log.error("a stream cannot be read", exc_info=error, extra=about(outbox.stream.session, verifier))
-            outbox.put(Internal("the verifier has a defect in reading this stream; its log says which"))
 
 
 def _check_learning(config: VerifierConfig, sink: LessonSink | None) -> None:
@@ -412,20 +264,6 @@ def _lessons(
     )
 
 
-def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None) -> str:
-    """Return the name under which sessions share KV pages: that of their API key, or else of the stream alone."""
-    if config.no_prefix_cache:
-        return str(key)
-    return claim.key if claim is not None else ""
-
-
-def _teacher(claim: LeaseClaim | None) -> str | None:
-    """Return the name of the API key that allows learning; empty: no key is asked for. None: it does not allow it."""
-    if claim is None:
-        return ""
-    return claim.key if claim.learning else None
-
-
 def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
     return VerifierRules(
         name=config.name,
@@ -446,8 +284,3 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         scores_prompts=target.scores_prompts,
         trees=target.verifies_branches,
     )
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Any) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function)

@@ -17,7 +17,6 @@ from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, StaticCluster
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.connections import connection_limits
 from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.relay import StreamRelay
 from outrider.coordinator.service import ControlService
@@ -26,6 +25,7 @@ from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
+from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
@@ -62,6 +62,7 @@ class CoordinatorServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_server: MetricsServer | None = None
         self._relay: StreamRelay | None = None
+        self._connections = ConnectionWatch(config.connections_per_address)
         self.service: ControlService | None = None
 
     async def start(self) -> str:
@@ -98,6 +99,7 @@ class CoordinatorServer:
         for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self._connections.stop()
         if self.service is not None:
             self.service.catalogue.close()
         if self._server is not None:
@@ -124,11 +126,11 @@ class CoordinatorServer:
             "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": config.max_reply_bytes,
             "grpc.max_concurrent_streams": MAX_STREAMS_OF_CONNECTION,
-            **connection_limits(),
+            **dict(connection_options()),
         }
         calls = MAX_CALLS + (config.relay_streams if relay is not None else 0)
         options = list((dict(SERVER_OPTIONS) | limits).items())
-        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls, interceptors=(self._connections,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         methods = control_handlers(service, config.max_request_bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
@@ -146,7 +148,9 @@ class CoordinatorServer:
 
     def _bind(self, server: grpc.aio.Server) -> str:
         host, _ = split_address(self._config.listen, "listen")
-        return join_address(host, bind(server, self._config.listen, self._config.tls))
+        port = bind(server, self._config.listen, self._config.tls)
+        self._connections.begin(port)
+        return join_address(host, port)
 
 
 def cluster_from_config(config: CoordinatorConfig) -> Cluster:

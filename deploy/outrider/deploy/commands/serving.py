@@ -15,7 +15,7 @@ from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option
 
 NO_CERTIFICATE = {"cert": None, "key": None}
-LISTENING = ("listen", "insecure_listen", "metrics")
+LISTENING = ("listen", "insecure_listen", "connections_per_address", "metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

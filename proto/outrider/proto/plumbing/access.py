@@ -7,7 +7,7 @@ Keys live in a TOML file, one table a key (`outrider key NAME` makes one):
     max_sessions = 4           # at once; absent: no limit
     tokens_per_minute = 6000   # on average, a minute's worth at once; absent: no limit
     admin = true               # may see the status and drain verifiers; absent: no
-    learning = true            # drafters may learn from its texts, where its edges share them; absent: no
+    learning = true            # drafters may learn from its texts, where its edge or daemon does; absent: no
 
 Secrets are 256 random bits, so a plain SHA-256 reveals nothing of one; salt and stretching protect passwords.
 """
@@ -50,7 +50,8 @@ class Key:
         tokens_per_minute: mean rate of tokens, a minute's worth of which can come at once; None: no limit. Generated
             ones count, and at verifiers also those of prompts that no cache held.
         admin: whether it may see the coordinator's status and drain verifiers.
-        learning: whether verifiers may keep its texts for a day, to train drafters, where its edges allow that too.
+        learning: whether verifiers may keep its texts for a day, to train drafters, where its edges allow that too; a
+            daemon's: whether that may share them, keep its answers and learn from them there.
 
     Raises:
         ConfigError: a value is wrong; the field is named.

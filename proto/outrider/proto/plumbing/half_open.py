@@ -1,4 +1,4 @@
-"""Decoding streams that have not sent their Open yet: few of each lease and of each peer.
+"""Decoding streams whose sessions are not admitted yet: few of each lease, of each API key and of each peer.
 
 Such a stream costs its client nothing. Whoever opens many at once must not keep others out.
 """
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from outrider.proto.address import host_of_peer
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, read_lease
 
@@ -18,7 +19,7 @@ RETRY_S = 1.0
 
 
 class HalfOpenStreams:
-    """Counts of streams that are not opened, in one event loop.
+    """Counts of streams that are not admitted, in one event loop.
 
     Args:
         max_of_peer: most streams of one address, whatever their leases.
@@ -30,33 +31,43 @@ class HalfOpenStreams:
         self._refused = refused
         self._of_peer: Counter[str] = Counter()
         self._of_session: Counter[str] = Counter()
+        self._of_key: Counter[str] = Counter()
 
     @contextmanager
-    def hold(self, peer: str, session: str) -> Iterator[None]:
-        """Count a stream of `peer`, in gRPC's notation, while its Open is awaited; `session` is its lease's, if any.
+    def hold(self, peer: str, session: str = "", key: str = "", max_of_key: int = 0) -> Iterator[None]:
+        """Count a stream until its session is admitted.
+
+        Args:
+            peer: its client, in gRPC's notation.
+            session: session of its lease, if it has one.
+            key: API key of its lease, if it has one.
+            max_of_key: most sessions of that key, and of its streams that wait; 0: any number.
 
         Raises:
-            ResourceExhausted: the session or the peer has too many already.
+            ResourceExhausted: the session, the key or the peer has too many already.
         """
-        host = peer if peer.startswith("unix:") else peer.rpartition(":")[0]
+        host, of_key = host_of_peer(peer), max(max_of_key, MAX_OF_SESSION)
         if session and self._of_session[session] >= MAX_OF_SESSION:
-            raise self._refusal(f"the session has {MAX_OF_SESSION} streams that are not opened")
+            raise self._refusal(f"the session has {MAX_OF_SESSION} streams that are not admitted")
+        if key and max_of_key and self._of_key[key] >= of_key:
+            raise self._refusal(f"key {key!r} has {of_key} streams that are not admitted")
         if self._of_peer[host] >= self._max_of_peer:
-            raise self._refusal(f"{self._max_of_peer} streams from your address are not opened")
-        self._of_peer[host] += 1
-        self._of_session[session] += 1
+            raise self._refusal(f"{self._max_of_peer} streams from your address are not admitted")
+        held = (self._of_peer, host), (self._of_session, session), (self._of_key, key)
+        for counts, name in held:
+            counts[name] += 1
         try:
             yield
         finally:
-            _discount(self._of_peer, host)
-            _discount(self._of_session, session)
+            for counts, name in held:
+                _discount(counts, name)
 
     def __len__(self) -> int:
         return self._of_peer.total()
 
     def _refusal(self, why: str) -> ResourceExhausted:
         self._refused()
-        return ResourceExhausted(f"{why}; send Open on them, or end them", retry_after_s=RETRY_S)
+        return ResourceExhausted(f"{why}; send Open on them and wait, or end them", retry_after_s=RETRY_S)
 
 
 def lease_in(metadata: Iterable[tuple[str, str | bytes]], secret: bytes, now_s: float) -> LeaseClaim:

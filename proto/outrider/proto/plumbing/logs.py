@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import textwrap
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -45,6 +48,25 @@ def configure(level: str, style: str) -> None:
 def only_json() -> bool:
     """Return whether standard error is a log of JSON objects, in which a plain line would be an error."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+class LineLimit:
+    """One line a second of a kind that strangers can bring about, and how many were left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_s = -math.inf
+        self._unsaid = 0
+
+    def next_line(self) -> int | None:
+        """Return how many lines were left out before the present one; None: leave this one out, too."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._unsaid += 1
+            return None
+        self._next_s = now_s + 1.0
+        unsaid, self._unsaid = self._unsaid, 0
+        return unsaid
 
 
 class StandardError(logging.StreamHandler[TextIO]):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outrider.proto.address import is_loopback, split_address, without_http
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
-from outrider.proto.settings import Settings, option
+from outrider.proto.settings import Settings, at_least, option
 
 ADDRESS = "HOST:PORT"
 
@@ -42,8 +42,14 @@ class ListeningSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcServerSettings(ListeningSettings):
-    """Addresses at which a gRPC server and, on a port of their own, its metrics listen."""
+    """Addresses at which a gRPC server and, on a port of their own, its metrics listen, and limits of its clients."""
 
+    connections_per_address: int | None = option(
+        None,
+        "connections that one address, or IPv6 network of 64 bits, may have; not set: an eighth of all that the server "
+        "takes; 0: no limit, for clients that all come through one proxy or NAT",
+        check=at_least(0),
+    )
     metrics_listen: str = option(
         "",
         "address to serve /metrics for Prometheus on, without TLS; empty: none",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from outrider.proto.address import is_loopback
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.watched import Watched
 from outrider.proto.settings import REQUIRED, option
@@ -160,10 +161,12 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Return an asynchronous channel to `address`, in plain text without `credentials`.
 
-    The server's certificate must have the name `server_name`; empty: the host of `address`.
+    The server's certificate must have the name `server_name`; empty: the host of `address`. A proxy of the environment
+    (`http_proxy`) takes no part in what stays on this machine.
     """
     import grpc
 
+    options = [*options, *_proxy_option(address)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [*options, *_name_option(server_name)]
@@ -179,9 +182,14 @@ def open_blocking_channel(
     """Return what `open_channel` does, for threads."""
     import grpc
 
+    options = [*options, *_proxy_option(address)]
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=[*options, *_name_option(server_name)])
+
+
+def _proxy_option(address: str) -> list[tuple[str, int]]:
+    return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
 
 
 def _name_option(server_name: str) -> list[tuple[str, Any]]:

@@ -1,0 +1,234 @@
+"""Limits of a gRPC server's connections, which cost nothing to open and a descriptor to keep.
+
+gRPC limits their number, the time of a handshake and that without any call. It neither counts them by address nor shows
+one before its first call, so a thread beside it looks at the sockets of this process and shuts those that are too many.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import resource
+import socket
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.proto.address import host_of_peer
+
+MAX_CONNECTIONS = 8192
+SHARE_OF_ADDRESS = 8  # an address may have this part of them
+SPARE_DESCRIPTORS = 256  # for files, for other servers and for Ray
+HANDSHAKE_S = 10.0  # for TLS and the first frame of HTTP/2
+FIRST_CALL_S = 10.0
+IDLE_S = 300.0  # without a call; an edge connects again with its next one, and most always watch for drafters
+LOOK_S = 1.0
+LOOK_AGAIN_S = 0.1  # after connections were shut, since whoever opened them may open more
+LOG_S = 60.0
+_DESCRIPTORS = Path("/proc/self/fd")
+
+log = logging.getLogger(__name__)
+_Peer = tuple[str, int]
+
+
+def max_connections() -> int:
+    """Return the connections that a server may have, which leaves descriptors for other things."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(descriptors - SPARE_DESCRIPTORS, descriptors // 2))
+
+
+def connection_options() -> list[tuple[str, int]]:
+    """Return gRPC's options for a server; it closes a connection beyond the limit as soon as it is accepted."""
+    return [
+        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+    ]
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    peer: _Peer
+    descriptor: int
+    since_s: float
+    called: bool = False
+
+
+class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """A watch over the connections of one gRPC server, which it is an interceptor of; on Linux alone.
+
+    It shuts connections of an address beyond a limit, those without a call first and then the newest, and those without
+    a call within `FIRST_CALL_S`, of which an address may keep one beside each that has been used: edges connect ahead.
+    None is shut while a call runs on it. An IPv6 network of 64 bits counts as one address.
+    """
+
+    def __init__(self, of_address: int | None = None) -> None:
+        """Keep each address to `of_address` connections; None: its share of all, 0: no limit."""
+        self._of_address = max(1, max_connections() // SHARE_OF_ADDRESS) if of_address is None else of_address
+        self._lock = threading.Lock()
+        self._running: Counter[_Peer] = Counter()
+        self._called: set[_Peer] = set()
+        self._sockets: dict[int, _Connection | None] = {}  # by inode; None: not one of the server's
+        self._ended = threading.Event()
+        self._unsaid = 0
+        self._say_at_s = 0.0
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """Count a call, whose handler is a coroutine function, for its connection."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = "stream" if handler.request_streaming else "unary"
+        kind += "_stream" if handler.response_streaming else "_unary"
+        behave = getattr(handler, kind)
+
+        async def counted(request: Any, context: Any) -> Any:
+            with self._call(context.peer()):
+                return await behave(request, context)
+
+        return handler._replace(**{kind: counted})
+
+    def begin(self, port: int) -> None:
+        """Watch the connections to this port of the process."""
+        if _DESCRIPTORS.is_dir():
+            threading.Thread(target=self._run, args=(port,), name="outrider-connections", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._ended.set()
+
+    def _run(self, port: int) -> None:
+        shut = 0
+        while not self._ended.wait(LOOK_AGAIN_S if shut else LOOK_S):
+            try:
+                shut = self._look(port, time.monotonic())
+            except Exception:  # the top of a thread: connections are to be limited whatever happens
+                log.exception("the connections of port %d cannot be looked at; that will be tried again", port)
+
+    def _look(self, port: int, now_s: float) -> int:
+        """Shut connections that are too many or unused at `now_s`, and return their number."""
+        with self._lock:
+            called, self._called = self._called, set()
+        before, self._sockets = self._sockets, {}
+        by_network: dict[str, list[_Connection]] = {}
+        for descriptor, inode in _open_sockets():
+            try:
+                connection = before[inode] if inode in before else _connection(descriptor, port, now_s)
+            except OSError:
+                continue  # it is gone, has no other end, or there is no descriptor left to look at it this time
+            self._sockets[inode] = connection
+            if connection is not None:
+                connection.descriptor = descriptor
+                connection.called |= connection.peer in called
+                by_network.setdefault(network_of(connection.peer[0]), []).append(connection)
+        surplus = [connection for each in by_network.values() for connection in self._surplus(each, now_s)]
+        shut = [connection for connection in surplus if self._shut(connection)]
+        if shut:
+            self._say(len(shut), shut[-1].peer[0], now_s)
+        return len(shut)
+
+    def _surplus(self, connections: Iterable[_Connection], now_s: float) -> list[_Connection]:
+        """Return those connections of one address that have to go."""
+        by_worth = sorted(connections, key=lambda each: (not self._runs(each), not each.called, each.since_s))
+        used = sum(each.called for each in by_worth)
+        late = [each for each in by_worth if not each.called and now_s - each.since_s > FIRST_CALL_S][used:]
+        if not self._of_address:
+            return late
+        gone = set(late)
+        return late + [each for each in by_worth if each not in gone][self._of_address :]
+
+    def _shut(self, connection: _Connection) -> bool:
+        """Shut a connection for gRPC to close, unless a call runs on it."""
+        if self._runs(connection):
+            return False
+        with suppress(OSError), _duplicate(connection.descriptor) as found:  # it may be gone, its number another's
+            if _peer_of(found) == connection.peer:
+                found.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
+
+    def _runs(self, connection: _Connection) -> bool:
+        with self._lock:
+            return connection.peer in self._running
+
+    @contextmanager
+    def _call(self, peer: str) -> Iterator[None]:
+        if peer.startswith("unix:"):
+            yield
+            return
+        which = (_plain(host_of_peer(peer)), int(peer.rpartition(":")[2]))
+        with self._lock:
+            self._running[which] += 1
+            self._called.add(which)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running[which] -= 1
+                if not self._running[which]:
+                    del self._running[which]
+
+    def _say(self, shut: int, host: str, now_s: float) -> None:
+        self._unsaid += shut
+        if now_s >= self._say_at_s:
+            line = "shut %d connections that were too many of one address or had no call, the last of %s"
+            log.warning(line, self._unsaid, host)
+            self._unsaid, self._say_at_s = 0, now_s + LOG_S
+
+
+def _open_sockets() -> Iterator[tuple[int, int]]:
+    """Yield descriptor and inode of each socket of this process."""
+    for name in os.listdir(_DESCRIPTORS):
+        with suppress(OSError):  # it was closed since
+            found = os.fstat(int(name))
+            if stat.S_ISSOCK(found.st_mode):
+                yield int(name), found.st_ino
+
+
+def _connection(descriptor: int, port: int, now_s: float) -> _Connection | None:
+    """Return the connection to `port` whose server's end `descriptor` is, if it is one; raises `OSError`."""
+    with _duplicate(descriptor) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
+            return _Connection(_peer_of(found), descriptor, now_s)
+    return None
+
+
+@contextmanager
+def _duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """Open another descriptor of a socket for a moment, since gRPC's own may be closed and taken meanwhile."""
+    copy = os.dup(descriptor)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
+        yield found
+
+
+def _peer_of(found: socket.socket) -> _Peer:
+    """Return the other end's address; raises `OSError` where there is none."""
+    host, port = found.getpeername()[:2]
+    return _plain(host.removeprefix("::ffff:")), port
+
+
+def _plain(host: str) -> str:
+    """Return an address without its zone."""
+    return host.partition("%")[0]
+
+
+def network_of(host: str) -> str:
+    """Return what counts as one address: the network of 64 bits of an IPv6 address, which one client can have."""
+    return str(ipaddress.ip_network((host, 64), strict=False)) if ":" in host else host
