@@ -94,7 +94,7 @@ def check_pool(pool: PagedKVCache, contents: Contents, sessions: Sequence[Sessio
     assert pool.free_pages == pool.page_count - len(holders)
     texts, tree = cached_texts(pool), pool._tree
     assert set(texts) == set(tree._by_page) == set(tree.cached.nonzero()[0].tolist())
-    assert {each.page for each in tree._idle} == set(texts) - set(holders)
+    assert {each.page for idle in tree._idle.values() for each in idle} == set(texts) - set(holders)
     for page, (_, text) in texts.items():
         start = (len(text) - 1) // PAGE * PAGE
         for layer in range(LAYERS):
@@ -248,6 +248,16 @@ def test_the_end_of_the_least_recently_used_text_is_evicted_first() -> None:
     pool.release(pool.open(first))  # used again
     pool.allocate(2 * PAGE)  # one page is blank
     assert [pool.open(text).length for text in (first, second)] == [2 * PAGE, 2 * PAGE]
+
+
+def test_the_least_recently_used_page_of_the_key_with_most_is_evicted_first() -> None:
+    pool, contents = pool_of(8), Contents()
+    left(pool, contents, [1] * PAGE, "few")
+    for tag, token in enumerate((2, 3, 4)):
+        left(pool, contents, [token] * 2 * PAGE, f"many/{tag}")  # an edge may tell between any number of its own
+    with pool.lend(4):
+        cached = [pool.open(text, isolation).length for text, isolation in (([1] * PAGE, "few"), ([4] * 8, "many/2"))]
+    assert cached == [PAGE, 2 * PAGE], "a key that leaves many texts makes room for itself"
 
 
 def test_pages_after_one_that_is_evicted_are_blank_again() -> None:

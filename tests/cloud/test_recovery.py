@@ -12,9 +12,12 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
+from outrider.cloud import distribution, vllm_rule
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.distribution import VerificationInput, masked
 from outrider.cloud.engine import Engine
 from outrider.cloud.recovery import MAX_IN_A_ROW
+from outrider.cloud.slots import KeyLimit
 from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.transformers_backend import TransformersBackend
@@ -27,6 +30,7 @@ from outrider.proto.types import (
     DraftToken,
     FinishReason,
     Goaway,
+    Noise,
     Open,
     Opened,
     Patience,
@@ -72,12 +76,14 @@ class Bench:
 
         self.target.forward = forward  # type: ignore[method-assign]
 
-    def open(self, key: int, prompt: tuple[int, ...] = (), **changes: Any) -> CollectingOutbox:
+    def open(
+        self, key: int, limit: KeyLimit | None = None, *, prompt: tuple[int, ...] = (), **changes: Any
+    ) -> CollectingOutbox:
         box = self.boxes[key] = CollectingOutbox()
         sampling = replace(SAMPLING, seed=key)
         fields = {"prompt": prompt or (5, 6, 10 + key), "sampling": sampling, "drafting": False} | changes
         frame = Open("tiny", self.rules.tokenizer_sha256, session=f"s{key}", **fields)
-        self.engine.post_open(key, frame, box, isolation=str(key))  # each reads its own prompt
+        self.engine.post_open(key, frame, box, isolation=str(key), limit=limit)  # each reads its own prompt
         return box
 
     def run(self, steps: int = 10_000) -> None:
@@ -89,6 +95,13 @@ class Bench:
             if self.engine.failed or not self.engine._slots.num_running:
                 return
             self.engine._begin_next()
+
+    @property
+    def corrupted(self) -> float | None:
+        """Sessions that ended since there was no number to draw from."""
+        metrics = self.engine.metrics
+        whose = dict(zip(("model_name", "verifier"), metrics._whose, strict=True))
+        return metrics.registry.get_sample_value("outrider:corrupted_requests_total", whose)
 
     def text(self, key: int) -> list[int]:
         return [t for item in self.boxes[key].items.queue if isinstance(item, Commit) for t in token_ids(item.tokens)]
@@ -202,29 +215,32 @@ def test_a_target_that_says_no_numbers_to_anybody_gives_no_text(bench) -> None:
         assert isinstance(bench.end(key), Unavailable)
 
 
-def test_texts_that_fail_in_a_row_fail_the_verifier_though_its_own_text_does_not(bench) -> None:
+def test_texts_of_several_keys_that_fail_in_a_row_fail_the_verifier(bench) -> None:
+    """Its own text does not fail."""
     bench.fails(lambda batch: any(rows.cache.length == 0 and rows.tokens[0] >= 10 for rows in batch))
     for key in range(MAX_IN_A_ROW):
         assert not bench.engine.failed
-        bench.open(key, prompt=(10 + key,))
+        bench.open(key, KeyLimit(f"key {key}"), prompt=(10 + key,))
         bench.run()
     assert bench.engine.failed
     assert [type(bench.end(key)) for key in range(MAX_IN_A_ROW)] == [Internal, Internal, Unavailable]
 
 
-def test_choices_of_one_prompt_are_one_text_when_failures_are_counted(bench) -> None:
+@pytest.mark.parametrize("limit", [KeyLimit("one key"), None])
+def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, limit) -> None:
     bench.fails(has(POISON))
-    for key in range(4):
-        bench.open(key, prompt=(5, POISON))
-    bench.run()
+    for key in range(2 * MAX_IN_A_ROW):
+        bench.open(key, limit, prompt=(5 + key, POISON))
+        if key % 2:  # two at a time
+            bench.run()
     assert not bench.engine.failed
-    assert {type(bench.end(key)) for key in range(4)} == {Internal}
+    assert {type(bench.end(key)) for key in range(2 * MAX_IN_A_ROW)} == {Internal}
 
 
 def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -> None:
     bench.fails(has(POISON))
     for key in range(2 * MAX_IN_A_ROW):
-        bench.open(key, prompt=(key + 5, POISON) if key % 2 else ())
+        bench.open(key, KeyLimit(f"key {key}"), prompt=(key + 5, POISON) if key % 2 else ())
         bench.run()
     assert not bench.engine.failed
     assert [bench.text(key) for key in (0, 2, 4)] == [texts[0], texts[2], texts[4]]
@@ -336,8 +352,27 @@ def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) 
     bench.run()
     assert bench.text(0) == texts[0]
     assert (bench.text(1), type(bench.end(1))) == ([], Internal)
-    whose = dict(zip(("model_name", "verifier"), bench.engine.metrics._whose, strict=True))
-    assert bench.engine.metrics.registry.get_sample_value("outrider:corrupted_requests_total", whose) == 1
+    assert bench.corrupted == 1
+
+
+@pytest.mark.parametrize("noise", Noise)
+def test_settings_that_make_no_numbers_end_the_session_that_has_them(bench, texts, noise, monkeypatch) -> None:
+    """No door lets such settings in; a verifier does not rest on that."""
+    spoiled = replace(SAMPLING, noise=noise, repetition_penalty=1.5)
+
+    def spoiling(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+        return masked(scores, session) * (math.nan if session.sampling.penalises else 1)
+
+    for module in (distribution, vllm_rule):
+        monkeypatch.setattr(module, "masked", spoiling)
+    for key in range(2):
+        bench.open(2 * key)
+        bench.open(2 * key + 1, prompt=(5, 6, POISON), sampling=spoiled)
+    bench.run()
+    assert not bench.engine.failed
+    assert [bench.text(key) for key in (0, 2)] == [texts[0], texts[2]]
+    assert [(bench.text(key), type(bench.end(key))) for key in (1, 3)] == [([], Internal)] * 2
+    assert bench.corrupted == 2
 
 
 def test_planning_that_fails_for_one_session_ends_it_alone(bench, texts, monkeypatch) -> None:

@@ -13,7 +13,7 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.slots import AHEAD, Slot, Slots
+from outrider.cloud.slots import AHEAD, KeyLimit, Slot, Slots
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.testing import save_tiny_target, tiny_llama
 from outrider.cloud.transformers_backend import TransformersBackend
@@ -103,16 +103,25 @@ def slots(pages: int) -> Slots:
     return Slots(TransformersBackend(target), "v", lambda *_: None)
 
 
-def opened(slots: Slots, key: int, prompt: int, max_tokens: int = 1000, keep_s: float = 0.0) -> Slot:
+def opened(slots: Slots, key: int, prompt: int, max_tokens: int = 1000, keep_s: float = 0.0, api_key: str = "") -> Slot:
     """A slot whose prompt takes `prompt` pages less the room for one step's drafts."""
     tokens = (10 + key,) * (prompt * PAGE - RULES.max_drafts)
-    return added(slots, key, tokens, max_tokens=max_tokens, keep_s=keep_s)
+    return added(slots, key, tokens, api_key=api_key, max_tokens=max_tokens, keep_s=keep_s)
 
 
-def added(slots: Slots, key: int, tokens: tuple[int, ...], isolation: str = "", **options: float) -> Slot:
+def added(
+    slots: Slots, key: int, tokens: tuple[int, ...], isolation: str = "", api_key: str = "", **options: float
+) -> Slot:
     sampling = Sampling(max_tokens=int(options.pop("max_tokens", 1000)))
     frame = Open("tiny", "0" * 64, tokens, sampling, f"s{key}", drafting=True, **options)
-    slot = Slot(key, VerifierSession(frame, RULES, 0.0), CollectingOutbox(), 0.0, isolation)
+    slot = Slot(
+        key,
+        VerifierSession(frame, RULES, 0.0),
+        CollectingOutbox(),
+        0.0,
+        isolation,
+        KeyLimit(api_key) if api_key else None,
+    )
     slots.open(slot)
     slots.start_waiting()
     return slot
@@ -173,6 +182,27 @@ def test_a_text_that_cannot_grow_and_is_the_youngest_is_sent_away_itself() -> No
     written(young, 8)
     assert pool.grow() == [young]
     assert pool.running() == [old]
+
+
+def test_growth_sends_away_the_youngest_of_the_key_that_has_most_pages() -> None:
+    pool = slots(20)
+    first, second = opened(pool, 1, 2, api_key="many"), opened(pool, 2, 2, api_key="many")
+    other = opened(pool, 3, 2, api_key="few")
+    written(other, 6)
+    written(first, 7)
+    written(second, 8)
+    assert pool.grow() == [second], "and neither the one that began last nor the one that began first"
+    assert pool.running() == [first, other]
+
+
+def test_freed_pages_go_to_the_key_that_has_fewest_and_in_order_within_it() -> None:
+    pool = slots(20)
+    running, leaving = opened(pool, 1, 2, api_key="many"), opened(pool, 2, 8, api_key="many")
+    waiting = [opened(pool, 3, 8, api_key="many"), *(opened(pool, key, 8, api_key="few") for key in (4, 5))]
+    assert pool.running() == [running, leaving]
+    pool.release(leaving)
+    pool.start_waiting()
+    assert pool.running() == [running, waiting[1]]
 
 
 def test_parked_sessions_hold_no_page_from_any_that_runs() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from outrider.coordinator.admission import Caller, CallerAdmission
+from outrider.coordinator.admission import MAX_LEASED_OF_KEY, Caller, CallerAdmission
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.security import Security
@@ -243,6 +243,43 @@ def test_a_session_that_is_never_reported_is_over_when_its_lease_expires() -> No
     now_s = 19.5
     admission.grant(alice, "s2", 10.0, "a")
     assert admission.running() == {"alice": 1}
+
+
+# --- reports ---
+
+
+def test_a_report_counts_only_for_a_session_that_its_own_key_has_leased(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        alice, bob, root = (as_client(call, secret) for secret in ("alices", "bobs", "roots"))
+        await alice.open_lease(ask("s1"))
+        for client, session in ((alice, "invented"), (bob, "s1")):
+            await client.report(SessionReport(session=session, **REPORT))
+        assert (await root.status()).recent == ()
+        await alice.report(SessionReport(session="s1", **REPORT))
+        assert [report.session for report in (await root.status()).recent] == ["s1"]
+        for client in (alice, bob, root):
+            await client.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_the_reports_of_one_key_are_bounded_and_push_out_those_of_no_other() -> None:
+    admission = CallerAdmission(None)
+    alice, mallory = (Caller(Key(name, "a" * 64)) for name in ("alice", "mallory"))
+    admission.grant(alice, "s1", 600.0, "a")
+    for number in range(MAX_LEASED_OF_KEY + 1):
+        admission.grant(mallory, f"m{number}", 600.0, "a")
+    assert not admission.had_lease(mallory, "m0")
+    assert admission.had_lease(mallory, "m1")
+    assert admission.had_lease(alice, "s1")
+
+
+def test_keys_vote_as_one_only_where_another_could_be_outvoted(keys: Path) -> None:
+    alice = Caller(Key("alice", secret_sha256("alices")))
+    assert CallerAdmission(Keys.from_file(keys)).votes_as(alice) == "alice"
+    alone = Keys((alice.key, Key("root", "b" * 64, admin=True)))  # type: ignore[arg-type]
+    assert CallerAdmission(alone).votes_as(alice) == ""
+    assert CallerAdmission(None).votes_as(Caller()) == ""
 
 
 # --- drains ---

@@ -241,6 +241,7 @@ def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums
         try:
             route = CoordinatorRoute(client, "tiny", "")
             code = route.about(TextFeatures(CODE, 2))
+            await client.open_lease(LeaseRequest("tiny", "s"))
             for _ in range(20):
                 await client.report(text(hits(0.9), hits(0.4, drafter="tiny-drafter")))
                 await client.report(text(hits(0.2), prompt=PROSE, link=4))
@@ -278,6 +279,7 @@ def test_a_report_that_cannot_be_is_refused_by_field_and_not_counted(
     serve: Serve, wire: pb.SessionReport, field: str
 ) -> None:
     async def scenario(call: Any) -> None:
+        await call("OpenLease", LeaseRequest("tiny", "s"))
         wire.MergeFrom(pb.SessionReport(session="s", model="tiny", verifier="a"))
         with pytest.raises(InvalidArgument) as refused:
             await call.raw("ReportSession", wire.SerializeToString())
@@ -303,6 +305,7 @@ def test_where_keys_are_asked_for_only_reports_with_one_count(serve: Serve, tmp_
         alice, root = (CoordinatorClient(call.address, security=Security(api_key=key)) for key in ("alices", "roots"))
         try:
             assert (await root.status()).acceptance == ()
+            await alice.open_lease(LeaseRequest("tiny", "s"))
             await alice.report(text(hits(0.75)))
             (cell,) = (await root.status()).acceptance
             assert (cell.prior.acceptance, cell.prior.trials) == (0.75, 200.0)

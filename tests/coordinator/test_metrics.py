@@ -96,6 +96,7 @@ def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(se
         await call.until(lambda: len(call.server.service.catalogue.manifests) == 2)
         await call.server.service.scan_drafters()
         hits = (DrafterHits("tiny-drafter", "1", 50, 100), DrafterHits("tiny-drafter", "2", 60, 100))
+        await call("OpenLease", LeaseRequest("tiny", "s"))
         await call("ReportSession", SessionReport("s", "tiny", "a", edge="pi", drafter_hits=hits))
         found = await asyncio.to_thread(scrape, call.server.metrics_address)
         version = "outrider:coordinator_drafter_version"

@@ -102,6 +102,7 @@ def test_an_edge_of_another_key_neither_sees_nor_fetches_it_by_any_name(serve: S
     async def scenario(call: Any) -> None:
         alice, other = as_client(call, "alice"), as_client(call, name)
         (_, own) = await alice.list_drafters()
+        await alice.open_lease(ask())
         for _ in range(3):  # hits of a version are in no prior of others either
             await alice.report(report("edge", v1=0.5, own1=0.8))
         lease = await other.open_lease(ask())
@@ -147,6 +148,7 @@ def test_a_package_whose_owner_cannot_be_read_is_for_nobody(serve: Serve, fleet,
 def test_the_status_counts_them_and_says_neither_version_nor_owner(serve: Serve, fleet) -> None:
     async def scenario(call: Any) -> None:
         alice, root = as_client(call, "alice"), as_client(call, "root")
+        await alice.open_lease(ask())
         await alice.report(report("", v1=0.5, own1=0.8))
         status = await root.status()
         assert (status.own_versions, status.own_keys) == (1, 1)
@@ -292,12 +294,16 @@ def test_trainers_are_told_what_is_retired_while_its_files_are_there(serve: Serv
     write_package(drafters / "2", version="2", sequence=2, files={"model.onnx": b"another"})
 
     async def scenario(call: Any) -> None:
-        service, alice, bob = call.server.service, as_client(call, "alice"), as_client(call, "bob")
+        service = call.server.service
+        alice, bob, carol = clients = [as_client(call, name) for name in ("alice", "bob", "carol")]
         await service.scan_drafters()
+        for client in clients:
+            await client.open_lease(ask())
         assert cluster.retired == frozenset()
         for number in range(60):
             await alice.report(report("edge", v1=0.5, own1=0.2))
-            await bob.report(report(f"edge-{number}", v1=0.5, v2=0.2))
+            for client in (bob, carol):  # one key alone decides nothing for all
+                await client.report(report(f"edge-{number}", v1=0.5, v2=0.2))
         await call.until(lambda: cluster.retired == {(ALICE, "own1"), ("tiny-drafter", "2")})
         for folder in (drafters / ALICE, drafters / "2"):
             await asyncio.to_thread(shutil.rmtree, folder)
@@ -306,7 +312,7 @@ def test_trainers_are_told_what_is_retired_while_its_files_are_there(serve: Serv
         seen = cluster.refreshes
         await call.until(lambda: cluster.refreshes > seen + 1)
         assert cluster.retired == frozenset()
-        for client in (alice, bob):
+        for client in clients:
             await client.close()
 
     serve(scenario, **fleet)

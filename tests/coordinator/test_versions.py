@@ -13,9 +13,9 @@ import pytest
 
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.coordinator.versions import TRIAL_S, UNANSWERED_S, VersionState
+from outrider.coordinator.versions import KEY_LEAD, MAX_VOTERS, TRIAL_S, UNANSWERED_S, VersionState
 from outrider.proto.policy.sequential import MAX_SLOWDOWN
-from outrider.proto.types import DrafterHits, SessionReport, VersionStatus
+from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, VersionStatus
 
 Serve = Callable[..., None]
 PROSE, CODE = 1, 3
@@ -271,6 +271,54 @@ def test_an_edge_votes_once_under_each_key_and_one_without_a_name_never() -> Non
     assert fleet.status("2").texts == 2
 
 
+def flood(fleet: Fleet, tenant: str, gain: float, days: int = 10, **times: float) -> None:
+    """Report texts of invented edges of one key, day by day."""
+    for day in range(days):
+        fleet.now_s += DAY_S
+        for edge in range(50):
+            report = fleet.report(f"{tenant}-{day}-{edge}", {"1": 0.0, "2": gain}, **times)
+            fleet.statistics.add(report, tenant=tenant)
+
+
+@pytest.mark.parametrize(("gain", "seconds"), [(0.4, 0.001), (-0.4, 0.001), (0.0, 0.01)])
+def test_one_key_alone_decides_nothing_whatever_edges_it_invents(gain: float, seconds: float) -> None:
+    fleet, keyless = Fleet(), Fleet()
+    for each, tenant in ((fleet, "mallory"), (keyless, "")):
+        each.publish("1")
+        each.publish("1", "2")
+        flood(each, tenant, gain, **{"1": 0.001, "2": seconds})
+    assert fleet.states["2"] is CANDIDATE
+    assert fleet.status("2").texts == KEY_LEAD
+    assert keyless.states["2"] is not CANDIDATE, "negative control: its edges vote where there are no keys"
+
+
+def test_a_key_stays_within_its_lead_over_all_others_across_a_restart(tmp_path: Path) -> None:
+    fleet = Fleet()
+    fleet.publish("1")
+    fleet.publish("1", "2")
+    flood(fleet, "mallory", 0.0)
+    for edge in range(3):
+        fleet.statistics.add(fleet.report(f"pi-{edge}", {"1": 0.0, "2": 0.0}), tenant=f"key-{edge}")
+    fleet.statistics.save(tmp_path / "state.json")
+    assert "mallory" not in (tmp_path / "state.json").read_text()
+    fleet.statistics = fleet.coordinator()
+    fleet.statistics.load(tmp_path / "state.json")
+    fleet.publish("1", "2")
+    flood(fleet, "mallory", 0.0)
+    assert fleet.status("2").texts == KEY_LEAD + 2 * 3
+
+
+def test_a_flood_of_one_key_takes_no_votes_from_others() -> None:
+    fleet = Fleet()
+    fleet.publish("1")
+    fleet.publish("1", "2")
+    for edge in range(MAX_VOTERS + 10):
+        fleet.statistics.add(fleet.report(f"m-{edge}", {"1": 0.0, "2": 0.0}, tokens=8), tenant="mallory")
+    for edge in range(100):
+        fleet.statistics.add(fleet.report(f"pi-{edge}", {"1": 0.0, "2": 0.4}), tenant=("alice", "bob")[edge % 2])
+    assert fleet.states["2"] is CURRENT
+
+
 @pytest.mark.parametrize(("own", "other"), [(7, 128), (128, 40), (0, 0)])
 def test_a_text_counts_only_if_both_were_compared_with_most_of_it(own: int, other: int) -> None:
     fleet = Fleet()
@@ -402,6 +450,7 @@ def test_a_bad_version_reaches_few_edges_is_retired_by_reports_and_stays_so(
         await call("ReportSession", SessionReport("s", "tiny", "v", edge=report.edge, drafter_hits=renamed(report)))
 
     async def scenario(call: Any) -> None:
+        await call("OpenLease", LeaseRequest("tiny", "s"))
         for edge in range(25):
             await send(call, edge, {"1": 0.0})
         updates = call.stream("WatchDrafters", "")

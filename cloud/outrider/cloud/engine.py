@@ -285,7 +285,7 @@ class Engine(EngineState):
             slot = self._events.admit(key, frame, outbox, matcher, isolation, time.monotonic(), limit)
         except Exception as error:  # a defect, which must end nobody else
             log.exception("an admission failed")
-            self._recovery.refuse(outbox, frame.prompt, error)
+            self._recovery.refuse(outbox, limit, error)
             return
         if slot is None:
             return

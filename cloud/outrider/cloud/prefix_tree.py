@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,12 +19,14 @@ class CachedPage:
         parent: page before it.
         tokens: [1..page_size] tokens of its positions; fewer than page_size: the rest holds nothing yet.
         page: number of the page.
+        key: API key whose sessions may share it; empty: none is asked for.
         children: pages after it, by their tokens.
     """
 
     parent: CachedPage | None
     tokens: tuple[int, ...]
     page: int
+    key: str = ""
     children: dict[tuple[int, ...], CachedPage] = field(default_factory=dict)
 
 
@@ -36,10 +38,11 @@ class Root(CachedPage):
 
 
 class PrefixTree:
-    """The cached pages of all isolations, and the order in which those that nobody holds were used.
+    """The cached pages of all isolations, and the order in which those of each API key that nobody holds were used.
 
-    Whoever gives a text back does so from its end, so that the least recently used page is a leaf, or its successors
-    are held by texts that have computed the same beginning twice.
+    The key of an isolation is what stands before its slash, or all of it. Whoever gives a text back does so from its
+    end, so that the least recently used page is a leaf, or its successors are held by texts that have computed the same
+    beginning twice.
 
     Attributes:
         cached: [pages] bool, whether a page's text is known.
@@ -49,12 +52,12 @@ class PrefixTree:
         self.cached = np.zeros(page_count, dtype=bool)
         self._roots: dict[str, Root] = {}
         self._by_page: dict[int, CachedPage] = {}
-        self._idle: OrderedDict[CachedPage, None] = OrderedDict()  # least recently used first
+        self._idle: defaultdict[str, OrderedDict[CachedPage, None]] = defaultdict(OrderedDict)  # longest unused first
 
     @property
     def num_idle(self) -> int:
         """Cached pages that nobody holds."""
-        return len(self._idle)
+        return sum(map(len, self._idle.values()))
 
     def of_page(self, page: int) -> CachedPage | None:
         """Return what is cached on a page, if anything is."""
@@ -90,11 +93,13 @@ class PrefixTree:
 
         A text that was known of the page so far must be the beginning of this one.
         """
-        parent = last or self._roots.setdefault(isolation, Root(None, (), -1, isolation=isolation))
+        parent = last or self._roots.setdefault(
+            isolation, Root(None, (), -1, key=isolation.partition("/")[0], isolation=isolation)
+        )
         if (there := parent.children.get(tokens)) is not None:
             return there
         shorter = self._by_page.get(page)
-        added = parent.children[tokens] = self._by_page[page] = CachedPage(parent, tokens, page)
+        added = parent.children[tokens] = self._by_page[page] = CachedPage(parent, tokens, page, parent.key)
         if shorter is not None:
             del parent.children[shorter.tokens]
         self.cached[page] = True
@@ -112,7 +117,7 @@ class PrefixTree:
             gone = stack.pop()
             stack += gone.children.values()
             del self._by_page[gone.page]
-            self._idle.pop(gone, None)
+            self._idle[gone.key].pop(gone, None)
             self.cached[gone.page] = False
         if isinstance(parent, Root) and not parent.children:
             del self._roots[parent.isolation]
@@ -128,18 +133,23 @@ class PrefixTree:
     def hold(self, page: int) -> None:
         """Note that somebody holds a page."""
         if (cached := self._by_page.get(page)) is not None:
-            self._idle.pop(cached, None)
+            self._idle[cached.key].pop(cached, None)
 
     def give_back(self, page: int) -> None:
         """Note that nobody holds a page any more, which was used just now."""
         if (cached := self._by_page.get(page)) is not None:
-            self._idle[cached] = None
+            self._idle[cached.key][cached] = None
 
     def touch(self, cached: CachedPage) -> None:
         """Note that a page's text was used just now, also where nobody holds it."""
-        if cached in self._idle:
-            self._idle.move_to_end(cached)
+        if cached in self._idle[cached.key]:
+            self._idle[cached.key].move_to_end(cached)
+
+    def next_to_evict(self) -> CachedPage:
+        """Return the page used least recently of the key that has most pages that nobody holds; there must be one."""
+        most = max(self._idle, key=lambda key: len(self._idle[key]))
+        return next(iter(self._idle[most]))
 
     def evict(self) -> None:
-        """Forget the text of the page that was used least recently, of those that nobody holds."""
-        self.remove(next(iter(self._idle)))
+        """Forget the text of the page that is next."""
+        self.remove(self.next_to_evict())

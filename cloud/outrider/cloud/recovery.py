@@ -1,8 +1,9 @@
 """Recovery from a failed step or plan, by finding out whether a session, the step's size or the verifier failed.
 
 A failed step is made once more as it was, then in halves. Where all halves succeed, the step was too large, and later
-ones stay smaller. A session that fails alone is at fault, unless a text of the verifier's own fails too, or the texts
-of several sessions fail in a row: then it is the verifier that fails, and no session must end for it.
+ones stay smaller. A session that fails alone is at fault, unless a text of the verifier's own fails too, or texts of
+several API keys fail in a row: then it is the verifier that fails, and no session must end for it. Texts of one key
+prove nothing, since whoever holds it may have found how to make a text fail.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching, Share, cut
 from outrider.cloud.masks import Masks
 from outrider.cloud.runner import StepResult
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
 
-MAX_IN_A_ROW = 3  # texts that fail alone, or plans that fail for nobody alone, with no success between
+MAX_IN_A_ROW = 3  # keys whose texts fail alone, or plans that fail for nobody alone, with no success between
 FEW_ROWS = 16  # of a session alone: if these fail, it is not for their number, unless memory is what lacks
 PROBE_TOKENS = 8
 _NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -137,12 +138,12 @@ class Recovery:
         self._step = step
         self._masks = masks
         self._count_corrupted = count_corrupted
-        self._failed_prompts: set[tuple[int, ...]] = set()
+        self._failed_keys: set[str] = set()
         self._failed_plans = 0
 
     def note_commit(self) -> None:
         """Note that a step has given a session tokens."""
-        self._failed_prompts.clear()
+        self._failed_keys.clear()
 
     def note_plan(self) -> None:
         """Note that a plan has succeeded."""
@@ -188,19 +189,23 @@ class Recovery:
             self._count_corrupted()
         session = slot.session
         whole = Goaway("the session cannot be kept", epoch=session.epoch) if session.finish is not None else None
-        self.refuse(slot.outbox, session.transcript[: session.prompt_length], error, whole)
+        self.refuse(slot.outbox, slot.limit, error, whole)
 
-    def refuse(self, outbox: Outbox, prompt: Sequence[int], error: Exception, ending: CloudFrame | None = None) -> None:
+    def refuse(
+        self, outbox: Outbox, limit: KeyLimit | None, error: Exception, ending: CloudFrame | None = None
+    ) -> None:
         """Answer a session without a slot, for which something failed, by `ending` or else by an error.
+
+        `limit` names its API key; sessions without one count as those of one key.
 
         Raises:
             VerifierFailed: it is not at fault.
         """
         try:
             self._check_verifier()
-            self._failed_prompts.add(tuple(prompt))
-            if len(self._failed_prompts) >= MAX_IN_A_ROW:
-                raise VerifierFailed(f"{MAX_IN_A_ROW} texts in a row failed, the last with {error!r}")
+            self._failed_keys.add(limit.key if limit is not None else "")
+            if len(self._failed_keys) >= MAX_IN_A_ROW:
+                raise VerifierFailed(f"texts of {MAX_IN_A_ROW} keys failed in a row, the last with {error!r}")
         except VerifierFailed:
             outbox.put(verifier_failed())
             raise

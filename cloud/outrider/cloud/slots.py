@@ -7,6 +7,7 @@ finds them again as long as nobody needs the room.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -92,6 +93,11 @@ class Slot:
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
         return len(self.session.transcript) - self.handle.length
+
+    @property
+    def key_name(self) -> str:
+        """Name of its API key; empty: it has none."""
+        return self.limit.key if self.limit is not None else ""
 
     @property
     def waits_for_pages(self) -> bool:
@@ -184,17 +190,23 @@ class Slots:
         self._by_key[slot.key] = slot
 
     def start_waiting(self) -> None:
-        """Give pages to the sessions that wait for them, in order, where enough are free.
+        """Give pages to the sessions that wait for them where enough are free, first to the API key that has fewest.
 
-        One page is left for each that runs: to start a text and send it away at once would help nobody. A session waits
-        for what another is reading, and reads on from there.
+        Those of one key have them in order, as those without a key among themselves. One page is left for each session
+        that runs: to start a text and send it away at once would help nobody. A session waits for what another is
+        reading, and reads on from there.
         """
-        for slot in [slot for slot in self.unfinished() if slot.waits_for_pages]:
+        waiting = [slot for slot in self.unfinished() if slot.waits_for_pages]
+        while waiting:
             running = self.running()
             if self._backend.capacity.free_pages <= len(running):
                 return
-            # A prompt that is scored is computed whole: of cached positions there are no logits.
-            known = slot.session.transcript if slot.session.prompt_logprobs is None else ()
+            held = _pages_of_keys(running)
+            slot = min(waiting, key=lambda slot: held[slot.key_name])  # the first of several
+            waiting.remove(slot)
+            session, known = slot.session, slot.session.transcript
+            if session.prompt_logprobs is not None:  # of cached positions there are no logits
+                known = known[: session.prompt_logprobs_from]
             handle = self._backend.open(known, slot.isolation)
             needed = self._backend.capacity.pages_for(_next_tokens(slot)) - handle.num_pages
             enough = needed + len(running) <= self._backend.capacity.free_pages
@@ -227,7 +239,8 @@ class Slots:
     def grow(self) -> list[Slot]:
         """Give each running session pages for its next step, in order.
 
-        Where the pool runs dry the sessions whose turns began last are sent elsewhere, where their texts go on.
+        Where the pool runs dry sessions of the API key that has most pages are sent elsewhere, where their texts go on:
+        those whose turns began last.
 
         Returns:
             Those that were sent away.
@@ -238,8 +251,11 @@ class Slots:
             if needed <= slot.handle.num_pages:
                 continue
             while slot in running and needed - slot.handle.num_pages > self._backend.capacity.free_pages:
-                sent_away.append(running.pop())
-                self.fail(sent_away[-1], Unavailable("the verifier has no KV pages left; resume elsewhere"))
+                held = _pages_of_keys(running)
+                last = max(reversed(running), key=lambda slot: held[slot.key_name])  # the first of several
+                running.remove(last)
+                sent_away.append(last)
+                self.fail(last, Unavailable("the verifier has no KV pages left; resume elsewhere"))
             if slot in running:
                 self._grow(slot)
         return sent_away
@@ -314,6 +330,14 @@ class Slots:
         handle, slot.handle = slot.handle, NO_HANDLE
         if handle is not NO_HANDLE:
             self._backend.release(handle)
+
+
+def _pages_of_keys(slots: Sequence[Slot]) -> Counter[str]:
+    """Return how many pages the slots of each API key hold."""
+    held: Counter[str] = Counter()
+    for slot in slots:
+        held[slot.key_name] += slot.handle.num_pages
+    return held
 
 
 def _next_tokens(slot: Slot) -> int:

@@ -86,7 +86,7 @@ class FleetStatistics:
         Args:
             report: report of the session.
             served: drafters of the catalogue.
-            tenant: name of the API key that it came with; empty: none.
+            tenant: name of the API key that it came with; empty: there are none that could outvote each other.
             owner: salt of that key, if versions may be its own; empty: none.
 
         Raises:
@@ -97,7 +97,7 @@ class FleetStatistics:
         self.acceptance.add(replace(report, drafter_hits=tuple(offered)), served)
         voter = f"{tenant}/{report.edge}" if report.edge else ""
         hits, now_s = report.drafter_hits, self._unix_clock()
-        voted = self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day, owner)
+        voted = self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day, owner, tenant)
         changed = self._follow(voted)
         report = replace(report, drafter_hits=(), prompt_class=0, link_class=0)
         self.recent.append(report)

@@ -15,14 +15,16 @@ current for all, against which it is compared on the owner's texts alone, by the
 offered it, as an arm beside that.
 
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
-A false report can hold a good version back, or a bad one in place, for a while; no text depends on it.
+Edges choose their names, so no API key's texts are more than `KEY_LEAD` ahead of those of all other keys: one key alone
+decides nothing for others. False reports can hold a good version back, or a bad one in place, for a while; no text
+depends on them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,6 +39,7 @@ SHARE = 0.1  # of the edges, for candidates and former versions
 MIN_EDGES = 2  # that the share should amount to
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
+KEY_LEAD = 4  # texts that decide nothing
 UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
 TRIAL_S = 7 * 86400.0  # after which any other does
 MAX_OWN = 4096  # versions with an owner that are remembered
@@ -76,6 +79,7 @@ class VersionComparison:
         self._slower = SignTest()
         self._slowdown = 0.0  # sum
         self._votes: dict[str, int] = {}  # texts of today by hash of the edge's name
+        self._of_keys: Counter[str] = Counter()  # texts by hash of the API key's name
         self._day = 0
 
     @property
@@ -83,15 +87,22 @@ class VersionComparison:
         """Mean time to draft a token over that of the other version; 0: not measured."""
         return self._slowdown / self._slower.count if self._slower.count else 0.0
 
-    def admit(self, voter: str, now_s: float, votes_a_day: int) -> bool:
-        """Count a text of this edge, and return whether it has had fewer than `votes_a_day` today."""
+    def admit(self, voter: str, key: str, now_s: float, votes_a_day: int) -> bool:
+        """Return whether a text of this edge and API key counts, and if so, note it.
+
+        It does where the edge has had fewer than `votes_a_day` today, and the key, if there is one, no more than
+        `KEY_LEAD` beyond those of all others.
+        """
         day = int(now_s // _DAY_S)
         if day != self._day:
             self._day, self._votes = day, {}
-        key = hashlib.sha256(voter.encode()).hexdigest()[:16]
-        if self._votes.get(key, 0) >= votes_a_day or (key not in self._votes and len(self._votes) >= MAX_VOTERS):
+        edge, key = _hashed(voter), key and _hashed(key)
+        if self._votes.get(edge, 0) >= votes_a_day or (edge not in self._votes and len(self._votes) >= MAX_VOTERS):
             return False
-        self._votes[key] = self._votes.get(key, 0) + 1
+        if key and 2 * self._of_keys[key] - self._of_keys.total() >= KEY_LEAD:
+            return False
+        self._votes[edge] = self._votes.get(edge, 0) + 1
+        self._of_keys[key] += 1
         return True
 
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int) -> None:
@@ -124,6 +135,7 @@ class VersionComparison:
             "slowdown": self._slowdown,
             "day": self._day,
             "votes": self._votes,
+            "of_keys": self._of_keys,
         }
 
     @classmethod
@@ -138,6 +150,8 @@ class VersionComparison:
         made._slower = SignTest.from_row(saved["slower"])
         made._slowdown, made._day = float(saved["slowdown"]), int(saved["day"])
         made._votes = {str(voter): int(votes) for voter, votes in saved["votes"].items()}
+        of_keys = saved.get("of_keys", {})  # which older releases did not write
+        made._of_keys = Counter({str(key): int(texts) for key, texts in of_keys.items()})
         return made
 
 
@@ -339,6 +353,7 @@ class DrafterVersions:
         now_s: float,
         votes_a_day: int,
         owner: str = "",
+        key: str = "",
     ) -> list[VersionChange]:
         """Count a text of an edge, and return what it has decided.
 
@@ -349,6 +364,7 @@ class DrafterVersions:
             now_s: Unix time.
             votes_a_day: texts of one edge that count.
             owner: salt of the edge's key, for versions that only it has; empty: none.
+            key: name of the edge's key, whose lead over other keys is limited; empty: there is no other.
         """
         if not voter:
             return []
@@ -358,13 +374,14 @@ class DrafterVersions:
         if owner:
             names |= dict.fromkeys(own_line(name, owner) for name in list(names))
         for line in [self._lines[name] for name in names if name in self._lines]:
-            drafter, votes = published_name(line.name), OWN_VOTES_A_DAY if ON_TRIAL in line.name else votes_a_day
+            drafter, is_own = published_name(line.name), ON_TRIAL in line.name
+            votes, limited = (OWN_VOTES_A_DAY, "") if is_own else (votes_a_day, key)
             for version in list(line.versions):
                 comparison = line.versions[version].comparison
                 if comparison is None:
                     continue
                 own, other = of.get((drafter, version)), of.get((drafter, comparison.against))
-                if own and other and _paired(own, other) and comparison.admit(voter, now_s, votes):
+                if own and other and _paired(own, other) and comparison.admit(voter, limited, now_s, votes):
                     comparison.add(own, other, prompt_class)
                     changes += line.decide(version, now_s)
         return changes
@@ -408,6 +425,10 @@ class DrafterVersions:
                     VersionState(known["state"]), float(known["since_s"]), str(known["why"]), comparison
                 )
         self._lines = lines
+
+
+def _hashed(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def _paired(own: DrafterHits, other: DrafterHits) -> bool:
