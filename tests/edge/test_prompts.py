@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from outrider.edge import prompts
 from outrider.edge.prompts import IN_THREAD, MAX_CHARACTERS, SLICE, PromptEncoder
-from outrider.proto.errors import PromptTooLong
+from outrider.proto.errors import InvalidArgument, PromptTooLong
 from outrider.proto.types import Opened
 
 
@@ -89,6 +89,14 @@ def test_the_encoding_of_a_long_text_ends_as_soon_as_it_cannot_fit(
     with pytest.raises(PromptTooLong, match="the target holds 4000, text included; shorten it"):
         asyncio.run(encoder(4000).encode(counting, text, special=True))  # type: ignore[arg-type]
     assert 0 < counting.characters < len(text) / 2
+
+
+@pytest.mark.parametrize("characters", [4, SLICE + 4])
+def test_half_a_surrogate_pair_is_refused_by_its_place(tokenizer: Tokenizer, characters: int) -> None:
+    text = "x" * characters + "\udc00"
+    with pytest.raises(InvalidArgument, match=r"surrogate pair at character \d+") as caught:
+        asyncio.run(encoder(0).encode(tokenizer, text, special=True))
+    assert caught.value.field == "open.prompt"
 
 
 def test_token_ids_are_refused_from_twice_the_largest_context_on(tokenizer: Tokenizer) -> None:

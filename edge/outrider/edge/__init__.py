@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.edge.config import EdgeConfig
     from outrider.edge.conversation import Conversation, Transcript
     from outrider.edge.event_stream import Completion, Event, Finished, Tokens
+    from outrider.edge.request import Tenant
     from outrider.edge.sync_client import SyncClient, SyncConversation
     from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Noise, Provenance, Sampling
 
@@ -43,6 +44,7 @@ __all__ = [
     "Sampling",
     "SyncClient",
     "SyncConversation",
+    "Tenant",
     "Tokens",
     "Transcript",
 ]
@@ -52,6 +54,7 @@ _MODULES = {
     "outrider.edge.config": ("EdgeConfig",),
     "outrider.edge.conversation": ("Conversation", "Transcript"),
     "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
+    "outrider.edge.request": ("Tenant",),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
     "outrider.proto.types": (
         "CommittedToken",

@@ -27,7 +27,7 @@ from outrider.edge.own_learning import OwnLearning
 from outrider.edge.prediction import Prediction, indexed_prediction
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.prepared import Prepared
-from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
+from outrider.edge.request import ANYBODY, RequestOptions, Tenant, checked_sampling, checked_stop
 from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
 from outrider.edge.text_drafters import TextDrafters
@@ -154,6 +154,7 @@ class Client:
         prediction: Prediction = None,
         shown: Collection[int] = (),
         prompt_logprobs: int | None = None,
+        tenant: Tenant = ANYBODY,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -172,6 +173,7 @@ class Client:
             shown: special tokens that the text has by their names; all others are left out.
             prompt_logprobs: likeliest tokens, 0 to 20, to name beside each token of the prompt, whose log probabilities
                 come in `Tokens.prompt`; it is then computed whole, whatever is cached. None: none come.
+            tenant: whom the text is for, where this client decodes for several who are to learn nothing of each other.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -183,22 +185,22 @@ class Client:
             OutriderError: the text cannot be finished anywhere.
         """
         began = time.monotonic()
-        options = RequestOptions(logprobs, top_logprobs, request_id, prompt_logprobs)
+        options = RequestOptions(logprobs, top_logprobs, request_id, prompt_logprobs, tenant)
         ready = await within(self.find(), deadline_s)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline_s)
         frame = options.applied_to(self.open(tokens, checked_sampling(sampling or Sampling(), overrides)))
-        text = TextStream(ready.tokenizer, checked_stop(stop), shown, frame.sampling.min_tokens)
-        decoding = self.begin(frame, observer, await self.predicted(prediction))
+        text = TextStream(ready.tokenizer, checked_stop(stop), shown, frame.sampling.min_tokens, tokens)
+        decoding = self.begin(frame, observer, await self.predicted(prediction), tenant)
         reported = False
         try:
             async with aclosing(stream_events(decoding, decoding.run(), text, began, deadline_s)) as events:
                 async for event in events:
                     if reported := isinstance(event, Finished):
-                        self.report(frame.session, decoding.machine, event.seconds)
+                        self.report(frame.session, decoding.machine, event.seconds, tenant)
                     yield event
         finally:
             if not reported:
-                self.report(frame.session, decoding.machine, time.monotonic() - began)
+                self.report(frame.session, decoding.machine, time.monotonic() - began, tenant)
 
     async def complete(
         self,
@@ -271,16 +273,16 @@ class Client:
         """Return the frame that opens a new session; needs `prepare`."""
         return self._prepared.open(prompt, sampling)
 
-    def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None) -> Decoding:
+    def begin(
+        self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None, tenant: Tenant = ANYBODY
+    ) -> Decoding:
         """Return the decoding of a new session, whose first text is expected to be `prediction`; needs `prepare`."""
         ready = self._prepared.ready_now()
-        if ready.local_texts is not None:
-            ready.local_texts.refresh()
         observer = observer or Observer()
         measured = self.measured(frame.sampling)
         features = self._history.features(ready, frame)
         own = self._history.drafters(ready, frame, features, prediction, busy=self._busy)
-        shared = Learning(features.prompt_class) if self.config.share_texts else None
+        shared = Learning(features.prompt_class) if self.config.share_texts and tenant.learning else None
         frame = replace(frame, drafting=bool(own.drafters), learning=shared)
         machine = EdgeSession(
             frame,
@@ -295,7 +297,7 @@ class Client:
         machine.statistics.drafter_error = ready.drafter_error
         decoding = Decoding(
             machine,
-            ready.route.about(features),
+            ready.route.about(features, frame.isolation),
             Subject(frame.session, ready.model, self.drafter_name),
             channels=self._channels,
             observer=observer if self._tracing is None else self._tracing.observer(observer),
@@ -318,8 +320,7 @@ class Client:
         ready = self._prepared.ready_now()
         if ready.offered == decoding.has.offered:
             return None
-        features = self._history.features(ready, frame)
-        others = self._history.drafters(ready, frame, features, prediction, busy=self._busy)
+        others = self._history.drafters(ready, frame, self._history.features(ready, frame), prediction, busy=self._busy)
         return others.with_those_of(decoding.has.drafters) if others.drafters else None
 
     @property
@@ -330,11 +331,9 @@ class Client:
         """Return the measurements of texts of such sampling."""
         return self._history.measured(sampling)
 
-    def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
+    def report(self, session: str, machine: EdgeSession, seconds: float, tenant: Tenant = ANYBODY) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
         ready = self._prepared.ready_now()
-        self._history.learn(ready, session, machine, seconds)
-        if machine.verifier:
+        self._history.learn(ready, session, machine, seconds, tenant)
+        if tenant.learning and machine.verifier:
             self.own_learning.ended(ready, session, machine)
-        if ready.local_texts is not None:
-            ready.local_texts.keep(machine.transcript[machine.prompt_length :])

@@ -16,6 +16,7 @@ from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
 from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.leader import default_selector
 from outrider.edge.preparation import Ready
+from outrider.edge.request import Tenant
 from outrider.edge.text_drafters import TextDrafters
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.drafter_format import published_name
@@ -66,6 +67,8 @@ class TextHistory:
         self, ready: Ready, frame: Open, features: TextFeatures, prediction: SuffixIndex | None, *, busy: bool
     ) -> TextDrafters:
         """Return the drafters of a text or turn that begins, while others run if `busy`."""
+        if ready.local_texts is not None:
+            ready.local_texts.refresh()
         drafters, steered = ready.drafters_of_text(prediction)
         if self._config.drafter == "auto" and busy:
             drafters, steered = ready.few_of(drafters), 0 if steered == 0 else None
@@ -91,14 +94,16 @@ class TextHistory:
             return default_selector(len(drafters), prior)
         return selector_named(self._config.selector)(len(drafters), np.random.default_rng())
 
-    def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float) -> None:
-        """Learn from a text that has ended after `seconds`, and report it in the background.
+    def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float, tenant: Tenant) -> None:
+        """Learn from a text that ended after `seconds`, report it in the background, and keep it if `tenant` allows.
 
         Of one that no verifier took it is only reported that its session has ended.
         """
         if not machine.verifier:
             self._send(ready.route.give_back(session))
             return
+        if tenant.learning and ready.local_texts is not None:
+            ready.local_texts.keep(machine.transcript[machine.prompt_length :])
         features = self._features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
         self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
         self._send(ready.route.report(self._report(ready, session, machine, seconds, features)))

@@ -9,8 +9,10 @@ import numpy as np
 
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.preparation import Ready
+from outrider.edge.prompts import checked
 from outrider.proto.errors import InvalidArgument
 
+FIELD = "prediction"
 MAX_TOKENS = 1 << 17
 MAX_CHARACTERS = 8 * MAX_TOKENS
 _IN_THREAD = 4096  # characters or tokens; less is done sooner than a thread takes over
@@ -24,11 +26,12 @@ async def indexed_prediction(ready: Ready, prediction: Prediction) -> SuffixInde
     """Return the index of a prediction; None where it is empty.
 
     Raises:
-        InvalidArgument: it is too long, or has a token that the tokenizer does not know.
+        InvalidArgument: it is neither text nor token ids, is too long, or has a token that the tokenizer does not know.
     """
     if prediction is None or isinstance(prediction, SuffixIndex):
         return prediction
-    if not len(prediction):
+    prediction = checked(prediction, FIELD)
+    if not prediction:
         return None
     _check_length(prediction)
     if len(prediction) < _IN_THREAD:
@@ -53,4 +56,4 @@ def _index(ready: Ready, prediction: str | Sequence[int]) -> SuffixIndex | None:
 
 
 def _refused(why: str) -> InvalidArgument:
-    return InvalidArgument(why, field="prediction")
+    return InvalidArgument(why, field=FIELD)

@@ -24,7 +24,7 @@ from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.kept_answers import KeptAnswers
 from outrider.edge.local_texts import LocalFiles, LocalTexts
 from outrider.edge.pending import FoundDrafters, PendingDrafter
-from outrider.edge.prompts import PromptEncoder, encode
+from outrider.edge.prompts import FIELD, PromptEncoder, checked, encode
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
@@ -138,14 +138,20 @@ class Ready:
             self.pending.close()
 
     def encode(self, text: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
-        """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay."""
-        return encode(self.tokenizer, text, special=special) if isinstance(text, str) else tuple(text)
+        """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay.
+
+        Raises:
+            InvalidArgument: it is neither text nor token ids.
+        """
+        text = checked(text, FIELD)
+        return encode(self.tokenizer, text, special=special) if isinstance(text, str) else text
 
     async def encode_prompt(self, prompt: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Do what `encode` does for a prompt of any length, without holding up the event loop.
 
         Raises:
             PromptTooLong: the target's context cannot hold it.
+            InvalidArgument: it is neither text nor token ids.
         """
         return await self.prompts.encode(self.tokenizer, prompt, special=special)
 

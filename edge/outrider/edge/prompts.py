@@ -10,10 +10,12 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.types import Lease, Opened
+from outrider.proto.types.checks import require, require_text, require_tokens
 
 MAX_CHARACTERS = 4 << 20
 IN_THREAD = 4096  # characters; shorter texts are encoded sooner than a thread takes over
@@ -43,11 +45,13 @@ class PromptEncoder:
         """Return the token ids of a prompt, with the tokenizer's special tokens around it or not; token ids stay.
 
         Raises:
+            InvalidArgument: it is neither text nor token ids.
             PromptTooLong: the target's context cannot hold it.
         """
+        prompt = checked(prompt, FIELD)
         if not isinstance(prompt, str):
             self._check_tokens(len(prompt))
-            return tuple(prompt)
+            return prompt
         if len(prompt) < IN_THREAD:
             return encode(tokenizer, prompt, special=special)
         self._check_characters(tokenizer, len(prompt))
@@ -76,6 +80,22 @@ class PromptEncoder:
             most = min(most, max(IN_THREAD, self.context_length * self._longest_token))
         if characters > most:
             raise PromptTooLong(f"has {characters} characters; at most {most} can fit here; shorten it", field=FIELD)
+
+
+def checked(prompt: str | Sequence[int], field: str) -> str | tuple[int, ...]:
+    """Return a text as it is, and token ids as a tuple.
+
+    Raises:
+        InvalidArgument: it is neither; `field` is named.
+    """
+    if isinstance(prompt, str):
+        require_text(prompt, field)
+        return prompt
+    listed = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray | memoryview)
+    require(listed, field, f"is {type(prompt).__name__}; give text, or a sequence of token ids")
+    tokens = tuple(prompt)
+    require_tokens(tokens, field)
+    return tokens
 
 
 def encode(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]:

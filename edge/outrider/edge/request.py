@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import MAX_TOP_LOGPROBS, Open, Sampling
+from outrider.proto.types.bounds import NumberRange
+from outrider.proto.types.checks import require, require_text
+
+_TOP_LOGPROBS = NumberRange(0, MAX_TOP_LOGPROBS)
 
 
 def checked_sampling(sampling: Sampling, overrides: dict[str, Any]) -> Sampling:
@@ -26,13 +30,29 @@ def checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return stop strings as a tuple, a single one too.
 
     Raises:
-        InvalidArgument: one is empty.
+        InvalidArgument: one is empty, or no text.
     """
-    if isinstance(stop, str):
-        stop = (stop,)
-    if any(not text for text in stop):
-        raise InvalidArgument("holds an empty string, which would stop any text", field="stop")
-    return tuple(stop)
+    texts = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    for text in texts:
+        require_text(text, "stop")
+        require(bool(text), "stop", "holds an empty string, which would stop any text")
+    return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whom a text is for, where a client decodes for several.
+
+    Attributes:
+        isolation: mark of the tenant, as `Open.isolation`; empty: its texts share what was computed with all here.
+        learning: whether its texts may be shared, kept and learned from, where the client's config says so too.
+    """
+
+    isolation: bytes = b""
+    learning: bool = True
+
+
+ANYBODY = Tenant()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +60,22 @@ class RequestOptions:
     """A caller's id, and its request for probabilities; see `Client.generate`.
 
     Raises:
-        InvalidArgument: `top_logprobs` without log probabilities, or more for the prompt than there are.
+        InvalidArgument: `top_logprobs` without log probabilities, or a value that is out of its range or no number.
     """
 
     logprobs: bool | None = None
     top_logprobs: int = 0
     request_id: str = ""
     prompt_logprobs: int | None = None
+    tenant: Tenant = ANYBODY
 
     def __post_init__(self) -> None:
-        if self.logprobs is False and self.top_logprobs:
-            raise InvalidArgument("needs logprobs; leave them on", field="top_logprobs")
-        if not 0 <= (self.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS:
-            raise InvalidArgument(f"must be in 0..{MAX_TOP_LOGPROBS}", field="prompt_logprobs")
+        require_text(self.request_id, "request_id")
+        message = f"must be a whole number in {_TOP_LOGPROBS}"
+        require(_TOP_LOGPROBS.allows(self.top_logprobs), "top_logprobs", message)
+        of_prompt = 0 if self.prompt_logprobs is None else self.prompt_logprobs
+        require(_TOP_LOGPROBS.allows(of_prompt), "prompt_logprobs", message)
+        require(self.logprobs is not False or not self.top_logprobs, "top_logprobs", "needs logprobs; leave them on")
 
     def applied_to(self, frame: Open) -> Open:
         """Return the frame that opens the session so."""
@@ -63,4 +86,5 @@ class RequestOptions:
             logprobs=bool(self.logprobs) or self.top_logprobs > 0,
             top_logprobs=self.top_logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            isolation=self.tenant.isolation,
         )

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from outrider.edge.daemon import DaemonConfig
+from outrider.edge.daemon.app import ROUTES
 from outrider.edge.daemon.server import Daemon, HttpProtocol
 from outrider.proto.errors import (
     ConfigError,
@@ -138,6 +139,35 @@ def test_bodies_that_take_too_much_together_are_refused_for_now(start, monkeypat
         live.until(lambda: live.daemon.limiter.body_bytes == 0)
 
 
+def test_no_key_takes_more_than_its_share_of_places_and_bytes_beside_others(start, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.edge.daemon.access.MAX_BODIES_BYTES", 100_000)
+    secrets = {name: new_secret() for name in ("alice", "bob")}
+    made = [Key(name, secret_sha256(secret)) for name, secret in secrets.items()]
+    keys = write_keys(tmp_path / "keys.toml", *made)
+
+    def post(name: str, size: int = 1) -> int:
+        body = {"model": "tiny", "prompt": "x", "user": "x" * size}
+        return live.post("/v1/completions", body, X_Api_Key=secrets[name]).status
+
+    with start(api_keys=keys, max_requests=2) as live:
+        live.client.hold = True
+        first = threading.Thread(target=post, args=("alice",))
+        first.start()
+        live.until(lambda: live.client.running == 1)
+        assert post("alice") == 429
+        assert post("bob", 60_000) == 429, "it has a place, and half of the bytes"
+        second = threading.Thread(target=post, args=("bob",))
+        second.start()
+        live.until(lambda: live.client.running == 2)
+        live.client.hold = False
+        first.join()
+        second.join()
+        assert post("alice", 40_000) == 200
+        write_keys(keys, made[0])
+        assert post("alice", 60_000) == 200, "nobody else is there"
+        live.until(lambda: live.daemon.limiter.body_bytes == 0)
+
+
 def test_a_prompt_that_no_context_can_hold_is_a_400_by_name(live) -> None:
     for reply, param in (
         (live.complete(prompt="x" * (5 << 20)), "prompt"),
@@ -236,6 +266,24 @@ def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp
         assert live.get("/v1/models", X_Api_Key=secret).status == 200, "as Anthropic's clients send it"
         assert live.get("/v1/models", X_Api_Key="otr_wrong").error["code"] == "invalid_api_key"
         assert live.get("/v1/models", X_Api_Key=secret, Authorization="Bearer otr_wrong").status == 401
+
+
+def test_who_shows_no_key_sees_the_page_the_release_and_the_bare_status(start, scripted, tmp_path) -> None:
+    secret = new_secret()
+    keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256(secret)))
+    client = scripted()
+    client.away = Unavailable("verifier-0 at 10.0.0.7:50051 refuses")
+    shown = {"/", "/health", "/version"}
+    with start(client, api_keys=keys) as live:
+        live.until(lambda: "verifier-0" in live.get("/health", X_Api_Key=secret).json["reason"])
+        for header in ({}, {"X_Api_Key": "otr_wrong"}):
+            hidden = {
+                path for path in (*ROUTES, "/other") if live.get(path, Host="evil.example", **header).status == 401
+            }
+            assert hidden == {*ROUTES, "/other"} - shown
+            assert "verifier-0" not in live.get("/health", **header).body.decode()
+        for path in ("/metrics", "/drafters"):
+            assert live.get(path, X_Api_Key=secret).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

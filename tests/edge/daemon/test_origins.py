@@ -49,6 +49,13 @@ def test_a_page_of_another_origin_is_refused_and_can_read_nothing(start) -> None
         assert live.client.asked == []
 
 
+@pytest.mark.parametrize("path", ["/drafters", "/metrics", "/v1/models"])
+def test_no_page_elsewhere_has_the_daemon_ask_its_coordinator_even_unread(live, path) -> None:
+    refused = live.get(path, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors")
+    assert (refused.status, refused.error["code"]) == (403, "origin_not_allowed")
+    assert live.get("/", Sec_Fetch_Site="cross-site").status == 200, "a link may lead to the page"
+
+
 def test_an_allowed_page_still_needs_a_name_of_this_machine(start) -> None:
     with start(allow_origin=(APP,)) as live:
         assert preflight(live, APP, Host="evil.example").error["code"] == "host_not_allowed"

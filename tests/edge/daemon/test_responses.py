@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from openai import NotFoundError, OpenAI
@@ -140,7 +141,10 @@ def test_kept_responses_are_listed_by_their_input_and_deleted(live, openai) -> N
     listed = [item.content[0].text for item in openai.responses.input_items.list(made.id, limit=1)]
     assert listed == ["b", "a"]
     assert [i.content[0].text for i in openai.responses.input_items.list(made.id, order="asc")] == ["a", "b"]
-    assert live.get(f"/v1/responses/{made.id}/input_items?limit=0").error["param"] == "limit"
+    for limit in ("0", "101", "0100999", "9" * 5_000, "-1", "1e1", "٣"):
+        refused = live.get(f"/v1/responses/{made.id}/input_items?limit={quote(limit)}")
+        assert (refused.status, refused.error["param"]) == (400, "limit")
+    assert len(live.get(f"/v1/responses/{made.id}/input_items?limit=100").json["data"]) == 2
     assert live.get(f"/v1/responses/{made.id}/input_items?after=x").error["param"] == "after"
     openai.responses.delete(made.id)
     with pytest.raises(NotFoundError):

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,13 +32,16 @@ from outrider.proto.plumbing.logs import about
 REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID, ANTHROPIC_KEY = "request-id", "x-api-key"
 IGNORED = "X-Outrider-Ignored"
-API = "/v1/"
+HEALTH = "/health"
+OPEN = ("/", HEALTH, "/version")  # besides the page's files, the paths that anybody may ask for: probes, and the page
 SHUTTING_DOWN = "the daemon is shutting down"
 RETRY_AFTER_END_S = 5.0
 CLIENT_LEFT = 499  # nginx's status for it
 MAX_BODIES_BYTES = 64 << 20  # of all requests that run; what becomes of a body takes ten times its size
+SHARE_OF_A_KEY = 0.5  # of the places and of the bodies' bytes that one key may have, where there are others
 _SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_QUIET = ("/drafters", "/health", "/metrics")  # polled every few seconds
+_PAGE_FILES = "/page/"
+_QUIET = ("/drafters", HEALTH, "/metrics")  # polled every few seconds
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ class Auth:
 
     Attributes:
         listen_host: host that the daemon listens on.
-        keys: keys of which a request to the API must show one; None: it needs none.
+        keys: keys of which a request must show one, unless its path is open; None: it needs none.
         allowed: further names by which a request without a key may reach it.
         origins: other sites whose pages may use it.
     """
@@ -73,16 +77,22 @@ class Auth:
         if self.keys is None and not self._is_ours(_name(host.lower())):
             message = f"{host[:100]!r} is not a name of this machine; start the daemon with --allow-host for that name"
             raise ApiError(403, message, code="host_not_allowed")
-        self.origins.check(headers, of_api=path.startswith(API))
+        self.origins.check(headers, is_open=_is_open(path))
 
     def check_key(self, path: str, headers: Headers) -> Key | None:
-        """Return the key that a request shows, where keys are needed; raises `ApiError` 401 where it shows none."""
-        if self.keys is None or not path.startswith(API):
+        """Return the key that a request shows, where there are keys; None: it needs none.
+
+        Raises:
+            ApiError: 401, it needs one and shows none.
+        """
+        if self.keys is None:
             return None
         authorization, bare = headers.get("authorization", ""), headers.get(ANTHROPIC_KEY, "")
         try:
             return self.keys.check_header(authorization) if authorization else self.keys.check(bare)
         except Unauthenticated as error:
+            if _is_open(path):
+                return None
             code, message = "invalid_api_key", "the API key is not known here"
             if not authorization and not bare:
                 code, message = "missing_api_key", "no API key; send it as Authorization: Bearer KEY, or x-api-key: KEY"
@@ -98,6 +108,10 @@ class Auth:
         if name.endswith(".localhost") or is_loopback(name):
             return True
         return not is_loopback(self.listen_host) and _is_address(name)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(_PAGE_FILES)
 
 
 def _name(host: str) -> str:
@@ -193,65 +207,96 @@ class Guard:
 
 
 class HeldRequest:
-    """The place of one request, which counts what its body takes."""
+    """The place of one request of a key, which counts what its body takes."""
 
-    def __init__(self, limiter: Limiter) -> None:
+    def __init__(self, limiter: Limiter, key: str) -> None:
         self._limiter = limiter
+        self.key = key
         self.body_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         """Count more bytes of the body.
 
         Raises:
-            ApiError: 429, the bodies of all requests take too much.
+            ApiError: 429, the bodies of all requests, or of the key's, take too much.
         """
-        if self._limiter.body_bytes + num_bytes > MAX_BODIES_BYTES:
-            message = f"the requests that run have more than {MAX_BODIES_BYTES} bytes already; try again"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
-        self._limiter.body_bytes += num_bytes
+        self._limiter.take_bytes(self.key, num_bytes)
         self.body_bytes += num_bytes
 
 
 class Limiter:
     """The number of requests for texts that run and the bytes of their bodies, which have limits.
 
+    Where there are several keys, none has more than its share of either, so that it cannot shut out the others.
+
+    Args:
+        max_requests: requests that may run at once.
+        http_metrics: count the requests.
+        keys: keys of the daemon; None: it has none.
+
     Attributes:
         draining: whether the daemon ends and lets no more in.
         cut: set when what still runs has to end at once.
-        body_bytes: bytes of the bodies of requests that run.
     """
 
-    def __init__(self, max_requests: int, http_metrics: HttpMetrics) -> None:
+    def __init__(self, max_requests: int, http_metrics: HttpMetrics, keys: Keys | None = None) -> None:
         self.draining = False
         self.cut = asyncio.Event()
-        self.body_bytes = 0
         self._max_requests = max_requests
         self._http_metrics = http_metrics
+        self._keys = keys
+        self._requests: Counter[str] = Counter()  # by name of the key; empty: there are no keys
+        self._bytes: Counter[str] = Counter()
         self._empty = asyncio.Event()
         self._empty.set()
 
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the bodies of requests that run."""
+        return self._bytes.total()
+
     @contextmanager
-    def enter(self) -> Iterator[HeldRequest]:
-        """Hold a place for as long as a request runs.
+    def enter(self, key: Key | None) -> Iterator[HeldRequest]:
+        """Hold a place of a key for as long as a request runs.
 
         Raises:
-            ApiError: 503 while draining, 429 when all places are taken.
+            ApiError: 503 while draining, 429 when all places, or those of the key, are taken.
         """
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN, code="unavailable", retry_after_s=RETRY_AFTER_END_S)
-        if self._http_metrics.running >= self._max_requests:
-            message = f"{self._max_requests} requests run already; try again, or raise --max-requests"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
-        self._http_metrics.running += 1
+        name = "" if key is None else key.name
+        self._take(self._requests, name, 1, self._max_requests, "{} requests{} run already; raise --max-requests")
+        self._http_metrics.running = self._requests.total()
         self._empty.clear()
-        place = HeldRequest(self)
+        place = HeldRequest(self, name)
         try:
             yield place
         finally:
-            self.body_bytes -= place.body_bytes
-            self._http_metrics.running -= 1
-            if not self._http_metrics.running:
+            self._give_back(self._bytes, name, place.body_bytes)
+            self._give_back(self._requests, name, 1)
+            self._http_metrics.running = self._requests.total()
+            if not self._requests:
                 self._empty.set()
+
+    def take_bytes(self, key: str, num_bytes: int) -> None:
+        """Count bytes of the body of a key's request; raises `ApiError` 429 where that is too much."""
+        self._take(self._bytes, key, num_bytes, MAX_BODIES_BYTES, "{} bytes of requests{} are here already; send less")
+
+    def _take(self, taken: Counter[str], key: str, more: int, most: int, reason: str) -> None:
+        share = max(1, int(most * SHARE_OF_A_KEY))
+        if taken.total() + more > most:
+            message = reason.format(most, "")
+        elif taken[key] + more > share and self._keys is not None and len(self._keys.current()) > 1:
+            message = reason.format(share, " of this key")
+        else:
+            taken[key] += more
+            return
+        raise ApiError(429, f"{message}, or try again", code="rate_limit_exceeded", retry_after_s=RETRY_S)
+
+    def _give_back(self, taken: Counter[str], key: str, less: int) -> None:
+        taken[key] -= less
+        if not taken[key]:
+            del taken[key]
 
     async def drain(self, grace_s: float) -> None:
         """Let no more in, give what runs `grace_s` to end, then cut it."""

@@ -32,6 +32,7 @@ CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/mode
 ROUTES = frozenset(
     (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, MODELS, "/drafters", "/health", "/version", "/metrics", "/")
 )
+WITH_A_KEY = "the reason is told to requests with an API key"
 PAGE = Path(__file__).parent / "page"
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -100,14 +101,18 @@ class Api:
             "max_model_len": known or None,
         }
 
-    async def _health(self, request: HttpRequest) -> Response:  # noqa: ARG002
+    async def _health(self, request: HttpRequest) -> Response:
+        """Answer with the status, and with what it is due to where a request needs no key, or shows one."""
         cloud = self._service.cloud
         status, reason = cloud.health
+        drafter = cloud.client.drafter_name
+        if self._keys is not None and request.scope["state"]["key"] is None:
+            reason, drafter = WITH_A_KEY if reason else "", ""
         if self._service.limiter.draining:
             status, reason = "unavailable", SHUTTING_DOWN
         elif self._keys is not None and self._keys.unusable:
             status, reason = "unavailable", "every API key is refused: the file of keys is unusable; the log says why"
-        body = {"status": status, "reason": reason, "drafter": cloud.client.drafter_name}
+        body = {"status": status, "reason": reason, "drafter": drafter}
         if status == "unavailable":
             return json_response(body, 503, {"Retry-After": "2"})
         return json_response(body)

@@ -27,15 +27,15 @@ class Origins:
 
     allowed: tuple[str, ...] = ()
 
-    def check(self, headers: Headers, *, of_api: bool) -> None:
-        """Let in what no page of another site has sent, and pages that are allowed.
+    def check(self, headers: Headers, *, is_open: bool) -> None:
+        """Let in what no page of another site has sent, and pages that are allowed; a link may lead to an open path.
 
         Raises:
             ApiError: 403 it comes from another site.
         """
         origin = headers.get("origin")
         if origin is None:
-            elsewhere = of_api and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+            elsewhere = not is_open and headers.get("sec-fetch-site") in ("cross-site", "same-site")
         else:
             own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
             elsewhere = not own and not self._allows(origin)

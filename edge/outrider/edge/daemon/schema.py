@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.edge.daemon.grammars import GivenGrammar, Lark, SchemaText, StructuredOutputs, Words, sources_of
-from outrider.edge.daemon.strict import Strict, refuse
+from outrider.edge.daemon.strict import Strict, refuse, within
 from outrider.edge.daemon.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, as_choice
 from outrider.proto.types import MAX_TOKEN_ID, MAX_TOP_LOGPROBS, GrammarKind
 
@@ -120,8 +120,7 @@ def _for_template(value: Any) -> Any:
 _NO_SUFFIX = "is not supported here: models have their own notations for a gap; write the prompt in that of the model"
 Ignored = Annotated[Any, Field(default=None)]
 Stops = Annotated[list[str] | None, BeforeValidator(_stop)]
-Penalty = Annotated[float | None, Field(ge=-2, le=2)]
-Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_logit_bias)]
+Bias = Annotated[dict[str, Annotated[float, within("logit_bias")]] | None, BeforeValidator(_logit_bias)]
 
 
 class StreamOptions(Strict):
@@ -200,18 +199,18 @@ class Request(Strict):
     stream_options: StreamOptions | None = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     max_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    temperature: Annotated[float | None, within("temperature")] = None
+    top_p: Annotated[float | None, within("top_p")] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
     stop: Stops = None
-    presence_penalty: Penalty = None
-    frequency_penalty: Penalty = None
+    presence_penalty: Annotated[float | None, within("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, within("frequency_penalty")] = None
     logit_bias: Bias = None
     response_format: ResponseFormat | None = None
     # vLLM's
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
+    min_p: Annotated[float | None, within("min_p")] = None
+    repetition_penalty: Annotated[float | None, within("repetition_penalty")] = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
     min_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None

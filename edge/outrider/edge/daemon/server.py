@@ -64,13 +64,13 @@ class Daemon:
         metrics = EdgeMetrics()
         http_metrics = HttpMetrics(metrics.registry)
         self.cloud = Cloud(client, config.tool_format)
-        self.limiter = Limiter(config.max_requests, http_metrics)
+        keys = Keys.from_file(config.api_keys) if config.api_keys else None
+        self.limiter = Limiter(config.max_requests, http_metrics, keys)
         unknown = RefuseUnknown() if config.strict else IgnoreUnknown()
         service = Service(
             self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s, unknown_fields=unknown
         )
         self._host, self._port = split_address(config.listen, "listen")
-        keys = Keys.from_file(config.api_keys) if config.api_keys else None
         self._app = Api(service).application(Auth(self._host, keys, config.allow_host, Origins(config.allow_origin)))
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -25,9 +27,11 @@ from outrider.edge.daemon.reading import read_request
 from outrider.edge.daemon.schema import Request
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
+from outrider.edge.request import ANYBODY, Tenant
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.access import Key, Limits, Ticket
 from outrider.proto.plumbing.logs import about
+from outrider.proto.types import MAX_ISOLATION_BYTES
 
 WATCH_EVERY_S = 0.25
 _GRAMMAR = "sampling.grammar"
@@ -76,7 +80,7 @@ class TextEndpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which ends when its client leaves."""
-        with self.service.limiter.enter() as place:
+        with self.service.limiter.enter(scope["state"]["key"]) as place:
             options = await read_request(self.kind, HttpRequest(scope, receive), place, self.service.unknown_fields)
             await self.respond(options, Reply, scope, receive, send)
 
@@ -92,7 +96,7 @@ class TextEndpoint(Generic[R]):
         state, key = scope["state"], scope["state"]["key"]
         try:
             request = await self.parse(options, served)
-            generation = Generation(self.service, request, state["request_id"], state["began"], state["revoked"])
+            generation = Generation(self.service, request, tenant_of(key), state)
             answer = self.answer(state["request_id"], options.model, request, served.tokens)
             with ExitStack() as places:
                 tickets = [places.enter_context(closing(self._admit(key))) for _ in request.choices] if key else []
@@ -112,6 +116,18 @@ class TextEndpoint(Generic[R]):
 
     def _admit(self, key: Key) -> Ticket:
         return self.service.key_limits.admit(key, time.monotonic())
+
+
+def tenant_of(key: Key | None) -> Tenant:
+    """Return whom the texts of an API key of the daemon's are for; None: it has no keys.
+
+    The mark is keyed by the hash of the key's secret, which only the file of keys holds: a verifier learns which texts
+    are one tenant's, after a restart too, and nothing else.
+    """
+    if key is None:
+        return ANYBODY
+    mark = hmac.digest(bytes.fromhex(key.sha256), b"outrider isolation", hashlib.sha256)
+    return Tenant(mark[:MAX_ISOLATION_BYTES], key.learning)
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -139,21 +155,19 @@ class Generation:
     Args:
         service: decodes and counts them.
         request: what the client wants.
-        request_id: for logs.
-        began: arrival of the request, in seconds of the monotonic clock.
-        revoked: returns whether the request's API key has been taken away.
+        tenant: whose request it is.
+        state: what the guard noted of it: see `Guard`.
     """
 
-    def __init__(
-        self, service: Service, request: ParsedRequest, request_id: str, began: float, revoked: Callable[[], bool]
-    ) -> None:
+    def __init__(self, service: Service, request: ParsedRequest, tenant: Tenant, state: dict[str, Any]) -> None:
         self._service = service
         self._request = request
-        self._began = began
-        self._revoked = revoked
+        self._tenant = tenant
+        self._began: float = state["began"]
+        self._revoked: Callable[[], bool] = state["revoked"]
         self._first_token_s = 0.0  # 0: there is none yet
-        self.request_id = request_id
-        self.observers = [TextObserver(service.metrics, request_id, service.cloud.lost) for _ in request.choices]
+        self.request_id: str = state["request_id"]
+        self.observers = [TextObserver(service.metrics, self.request_id, service.cloud.lost) for _ in request.choices]
 
     async def items(self, tickets: list[Ticket]) -> AsyncGenerator[Item]:
         """Yield (choice, event) of all texts, and count their tokens against `tickets`, [choices] or none.
@@ -201,6 +215,7 @@ class Generation:
             prediction=request.prediction,
             shown=request.tools.shown if request.tools else (),
             prompt_logprobs=request.prompt_scores,
+            tenant=self._tenant,
         )
         try:
             async with aclosing(events):

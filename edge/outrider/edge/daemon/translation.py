@@ -112,7 +112,7 @@ class TranslatedEndpoint(Generic[W]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which ends when its client leaves."""
         service = self.chats.service
-        with service.limiter.enter() as place:
+        with service.limiter.enter(scope["state"]["key"]) as place:
             options = await read_request(self.kind, HttpRequest(scope, receive), place, service.unknown_fields)
             translation = self.translate(options, scope["state"])
             reply = functools.partial(TranslatedReply, translation=translation)

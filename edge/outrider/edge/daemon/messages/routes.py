@@ -37,7 +37,7 @@ class CountEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         service = self.chats.service
-        with service.limiter.enter() as place:
+        with service.limiter.enter(scope["state"]["key"]) as place:
             options = await read_request(CountRequest, HttpRequest(scope, receive), place, service.unknown_fields)
             served = service.cloud.serving()
             served.check_model(options.model)

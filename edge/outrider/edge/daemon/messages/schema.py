@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from outrider.edge.daemon.schema import MAX_MESSAGES, Ignored, Stops, unless
-from outrider.edge.daemon.strict import Strict, refuse
+from outrider.edge.daemon.strict import Strict, refuse, within
 from outrider.proto.types import MAX_TOKEN_ID
 
 
@@ -90,8 +90,8 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
     stream: bool | None = None
     stop_sequences: Stops = None
-    temperature: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    temperature: Annotated[float | None, within("temperature", high=1.0)] = None
+    top_p: Annotated[float | None, within("top_p")] = None
     top_k: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None  # vLLM's
     thread: Any = None

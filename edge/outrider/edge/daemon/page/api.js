@@ -11,9 +11,9 @@ export async function models(apiKey) {
 }
 
 // { state: "ok" | "degraded" | "unavailable", reason, drafter }
-export async function health() {
+export async function health(apiKey) {
   try {
-    const response = await fetch("health", { cache: "no-store" });
+    const response = await fetch("health", { cache: "no-store", headers: headers(apiKey) });
     const body = await response.json();
     const reason = body.reason ?? body.error?.message ?? "";
     return { state: response.ok ? body.status : "unavailable", reason, drafter: body.drafter ?? "" };

@@ -42,7 +42,7 @@ export class Watch {
 
   async #look() {
     if (document.hidden) return;
-    const { state, reason, drafter } = await health();
+    const { state, reason, drafter } = await health(this.settings.apiKey);
     this.find("health").dataset.state = state;
     const text = reason && state !== "ok" ? `${WORDS[state]}: ${reason}` : WORDS[state];
     set(this.find("health-text"), text);

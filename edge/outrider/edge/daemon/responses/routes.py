@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from outrider.edge.daemon.texts import TextEndpoint
 from outrider.edge.daemon.translation import TranslatedEndpoint, invalid
 
 PAGE_ITEMS, MAX_PAGE_ITEMS = 20, 100
+_LIMIT = re.compile("[1-9][0-9]{0,2}")
 
 
 class ResponsesApi:
@@ -65,7 +67,7 @@ class ResponsesApi:
                 raise invalid("after", "is no item of this response's input")
             items = items[ids.index(after) + 1 :]
         limit = asked.get("limit", str(PAGE_ITEMS))
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MAX_PAGE_ITEMS):
+        if not (_LIMIT.fullmatch(limit) and int(limit) <= MAX_PAGE_ITEMS):
             raise invalid("limit", f"must be 1 to {MAX_PAGE_ITEMS}")
         page = items[: int(limit)]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.edge.daemon.schema import Ignored, unless
-from outrider.edge.daemon.strict import Strict, refuse
+from outrider.edge.daemon.strict import Strict, refuse, within
 from outrider.proto.types import MAX_TOKEN_ID
 
 MAX_METADATA = 16
@@ -91,8 +91,8 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    temperature: Annotated[float | None, within("temperature")] = None
+    top_p: Annotated[float | None, within("top_p")] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     include: list[str] | None = None
     text: TextOptions | None = None
