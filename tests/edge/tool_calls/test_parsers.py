@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib import import_module
+from pkgutil import iter_modules
+from re._constants import (
+    ASSERT,
+    ASSERT_NOT,
+    BRANCH,
+    MAX_REPEAT,
+    MAXREPEAT,
+    MIN_REPEAT,
+    POSSESSIVE_REPEAT,
+    SUBPATTERN,
+)
+from re._parser import parse
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.edge import tool_calls
 from outrider.edge.tool_calls.formats import FORMATS, format_of, knows_tools
 from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Said, WrittenAnswer
+from outrider.edge.tool_calls.reading import MAX_HEAD
 
 NAMES = ("look_up", "add")
 TRICKY = {"a": '}]"</tool_call>[TOOL_CALLS]\\', "b": [{"c": None}, 'é"'], "d": {}}
@@ -18,6 +34,8 @@ CALL = f'{{"name": "add", "arguments": {ARGUMENTS}}}'
 LLAMA_CALL = f'{{"name": "add", "parameters": {ARGUMENTS}}}'
 TURNED = f'{{"arguments": {ARGUMENTS}, "name": "add"}}'
 ADD = ("add", TRICKY)
+LONG_BLANK = " " * MAX_HEAD
+LONG_NAME = "a" * MAX_HEAD
 # format, text of the model, what it says, and the calls that it makes
 TEXTS = [
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [ADD]),
@@ -40,6 +58,15 @@ TEXTS = [
         [ADD, ("look_up", {})],
     ),
     ("mistral", f"[TOOL_CALLS]add[CALL_ID]abc123456[ARGS]{ARGUMENTS}", "", [ADD]),
+    (
+        "hermes",
+        f"Yes.  {LONG_BLANK}<tool_call>{CALL}{LONG_BLANK}</tool_call>",
+        f"Yes.  {LONG_BLANK}</tool_call>",
+        [ADD],
+    ),
+    ("hermes", f'<tool_call>{{"name": "{LONG_NAME}", "arguments": {{}}}}</tool_call>', "", [(LONG_NAME, {})]),
+    ("llama3", f"{LLAMA_CALL}{LONG_BLANK};", f"{LONG_BLANK};", [ADD]),
+    ("mistral", f"[TOOL_CALLS][{CALL}{LONG_BLANK}]", f"{LONG_BLANK}]", [ADD]),
 ]
 # what is no call, and stays what it is
 PLAIN = [
@@ -62,6 +89,12 @@ PLAIN = [
     ("mistral", '[TOOL_CALLS] [{"name": 3}]'),
     ("mistral", "[TOOL_CALLS][1, 2]"),
     ("mistral", "[TOOL_CALLS]add[ARGS]none"),
+    ("mistral", f"[TOOL_CALLS]{' ' * 16_000}!"),
+    ("mistral", f"[TOOL_CALLS]{'a' * 16_000}{{}}"),
+    ("mistral", f"[TOOL_CALLS]{LONG_BLANK}[{CALL}]"),
+    ("hermes", f"<tool_call>{LONG_BLANK}{CALL}"),
+    ("hermes", f'<tool_call>{{"id": <tool_call>{CALL}</tool_call>'),
+    ("llama3", f"{LONG_BLANK}{LLAMA_CALL}"),
 ]
 
 
@@ -184,3 +217,26 @@ def test_ids_are_new_each_time_and_mistrals_have_nine_letters_or_digits() -> Non
         assert made.isalnum()
     assert mistral.old_id("abcDEF123") == "abcDEF123"
     assert mistral.old_id("call_1") == mistral.old_id("call_1") != mistral.old_id("call_2")
+
+
+def repeats_that_give_back(parsed) -> int:
+    """Return how many parts of a parsed pattern may be repeated without end, and be tried again with fewer."""
+    found = 0
+    for kind, value in parsed:
+        if kind in (MAX_REPEAT, MIN_REPEAT, POSSESSIVE_REPEAT):
+            found += (kind is not POSSESSIVE_REPEAT and value[1] is MAXREPEAT) + repeats_that_give_back(value[2])
+        elif kind is SUBPATTERN:
+            found += repeats_that_give_back(value[-1])
+        elif kind is BRANCH:
+            found += sum(map(repeats_that_give_back, value[1]))
+        elif kind in (ASSERT, ASSERT_NOT):
+            found += repeats_that_give_back(value[1])
+    return found
+
+
+def test_no_pattern_of_a_reader_tries_two_repeats_in_each_others_places() -> None:
+    assert repeats_that_give_back(parse(r"\s*([\w.:/-]+)\s*(?=\{)")) == 3, "as one was that held a daemon for 5 s"
+    modules = [import_module(f"{tool_calls.__name__}.{info.name}") for info in iter_modules(tool_calls.__path__)]
+    patterns = {each.pattern for module in modules for each in vars(module).values() if isinstance(each, re.Pattern)}
+    assert len(patterns) >= 8
+    assert [pattern for pattern in patterns if repeats_that_give_back(parse(pattern)) > 1] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.edge.tool_calls.json_text import begins, skip_space
-from outrider.edge.tool_calls.reading import CallReader
+from outrider.edge.tool_calls.reading import MAX_HEAD, CallReader
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -19,9 +19,9 @@ class HermesReader(CallReader):
 
     def _after(self) -> bool:
         at = skip_space(self._rest, 0)
-        if self._rest.startswith(END, at):
+        if at < MAX_HEAD and self._rest.startswith(END, at):
             self._rest = self._rest[at + len(END) :]
-        elif begins(END, self._rest, at):
+        elif at < MAX_HEAD and begins(END, self._rest, at):
             if self._ended:
                 self._rest = ""
             return False

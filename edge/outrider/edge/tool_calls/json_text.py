@@ -53,15 +53,12 @@ def read_head(text: str, at: int) -> Head | Unread:
     return Head(name, at) if text[at] == "{" and isinstance(name, str) and name else Unread.NEVER
 
 
-def may_be_call(text: str, at: int) -> bool:
-    """Return whether a call's object begins at `at`, whatever the order of its keys, as far as its first key says."""
-    for step in ("{", _FIRST_KEYS):
-        at = skip_space(text, at)
-        literal = _literal(text, at, step)
-        if isinstance(literal, Unread):
-            return literal is Unread.WAIT
-        at += len(literal)
-    return True
+def read_first_key(text: str, at: int) -> str | Unread:
+    """Read `{` and the first key at `at`, where that is one of a call's, whatever the order of its keys."""
+    at = skip_space(text, at)
+    if not text.startswith("{", at):
+        return Unread.WAIT if at == len(text) else Unread.NEVER
+    return _literal(text, skip_space(text, at + 1), _FIRST_KEYS)
 
 
 def call_of(text: str) -> tuple[str, str] | None:

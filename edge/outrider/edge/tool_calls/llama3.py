@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from outrider.edge.tool_calls.reading import CallReader
+from outrider.edge.tool_calls.reading import MAX_HEAD, CallReader
 
 TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"[\s;]*")
@@ -26,7 +26,7 @@ class Llama3Reader(CallReader):
 
     def _start(self) -> bool:
         at = len(self._rest) - len(self._rest.lstrip())
-        if at == len(self._rest) and not self._ended:
+        if at == len(self._rest) and not self._head_ends:
             return False
         return self._object_at(at) or self._as_text()
 
@@ -37,7 +37,7 @@ class Llama3Reader(CallReader):
     def _after(self) -> bool:
         found = _BETWEEN.match(self._rest)
         at = found.end() if found else 0
-        if at == len(self._rest):
+        if at == len(self._rest) and at < MAX_HEAD:
             if self._ended:
                 self._rest = ""
             return False
@@ -47,7 +47,7 @@ class Llama3Reader(CallReader):
         return self._tagged or name in self._names
 
     def _object_at(self, at: int) -> bool:
-        if not self._rest.startswith("{", at):
+        if at >= MAX_HEAD or not self._rest.startswith("{", at):
             return False
         self._hold(at)
         self._state = self._object

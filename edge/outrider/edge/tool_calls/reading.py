@@ -2,7 +2,10 @@
 
 What turns out to be no call stays text, down to the last character. Once the arguments of a call have begun, they go
 out as they come, so that what the model writes there is the call's, also where it breaks off or is no JSON. White space
-around calls belongs to the format, not to the text.
+around calls belongs to the format, not to the text, up to `MAX_HEAD` characters of it.
+
+What is read again with each piece has at most `MAX_HEAD` characters, so that work grows with the length of the text,
+whatever it is.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from outrider.edge.tool_calls.json_text import Head, ObjectEnd, Unread, call_of, may_be_call, read_head, skip_space
+from outrider.edge.tool_calls.json_text import Head, ObjectEnd, Unread, call_of, read_first_key, read_head, skip_space
 from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, Said
+
+MAX_HEAD = 256  # characters of a call before its arguments, and of white space around it
+_SLICE = 4096  # characters read at a time
 
 
 class CallReader(ABC):
@@ -29,17 +35,18 @@ class CallReader(ABC):
         self._calls = 0
         self._just_called = False  # nothing was said since
         self._end = ObjectEnd()
-        self._searched = 0  # characters of the rest that `_end` has seen
+        self._object_parts: list[str] = []  # of an object that is read as a whole
         self._parts: list[Part] = []
         self._state: Callable[[], bool] = self._text
         self._then: Callable[[], bool] = self._closing
 
     def take(self, text: str) -> list[Part]:
         """Return what is certain now that `text` has come."""
-        self._rest += text
         self._parts = []
-        while self._state():
-            pass
+        for start in range(0, max(1, len(text)), _SLICE):
+            self._rest += text[start : start + _SLICE]
+            while self._state():
+                pass
         return self._parts
 
     def end(self) -> list[Part]:
@@ -65,7 +72,7 @@ class CallReader(ABC):
     def _text(self) -> bool:
         at = self._rest.find(self._marker)
         if at >= 0:
-            said = self._rest[:at].rstrip()
+            said = _before_space(self._rest[:at])
             self._say(said)
             self._hold(at + len(self._marker), said)
             self._state = self._opened
@@ -76,39 +83,43 @@ class CallReader(ABC):
             self._rest = ""
         else:
             certain = len(self._rest) - _overlap(self._rest, self._marker)
-            said = self._rest[:certain].rstrip()
+            said = _before_space(self._rest[:certain])
             self._say(said)
             self._rest = self._rest[len(said) :]
         return False
 
     def _object(self) -> bool:
         """Read a call's object as far as its arguments; one with keys in another order is read as a whole."""
-        head = read_head(self._rest, 0)
+        written = self._rest[:MAX_HEAD]
+        head = read_head(written, 0)
         if isinstance(head, Head):
             if not self._accepts(head.name):
                 return self._give_up()
             self._rest = self._rest[head.at :]
             self._begin(head.name, self._closing)
             return True
-        if head is Unread.WAIT and not self._ended:
+        key = read_first_key(written, 0)
+        if Unread.WAIT in (head, key) and not self._head_ends:
             return False
-        if not may_be_call(self._rest, 0):
+        if isinstance(key, Unread):
             return self._give_up()
-        self._end, self._searched = ObjectEnd(), skip_space(self._rest, 0)
+        self._end, self._object_parts = ObjectEnd(), []
         self._state = self._whole_object
         return True
 
     def _whole_object(self) -> bool:
-        length = self._end.find(self._rest[self._searched :])
-        if length is None:
-            self._searched = len(self._rest)
-            return self._give_up() if self._ended else False
-        end = self._searched + length
-        call = call_of(self._rest[:end])
+        """Read an object to its end; one that is no call is text, with all that is in it."""
+        length = self._end.find(self._rest)
+        self._object_parts.append(self._rest if length is None else self._rest[:length])
+        self._rest = "" if length is None else self._rest[length:]
+        if length is None and not self._ended:
+            return False
+        written = "".join(self._object_parts)
+        call = None if length is None else call_of(written)
         if call is None or not self._accepts(call[0]):
+            self._held += written
             return self._give_up()
         name, arguments = call
-        self._rest = self._rest[end:]
         self._begin(name, self._after)
         self._parts.append(CallArguments(self._calls - 1, arguments))
         self._state = self._after
@@ -128,12 +139,13 @@ class CallReader(ABC):
     def _closing(self) -> bool:
         """Read the end of the object around the arguments, and further keys, which say nothing that is needed."""
         at = skip_space(self._rest, 0)
-        if at == len(self._rest):
+        self._rest = self._rest[at:]
+        if not self._rest:
             return False
-        if self._rest[at] == ",":
+        if self._rest[0] == ",":
             self._end, self._state = ObjectEnd(1), self._skipping
             return True
-        self._rest = self._rest[at + (self._rest[at] == "}") :]
+        self._rest = self._rest[self._rest[0] == "}" :]
         self._state = self._after
         return True
 
@@ -146,6 +158,11 @@ class CallReader(ABC):
         return True
 
     # --- steps ---
+
+    @property
+    def _head_ends(self) -> bool:
+        """Whether what has come of a call's head is all that may."""
+        return self._ended or len(self._rest) >= MAX_HEAD
 
     def _begin(self, name: str, then: Callable[[], bool]) -> None:
         """Begin a call, whose arguments come next, and `then` what follows them."""
@@ -172,6 +189,11 @@ class CallReader(ABC):
         if text:
             self._just_called = False
             self._parts.append(Said(text))
+
+
+def _before_space(text: str) -> str:
+    """Return a text without the white space at its end, of which a call takes `MAX_HEAD` characters at most."""
+    return text[: max(len(text.rstrip()), len(text) - MAX_HEAD)]
 
 
 def _overlap(text: str, marker: str) -> int:
