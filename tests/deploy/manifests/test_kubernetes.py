@@ -39,8 +39,10 @@ HEAD, WORKER, COORDINATOR, CLIENT, EDGE = (
     {"app.kubernetes.io/part-of": "outrider", "app.kubernetes.io/component": component}
     for component in ("ray-head", "ray-worker", "coordinator", "ray-client", "edge")
 )
-STRANGER = Peer({"app": "something-else"})
+STRANGER = Peer({"app": "something-else"}, "elsewhere")
 KUBERAY = Peer({"app.kubernetes.io/name": "kuberay-operator"}, namespace="kuberay-system")
+DNS = Peer({"k8s-app": "kube-dns"}, namespace="kube-system")
+FRIEND = Peer(EDGE, "elsewhere", labels_of_namespace={"outrider-edges": "allowed"})
 
 
 # --- as written ---
@@ -178,21 +180,39 @@ def test_jobs_and_kuberay_reach_the_head_and_nothing_else(folder) -> None:
     assert reaches(documents, KUBERAY, Peer(HEAD), 8265)
     assert not reaches(documents, Peer(CLIENT), Peer(HEAD), 6379)
     assert not reaches(documents, KUBERAY, Peer(WORKER), 8076)
+    assert not reaches(documents, Peer(KUBERAY.labels, "elsewhere"), Peer(HEAD), 8265), "anybody can take its labels"
 
 
 def test_inside_the_cluster_only_edges_reach_coordinators_and_verifiers() -> None:
     documents = kustomized("base")
     for target, port in ((COORDINATOR, COORDINATOR_PORT), (WORKER, DECODING_PORT)):
         assert reaches(documents, Peer(EDGE), Peer(target), port)
-        assert reaches(documents, Peer(EDGE, "elsewhere"), Peer(target), port)
+        assert reaches(documents, FRIEND, Peer(target), port)
+        assert not reaches(documents, Peer(EDGE, "elsewhere"), Peer(target), port)
         assert not reaches(documents, OUTSIDE, Peer(target), port)
         assert not reaches(documents, STRANGER, Peer(target), port)
+
+
+@pytest.mark.parametrize("folder", ["base", *OVERLAYS])
+def test_pods_connect_to_each_other_to_names_and_to_models_alone(folder) -> None:
+    documents = [*kustomized(folder), *kustomized("edge"), *kustomized("train")]
+    elsewhere = ("10.1.2.3", "172.20.0.1", "192.168.0.1", "100.64.0.1", "169.254.169.254", "fd00::1", "fe80::1", "::1")
+    everyone = [Peer(pod.labels) for pod in pods(documents)]
+    assert len(everyone) >= 7
+    for pod in everyone:
+        assert all(reaches(documents, pod, DNS, 53, protocol) for protocol in ("TCP", "UDP"))
+        assert not any(reaches(documents, pod, Peer(namespace="", address=a), 443) for a in elsewhere)
+        assert not any(reaches(documents, pod, to, port) for to in (OUTSIDE, STRANGER, DNS) for port in (22, 80, 6443))
+        fetches = pod.labels in (HEAD, WORKER)
+        for address in (OUTSIDE.address, "2001:db8::7"):
+            assert reaches(documents, pod, Peer(namespace="", address=address), 443) == fetches
+    assert not reaches(documents, Peer(EDGE), Peer(HEAD), 8265)
 
 
 def test_pods_reach_the_edges_that_are_pods_which_reach_the_rest() -> None:
     documents = [*kustomized("base"), *kustomized("edge")]
     (edge,) = (Peer(pod.labels) for pod in pods(documents) if pod.where == "Deployment outrider-edge")
-    assert reaches(documents, Peer({"app": "something-else"}, "elsewhere"), edge, 8080)
+    assert reaches(documents, STRANGER, edge, 8080)
     assert not reaches(documents, OUTSIDE, edge, 8080)
     assert reaches(documents, edge, Peer(COORDINATOR), COORDINATOR_PORT)
     assert reaches(documents, edge, Peer(WORKER), DECODING_PORT)
@@ -308,6 +328,11 @@ BROKEN = {
         ports,
         "NetworkPolicy edges-to-verifiers: nothing has port 1",
     ),
+    "a policy for connections to a port that no pod has": (
+        lambda d: named(d, "NetworkPolicy", "ray-clients")["spec"]["egress"][0].update(ports=[{"port": 1}]),
+        ports,
+        "NetworkPolicy ray-clients: nothing has port 1",
+    ),
     "a Secret that nobody makes": (
         lambda d: named(d, "Deployment")["spec"]["template"]["spec"]["volumes"][0].update(secret={"secretName": "x"}),
         references,
@@ -406,6 +431,8 @@ def test_a_policy_that_opens_too_much_is_seen() -> None:
     without_default = [d for d in documents if d["metadata"]["name"] not in ("nothing", "ray-clients-to-head")]
     named(without_default, "NetworkPolicy", "ray-among-itself")["spec"]["podSelector"] = {"matchLabels": {"a": "b"}}
     assert reaches(without_default, OUTSIDE, Peer(HEAD), 10001)
+    named(documents, "NetworkPolicy", "ray-to-models")["spec"]["egress"][0]["to"][0]["ipBlock"].pop("except")
+    assert reaches(documents, Peer(WORKER), Peer(namespace="", address="169.254.169.254"), 443)
 
 
 def test_the_readme_documents_every_secret_that_the_overlays_need() -> None:
