@@ -20,8 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	$(BIN)/outrider demo
 
+# At the end: how many tests of which files were skipped, and what they need.
+test: export SKIPPED := $(VENV)/skipped
 test: check
 	$(BIN)/python -m pytest -m "(ray or alone) and not soak" $$(grep -rlE --include='test_*.py' 'mark\.(ray|alone)' tests)
+	@echo "Skipped:" && sort $(SKIPPED) | uniq -c
 
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
@@ -66,6 +69,7 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 # With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
 # many quick files come last, so that the workers end together.
 check: lint $(SUPPLY)/.ready
+	@$(if $(SKIPPED),: > $(SKIPPED))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak)"
 
 lint: $(READY)

@@ -13,12 +13,17 @@ from typing import Any
 
 import psutil
 import pytest
+from default_signals import default_signals_for_children
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# Tests' own clients reach servers of this machine past any proxy.
+for name in ("no_proxy", "NO_PROXY"):
+    os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
 
 settings.load_profile("ci")  # the same examples every time, however slow the machine; `--hypothesis-profile` has others
 
@@ -40,7 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch's build for it"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Add what was skipped, and why, to the list that `make test` shows at its end."""
+    if (listed := os.environ.get("SKIPPED")) and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(listed, "a", encoding="utf-8") as file:
+            for report in terminalreporter.stats.get("skipped", ()):
+                reason = report.longrepr[2].removeprefix("Skipped: ")
+                file.write(f"{report.nodeid.partition('::')[0]}: {reason}\n")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,6 +88,13 @@ def _tun_links() -> None:
         asyncio.run(start())
     except Unavailable as error:
         pytest.skip(error.message)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _signals_reach_what_tests_start() -> Iterator[None]:
+    """Have what tests start heed signals where `nohup make test &` does not; pytest itself still ignores them."""
+    with default_signals_for_children():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

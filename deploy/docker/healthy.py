@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Check a server of this container, for HEALTHCHECK and for probes that Kubernetes cannot make itself.
+"""Check a server of this container past any proxy, for HEALTHCHECK and for probes that Kubernetes cannot make itself.
 
 outrider-healthy http://127.0.0.1:8080/health
 outrider-healthy 127.0.0.1:50050
@@ -47,7 +47,7 @@ def _http_trouble(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         return "is neither http:// nor https://"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S):  # noqa: S310 - http(s) only, checked above
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=TIMEOUT_S):
             return ""
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         return str(error)
@@ -56,13 +56,15 @@ def _http_trouble(url: str) -> str:
 def _grpc_trouble(options: argparse.Namespace) -> str:
     import grpc
 
-    name = [("grpc.ssl_target_name_override", options.server_name)] if options.server_name else []
+    settings: list[tuple[str, int | str]] = [("grpc.enable_http_proxy", 0)]
+    if options.server_name:
+        settings.append(("grpc.ssl_target_name_override", options.server_name))
     if options.ca is None:
-        channel = grpc.insecure_channel(options.server)
+        channel = grpc.insecure_channel(options.server, options=settings)
     else:
         cert, key = (path.read_bytes() if path else None for path in (options.cert, options.key))
         credentials = grpc.ssl_channel_credentials(options.ca.read_bytes(), key, cert)
-        channel = grpc.secure_channel(options.server, credentials, options=name)
+        channel = grpc.secure_channel(options.server, credentials, options=settings)
     with channel:
         try:
             answer = channel.unary_unary(HEALTH_METHOD)(b"", timeout=TIMEOUT_S)

@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from default_signals import default_signals_for_children
+
 from outrider.cloud.family_index import target_folder, tokenizer_file
 
 MARK = "INTERRUPTED_BY_TEST"  # a variable that whatever the command starts inherits
@@ -38,7 +40,6 @@ def hook(name, arguments):
             with open(path, "w") as file:
                 file.write(repr(time.monotonic()))
             os.killpg(0, number)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 sys.addaudithook(hook)
 from outrider.deploy.__main__ import main
 main()
@@ -188,4 +189,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with default_signals_for_children():
+        main()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_processes import without_progress
@@ -139,6 +141,23 @@ def test_a_server_ends_in_order_at_the_first_signal() -> None:
     assert ending.status == 0
     assert ending.errors == ""
     assert "0 connection(s)" in ending.output
+
+
+def test_a_server_that_a_script_starts_beside_itself_leaves_ctrl_c_to_others() -> None:
+    command = [sys.executable, "-m", "outrider.deploy", "link", "--to", "127.0.0.1:1"]
+    script = ["sh", "-c", '"$@" & echo $!; wait $!', "sh", *command]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None
+        server = int(shell.stdout.readline())
+        assert "link to" in shell.stdout.readline()
+        mask = re.search(r"^SigIgn:\s*(\w+)", Path(f"/proc/{server}/status").read_text(), re.MULTILINE)
+        os.kill(server, signal.SIGINT)
+        os.kill(server, signal.SIGTERM)
+        output, _ = shell.communicate(timeout=60)
+    assert mask is not None
+    assert int(mask[1], 16) & 1 << signal.SIGINT - 1
+    assert "0 connection(s)" in output
+    assert shell.returncode == 0
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -39,3 +39,18 @@ def test_after_a_step_the_work_is_asked_to_end_itself(number: int) -> None:
         send(number)
         send(number)
         assert stop.stopping()
+
+
+def test_an_ignored_ctrl_c_stays_ignored_while_sigterm_is_heeded() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = StopAtStep()
+        with stop.listening():
+            stop.stepped(1)
+            send(signal.SIGINT)
+            assert not stop.stopping()
+            send(signal.SIGTERM)
+            assert stop.stopping()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -96,6 +96,21 @@ def test_a_client_that_trusts_the_authority_is_served_and_need_not_say_who_it_is
     assert asked(serving(issued), ClientTls(issued.ca)) == "nobody"
 
 
+def test_a_proxy_of_the_environment_takes_no_part_on_this_machine(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def whole() -> list[str]:
+        async with server(None) as address:
+            with open_blocking_channel(address, OPTIONS, None) as channel:
+                call = channel.unary_unary("/test/Who")
+                return [await ask(address, None), (await asyncio.to_thread(call, b"", timeout=10)).decode()]
+
+    assert asyncio.run(asyncio.wait_for(whole(), 120)) == ["nobody", "nobody"]
+
+
 def test_under_mutual_tls_the_server_knows_its_client(issued):
     assert asked(serving(issued, mutual=True), with_own(issued)) == "edge"
 

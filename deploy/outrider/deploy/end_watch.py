@@ -54,7 +54,7 @@ class EndWatch:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=_forget)  # or a child's signals would be taken for ours
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            if not stays_ignored(number):
                 signal.signal(number, _like_ctrl_c)
         threading.Thread(target=self._read, args=(reading,), name="outrider-signals", daemon=True).start()
 
@@ -130,6 +130,14 @@ class EndWatch:
 
 WATCH = EndWatch()
 """The watch of this process."""
+
+
+def stays_ignored(number: int) -> bool:
+    """Return whether whoever started this process has it ignore a signal, as `nohup` does, and `&` in a script.
+
+    SIGTERM always ends a process, or it could only be killed.
+    """
+    return number != signal.SIGTERM and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _write(file: int, text: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from outrider.deploy.end_watch import WATCH
+from outrider.deploy.end_watch import WATCH, stays_ignored
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,7 +34,7 @@ def set_when_asked_to_end() -> asyncio.Event:
 
 
 def on_signals(act: Callable[[], object], *numbers: int) -> None:
-    """Call `act` in the running event loop at each of these signals, except one that is ignored, as under nohup.
+    """Call `act` in the running event loop at each of these signals, except one that stays ignored.
 
     The loop's own way to do so would take the signals from `EndWatch`.
     """
@@ -47,7 +47,7 @@ def on_signals(act: Callable[[], object], *numbers: int) -> None:
             loop.call_soon_threadsafe(act)
 
     for number in numbers:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+        if not stays_ignored(number):
             signal.signal(number, tell)
 
 
@@ -111,11 +111,11 @@ class StopAtStep:
 
 @contextmanager
 def _handled(handler: Handler, *numbers: int) -> Iterator[None]:
-    """Handle signals inside the `with` block; only the main thread can, so elsewhere nothing changes."""
+    """Handle signals that do not stay ignored inside the `with` block; only the main thread can do so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers if not stays_ignored(number)}
     try:
         yield
     finally:

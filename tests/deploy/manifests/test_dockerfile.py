@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from dockerfile_stages import DOCKERFILE, IMAGES, chain, exec_form, extras, ignored, programs, setting, stages
 from image_locks import PYPROJECT, closure
@@ -104,6 +109,27 @@ def test_an_images_own_programs_are_executable_and_compile(image) -> None:
             subprocess.run(["sh", "-n", str(ROOT / path)], check=True)
         else:
             compile(text, path, "exec")
+
+
+def test_a_check_of_health_uses_no_proxy() -> None:
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+    proxies = dict.fromkeys(("grpc_proxy", "http_proxy"), "http://127.0.0.1:9")
+    handler = grpc.unary_unary_rpc_method_handler(lambda _, __: b"\x08\x01")
+    rpc = grpc.server(ThreadPoolExecutor(1))
+    rpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": handler}),))
+    port = rpc.add_insecure_port("127.0.0.1:0")
+    rpc.start()
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        for server in (f"http://127.0.0.1:{web.server_port}/health", f"127.0.0.1:{port}"):
+            command = [sys.executable, str(ROOT / "deploy" / "docker" / "healthy.py"), server]
+            subprocess.run(command, check=True, env={**os.environ, "no_proxy": "", "NO_PROXY": "", **proxies})
+        web.shutdown()
+    rpc.stop(None)
 
 
 def test_bases_are_tagged_and_can_be_pinned() -> None:
