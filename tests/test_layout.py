@@ -299,3 +299,18 @@ def test_no_test_edits_the_path_of_imports(root) -> None:
     """Helpers of one folder are found by pytest's `pythonpath`; those of several are shipped."""
     editing = re.compile(r"\bsys\.path\.(?:append|insert|extend)\(")
     assert [path for path in (root / "tests").rglob("*.py") if editing.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_skip_says_what_the_test_needs(root) -> None:
+    """`make test` shows the list at its end; what can be installed is named with its command."""
+    calls = [
+        (path, node)
+        for path in (root / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    imports = [(path, ast.unparse(call)) for path, call in calls if call.func.attr == "importorskip"]
+    assert len(imports) > 5
+    assert [each for each in imports if not re.search(r"reason=.needs .*: pip install ", each[1])] == []
+    skips = [(path, ast.unparse(call)) for path, call in calls if ast.unparse(call.func) == "pytest.skip"]
+    assert [each for each in skips if re.search(r"skip\(f?.needs [\w{}-]+.\)", each[1])] == []

@@ -13,8 +13,8 @@ from outrider.bench.record import RECORD, from_json, save
 from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
-Image = pytest.importorskip("PIL.Image")
-pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install --editable '.[bench]'")
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install --editable '.[bench]'")
 
 
 def lines():

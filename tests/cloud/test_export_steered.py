@@ -282,8 +282,8 @@ def test_another_u_or_another_projection_is_another_version(package: Path, llama
 def test_the_command_says_which_projection_the_verifier_needs(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = f"export {llama} {tmp_path / 'out'} --name tiny --precision int8 --candidates {CANDIDATES} --target big"
-    assert main(line.split()) == 0
+    options = f"--name tiny --precision int8 --candidates {CANDIDATES} --target big"
+    assert main(["export", str(llama), str(tmp_path / "out"), *options.split()]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert f"--steering {llama / 'projection.safetensors'}" in said
     assert projection_id(llama / "projection.safetensors") in said

@@ -16,7 +16,7 @@ from lesson_records import record_of, teaching
 from outrider.cloud.learning.record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonKind, LessonRecord
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.salts import salted
-from outrider.proto.types import Grammar, GrammarKind, Noise, Sampling
+from outrider.proto.types import BOUNDS, Grammar, GrammarKind, Noise, Sampling
 
 PROMPT, TEXT = [1, 2, 3], [10, 11, 12, 13, 14, 15]
 BLOCKS = {3: [10, 11, 99, 13], 6: [], 7: [14]}
@@ -81,7 +81,7 @@ def records(draw: st.DrawFn) -> LessonRecord:
         blocks[at] = block
         at += agreed + 1
     sampling = Sampling(
-        temperature=draw(st.floats(0, 3)),
+        temperature=draw(st.just(0.0) | st.floats(BOUNDS["temperature"].low, 3)),
         seed=draw(st.integers(0, (1 << 64) - 1)),
         top_k=draw(st.integers(0, 9)),
         repetition_penalty=draw(st.floats(0.5, 2)),

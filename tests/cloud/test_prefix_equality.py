@@ -214,7 +214,7 @@ def evicted(monkeypatch: pytest.MonkeyPatch) -> list[CachedPage]:
     evict = PrefixTree.evict
 
     def noting(self: PrefixTree) -> Any:
-        found.append(next(iter(self._idle)))
+        found.append(self.next_to_evict())
         return evict(self)
 
     monkeypatch.setattr(PrefixTree, "evict", noting)
@@ -287,7 +287,8 @@ def remember_the_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find pages by their text still after others got their room."""
 
     def evict(self: PrefixTree) -> None:
-        gone, _ = self._idle.popitem(last=False)
+        gone = self.next_to_evict()
+        del self._idle[gone.key][gone]
         del self._by_page[gone.page]
         self.cached[gone.page] = False
 

@@ -163,13 +163,13 @@ def test_projections_are_named_by_absolute_paths_since_an_actor_may_run_elsewher
 @pytest.mark.parametrize(
     ("content", "variables", "says"),
     [
-        ("[run]\nmax-tokens = 0\n", {}, "outrider.toml: max-tokens: 0 is below 1"),
+        ("[run]\nmax-tokens = 0\n", {}, "outrider.toml: max-tokens: 0 is not in 1..2147483647"),
         ("[run]\nmax-tokens = [1, 2]\n", {}, "outrider.toml: max-tokens: is a list where one value belongs"),
         ("[run]\nexact = 3\n", {}, "outrider.toml: exact: "),
         ("[run]\nprompt = 'x'\n", {}, "[run] has no option prompt"),
         ("run = 3\n", {}, "outrider.toml: run is not a table"),
         ("[run\n", {}, "outrider.toml is not TOML: "),
-        ("", {"OUTRIDER_RUN_MAX_TOKENS": "0"}, "OUTRIDER_RUN_MAX_TOKENS: 0 is below 1"),
+        ("", {"OUTRIDER_RUN_MAX_TOKENS": "0"}, "OUTRIDER_RUN_MAX_TOKENS: 0 is not in 1..2147483647"),
         ("", {"OUTRIDER_RUN_GOAL": "fun"}, "OUTRIDER_RUN_GOAL: 'fun' is none of latency, efficiency"),
         ("", {"OUTRIDER_RUN_SELECTOR": "best"}, "OUTRIDER_RUN_SELECTOR: 'best' is none of leader"),
     ],

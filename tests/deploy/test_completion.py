@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ printf '%s\n' "${COMPREPLY[@]}"
 def found(name: str) -> str:
     shell = shutil.which(name)
     if shell is None:
-        pytest.skip(f"needs {name}")
+        pytest.skip(f"needs {name}: apt-get install {name}")
     return shell
 
 
@@ -40,7 +41,7 @@ def with_outrider(folder: Path) -> dict[str, str]:
     """Return an environment in whose PATH `outrider` is."""
     program = folder / "bin" / "outrider"
     program.parent.mkdir()
-    program.write_text(f"#!{sys.executable}\nimport sys\nfrom outrider.deploy.cli import main\nsys.exit(main())\n")
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m outrider.deploy "$@"\n')
     program.chmod(0o755)
     return {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
 

@@ -48,7 +48,8 @@ def test_the_demo_has_a_realistic_target_unless_told_otherwise() -> None:
 
 
 def test_edges_see_each_verifier_behind_a_link_of_its_own(monkeypatch) -> None:
-    ray_cluster = pytest.importorskip("outrider.coordinator.ray_cluster")
+    pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
+    from outrider.coordinator import ray_cluster
     from outrider.deploy.far_fleet import FarFleet
 
     async def scenario(own: str) -> None:

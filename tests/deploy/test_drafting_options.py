@@ -67,7 +67,6 @@ def _help(command, capfd):
     return capfd.readouterr().out
 
 
-@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
 def test_models_shows_the_memory_of_every_drafter(capfd):
     assert main(["models", "--memory"]) == 0
     lines = [line.split("│")[1:-1] for line in capfd.readouterr().out.splitlines() if "│" in line]

@@ -10,6 +10,7 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,7 +300,7 @@ def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> Non
 
 
 @pytest.fixture(scope="module")
-def decoded(tokenizer_file) -> tuple[list[str], str]:
+def decoded(tokenizer_file, tmp_path_factory) -> tuple[list[str], str]:
     """Decode a text through a coordinator and a verifier; return the metrics of all parts, and the log."""
     stream, root_logger = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(stream)
@@ -308,13 +309,13 @@ def decoded(tokenizer_file) -> tuple[list[str], str]:
     root_logger.addHandler(handler)
     root_logger.setLevel(logging.DEBUG)
     try:
-        return asyncio.run(_decode_and_scrape(tokenizer_file)), stream.getvalue()
+        return asyncio.run(_decode_and_scrape(tokenizer_file, tmp_path_factory.mktemp("cache"))), stream.getvalue()
     finally:
         root_logger.removeHandler(handler)
         root_logger.setLevel(before)
 
 
-async def _decode_and_scrape(tokenizer_file) -> list[str]:
+async def _decode_and_scrape(tokenizer_file, cache: Path) -> list[str]:
     from outrider.cloud.config import VerifierConfig
     from outrider.cloud.server import VerifierServer
     from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
@@ -337,7 +338,7 @@ async def _decode_and_scrape(tokenizer_file) -> list[str]:
     )
     coordinator = CoordinatorServer(config)
     try:
-        edge = EdgeConfig(coordinator=await coordinator.start(), drafter="ngram")
+        edge = EdgeConfig(coordinator=await coordinator.start(), drafter="ngram", cache=cache)
         async with Client(edge) as client:
             events = client.generate(PROMPT, max_tokens=12, observer=metrics.observer())
             [_ async for _ in events]

@@ -239,7 +239,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="all tests of this file run without root already")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root; for other users all tests of this file are this one")
 def test_a_user_without_rights_gets_them_in_a_user_namespace(echo, tmp_path_factory) -> None:
     folder = Path(tmp_path_factory.mktemp("device")).resolve()
     device = folder / "tun"
@@ -248,7 +248,7 @@ def test_a_user_without_rights_gets_them_in_a_user_namespace(echo, tmp_path_fact
         device.chmod(0o666)
         os.close(os.open(device, os.O_RDWR))
     except OSError as error:
-        pytest.skip(f"no device may be made here: {error.strerror}")
+        pytest.skip(f"needs to make and open a device (CAP_MKNOD): {error.strerror}")
     for above in (folder, *folder.parents[:3]):  # three with xdist
         above.chmod(above.stat().st_mode | 0o111)
     ended = subprocess.run(

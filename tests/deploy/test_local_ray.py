@@ -46,7 +46,7 @@ ray.shutdown()
 
 @pytest.mark.ray
 def test_its_processes_listen_on_loopback_alone_and_others_here_can_join() -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, "-c", LISTENING], env=environment, check=True, timeout=220, stdout=subprocess.PIPE, text=True
@@ -57,7 +57,7 @@ def test_its_processes_listen_on_loopback_alone_and_others_here_can_join() -> No
 
 
 def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     modes: list[str | None] = []
 
     def init(**options: Any) -> None:
@@ -65,7 +65,8 @@ def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkey
         modes.append(os.environ.get("RAY_AUTH_MODE"))
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # or else what is set below would stay
+    monkeypatch.delenv("RAY_AUTH_MODE")
     _start_local_ray()
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # an operator's own choice
     _start_local_ray()
@@ -74,7 +75,7 @@ def test_it_asks_for_a_token_whatever_this_version_of_ray_does_by_default(monkey
 
 @pytest.mark.parametrize("imported", ["import ray", ""])
 def test_this_process_has_the_token_too_whenever_it_imported_ray(imported: str) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     code = f"""
 {imported}
 from outrider.deploy.cluster import _ask_for_token
@@ -94,7 +95,7 @@ LATE = (Exception("The current node timed out during startup."), RuntimeError("T
 def test_one_that_starts_too_slowly_is_started_again_and_then_given_up(
     failures: int, late: Exception, monkeypatch, caplog
 ) -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     starts: list[int] = []
 
     def init(**_: Any) -> None:
@@ -114,7 +115,7 @@ def test_one_that_starts_too_slowly_is_started_again_and_then_given_up(
 
 
 def test_one_that_cannot_start_is_given_up_at_once(monkeypatch) -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     starts: list[int] = []
 
     def init(**_: Any) -> None:

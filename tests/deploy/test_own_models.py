@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def corpus(tmp_path: Path) -> str:
 
 def printed_folder(out: str) -> Path:
     """Return the folder of the first drafter that the last lines of a training name for export."""
-    return Path(next(line for line in out.splitlines() if line.startswith("next: outrider export ")).split()[3])
+    line = next(line for line in out.splitlines() if line.startswith("next: outrider export "))
+    return Path(shlex.split(line)[3])
 
 
 def tokens(drafter: str, *more: str, capfd: pytest.CaptureFixture[str]) -> list[int]:

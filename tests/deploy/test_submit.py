@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def job(
     """Run a job with a Python program as its command; return its status and the output place."""
     place = folder / "out"
     executable = folder / "python"
-    executable.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$OUTRIDER_TEST_PROGRAM"\n')
+    executable.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "$OUTRIDER_TEST_PROGRAM"\n')
     executable.chmod(0o755)
     (folder / "temporary").mkdir()
     monkeypatch.setenv("OUTRIDER_TEST_PROGRAM", program)
@@ -221,7 +222,7 @@ def test_files_that_cannot_be_brought_to_the_place_stay_and_their_folder_is_name
     (tmp_path / "out").touch()
     status, _ = job(tmp_path, "open('drafter', 'w').write('hours')", monkeypatch=monkeypatch)
     assert status == 1
-    kept = re.search(r"what is missing there is in (\S+) on ", capfd.readouterr().err)
+    kept = re.search(r"what is missing there is in (.+) on ", capfd.readouterr().err)
     assert kept is not None
     assert Path(kept[1], "drafter").read_text() == "hours"
 
@@ -233,9 +234,9 @@ def test_a_command_that_is_stopped_is_waited_for_and_what_it_then_writes_is_kept
     )
     command = tmp_path / "command"
     command.write_text(
-        f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
-        "def stop(*_):\n    time.sleep(0.3)\n    pathlib.Path('checkpoint').write_text('last'); sys.exit(7)\n"
-        "signal.signal(signal.SIGTERM, stop)\nprint('ready', flush=True)\nsignal.pause()\n"
+        f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c 'import pathlib, signal, sys, time\n"
+        'def stop(*_):\n    time.sleep(0.3)\n    pathlib.Path("checkpoint").write_text("last"); sys.exit(7)\n'
+        'signal.signal(signal.SIGTERM, stop)\nprint("ready", flush=True)\nsignal.pause()\'\n'
     )
     command.chmod(0o755)
     call = [sys.executable, str(tmp_path / "go.py"), str(command), str(tmp_path / "out")]
@@ -328,15 +329,15 @@ def test_a_job_has_its_inputs_and_its_output_place(tmp_path: Path, monkeypatch: 
     server = sent(*arguments, "--input", "../c.txt", *TRAIN, "../c.txt")
     place = tmp_path / "here" / "j"
     assert server.job["entrypoint"].endswith(
-        f"; exec python -m outrider.deploy.submit.job --output {place} --inputs --mark j --resume run "
-        "-- train drafter --output run --steps 1 --corpus c.txt"
+        f"; exec python -m outrider.deploy.submit.job --output {shlex.quote(str(place))} --inputs --mark j "
+        "--resume run -- train drafter --output run --steps 1 --corpus c.txt"
     )
     assert server.packed == {"c.txt": b"text"}
     assert server.job["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "A": "1"}
     assert server.job["metadata"] == {"outrider_output": str(place)}
     Place(str(place)).take_mark("j")
 
-    assert sent(*arguments, "--", "models").job["entrypoint"].endswith(f"--output {place} -- models"), "writes nothing"
+    assert sent(*arguments, "--", "models").job["entrypoint"].endswith(f"--output {shlex.quote(str(place))} -- models")
     assert sent(*arguments, "--", "models").job["metadata"] == {}
     assert sent(*arguments, "--output", "o", "--", "models").job["metadata"] == {
         "outrider_output": str(tmp_path / "here" / "o")
@@ -362,7 +363,7 @@ def test_a_place_that_only_nodes_can_write_is_left_to_them(
     options = ["--wheel", "none", "--name", "j", "--output"]
     for there in (str(tmp_path / "file" / "out"), "nonsense://bucket/out"):
         entrypoint = sent(*options, there, "--", "models").job["entrypoint"]
-        assert f"--output {there} --probe j --" in entrypoint
+        assert f"--output {shlex.quote(there)} --probe j --" in entrypoint
         assert "the job tries it from its node" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="cannot be written"):
         sent(*options, "file/out", "--", "models")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def start(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def python_in(folder: Path, *options: str) -> None:
-    (folder / "python").write_text(f'#!{BASH}\nexec {sys.executable} {" ".join(options)} "$@"\n')
+    (folder / "python").write_text(f'#!{BASH}\nexec {shlex.quote(sys.executable)} {" ".join(options)} "$@"\n')
     (folder / "python").chmod(0o755)
 
 

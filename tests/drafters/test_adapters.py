@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 from outrider.cloud.export.quantised import BLOCKS, QuantisedMatrix
-from outrider.drafters import adapters, embedded_packages, find_package, load_package
+from outrider.drafters import adapters, find_package, load_package
 from outrider.drafters.adapters import merged_graph, product_norm, read_adapter, weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import AdapterShape, LearnedFrom, sha256_of
@@ -22,7 +22,6 @@ from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused
 
 LEARNED = LearnedFrom(36_600, 8, {"sql": 30_000, "code": 6_600})
 HEAD = "model.lm_head.weight"
-needs_family = pytest.mark.skipif("general" not in embedded_packages(), reason="the family is not in this checkout")
 
 
 def low_rank(shapes, rank=8, size=0.1, seed=0):
@@ -71,7 +70,6 @@ def logits(drafter, tokens):
 # --- what is merged ---
 
 
-@needs_family
 def test_a_merged_session_is_the_float_model_plus_ba_quantised_again(tmp_path):
     parent = find_package("general")
     weights = weights_of(parent)
@@ -100,7 +98,6 @@ def test_a_merged_session_is_the_float_model_plus_ba_quantised_again(tmp_path):
     assert np.abs(got - plain_text).max() > 0.1, "the adapter changes what is said"
 
 
-@needs_family
 def test_an_adapter_of_zeros_keeps_every_bit(tmp_path):
     parent = find_package("general")
     zeros = {name: (a, np.zeros_like(b)) for name, (a, b) in sized(weights_of(parent)).items()}
@@ -109,7 +106,6 @@ def test_an_adapter_of_zeros_keeps_every_bit(tmp_path):
     np.testing.assert_array_equal(logits(OnnxDrafter(adapted), prompt), logits(OnnxDrafter(parent), prompt))
 
 
-@needs_family
 def test_only_the_blocks_that_change_are_quantised_again(tmp_path):
     parent = find_package("general")
     name, before = next(iter(weights_of(parent).items()))
@@ -193,7 +189,6 @@ def test_a_reader_that_knows_no_adapters_drafts_with_the_parent(tiny, tmp_path):
     )
 
 
-@needs_family
 def test_a_graph_that_ships_with_the_wheel_need_not_lie_in_the_folder(tmp_path):
     parent = find_package("general")
     adapted = write(parent.folder, tmp_path / "math", sized(weights_of(parent)), name="math")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafters import ProposalRule, embedded_packages, find_package, proposals
+from outrider.drafters import ProposalRule, find_package, proposals
 from outrider.drafters.graph_file import read_graph_file
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.edge.testing.tiny_drafter import (
@@ -290,7 +290,6 @@ def test_no_corner_of_a_graph_may_point_to_another_file(tmp_path, hide):
         read_graph_file(tmp_path / "outside.onnx", "d")
 
 
-@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
 def test_the_shipped_drafter_in_uneven_pieces_agrees_with_the_whole_prompt():
     package = find_package("general")
     drafter = OnnxDrafter(package)

@@ -309,7 +309,6 @@ def test_where_nothing_can_be_linked_it_is_copied(tmp_path, monkeypatch):
     assert not second.model_path.samefile(first.model_path)
 
 
-@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
 def test_what_is_in_the_wheel_is_not_fetched(tmp_path):
     embedded = find_package("general")
     manifest = RemoteFile("manifest.json", sha256_of(embedded.folder / "manifest.json"), 1)

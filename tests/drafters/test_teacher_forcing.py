@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
+from outrider.drafters import NgramDrafter, ProposalRule, find_package
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
@@ -231,7 +231,6 @@ def test_a_broken_drafter_cannot_be_forced():
         state.propose_forced((1,))
 
 
-@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
 def test_the_shipped_drafters_forced_proposals_are_nearly_always_its_own(kind):
     """Nearly, since on some machines products of 8-bit numbers round otherwise with another number of rows."""

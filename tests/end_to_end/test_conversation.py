@@ -494,10 +494,11 @@ class Signing(DirectRoute):
         transcript: Sequence[int] = (),
         precision: str = "",
         epoch: int = 0,
+        context_length: int = 0,
         *,
         suspected: bool = False,
     ) -> Lease:
-        lease = await super().lease(session, avoid, transcript, precision, epoch, suspected=suspected)
+        lease = await super().lease(session, avoid, transcript, precision, epoch, context_length, suspected=suspected)
         claim = LeaseClaim("v", "tiny", session, time.time() + self.lasts_s, epoch=epoch)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"},

@@ -34,10 +34,11 @@ class KeyRoute(DirectRoute):
         transcript: Sequence[int] = (),
         precision: str = "",
         epoch: int = 0,
+        context_length: int = 0,
         *,
         suspected: bool = False,
     ) -> Lease:
-        lease = await super().lease(session, avoid, transcript, precision, epoch, suspected=suspected)
+        lease = await super().lease(session, avoid, transcript, precision, epoch, context_length, suspected=suspected)
         token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key, epoch=epoch), SECRET)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"}, token=token

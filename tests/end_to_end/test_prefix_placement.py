@@ -57,7 +57,7 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 def places(coordinator: CoordinatorServer) -> list[str]:
     """Verifiers of the leases, in their order."""
-    return [verifier for _, verifier in coordinator.service._view.granted]
+    return [grant.verifier for grant in coordinator.service._view.granted]
 
 
 async def complete(client: Client, text: tuple[int, ...], seed: int = 0) -> Completion:

@@ -177,7 +177,7 @@ def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchange
         ):
             whole = await client.complete(PROMPT, max_tokens=40)
             now_s = time.monotonic()
-            meter = verifier._server._meters.of("alice", TOKENS_PER_MINUTE, now_s)
+            meter = verifier._server._streams._meters.of("alice", TOKENS_PER_MINUTE, now_s)
             meter.spend(meter.level(now_s) - 5, now_s)
             paced = await client.complete(PROMPT, max_tokens=40)
             assert paced.ids == whole.ids

@@ -24,7 +24,7 @@ from outrider.edge import Client, Completion, EdgeConfig, preparation
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
-from outrider.proto.types import Draft, DrafterHits, EdgeFrame, RemoteFile, SessionReport
+from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
 
 SECRET = b"a secret of the two of them"
 PROMPT = "def count(words):\n    "
@@ -71,6 +71,7 @@ async def states(control: CoordinatorClient) -> dict[str, str]:
 
 async def prove(control: CoordinatorClient, current: str, candidate: str, name: str = "general") -> None:
     """Report texts of other edges in which the candidate hits more, until it takes the current one's place."""
+    await control.open_lease(LeaseRequest("reference", "s"))
     for edge in range(100):
         hits = (DrafterHits(name, current, 50, 100), DrafterHits(name, candidate, 70, 100))
         await control.report(SessionReport("s", "reference", "verifier", edge=str(edge), drafter_hits=hits))

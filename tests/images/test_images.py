@@ -56,12 +56,10 @@ def test_compose_files_are_merged_as_compose_does_it() -> None:
 
 
 def test_pips_own_settings_go_into_a_build_with_the_folders_that_they_name(monkeypatch, tmp_path) -> None:
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "index" / "simple").mkdir(parents=True)
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"file://{tmp_path}/index/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/usr/share")  # pip takes no path with a space from a variable
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///usr/lib/simple")
     store = ImageStore(tmp_path / "store")
     mounts = store.pip_mounts()
     assert mounts[0] == f"{tmp_path}/store/pip.conf:/etc/pip.conf"
-    assert {f"{tmp_path}/wheels:{tmp_path}/wheels", f"{tmp_path}/index:{tmp_path}/index"} <= set(mounts)
-    assert f"find-links = {tmp_path}/wheels\n" in (tmp_path / "store" / "pip.conf").read_text()
+    assert {"/usr/share:/usr/share", "/usr/lib:/usr/lib"} <= set(mounts)
+    assert "find-links = /usr/share\n" in (tmp_path / "store" / "pip.conf").read_text()

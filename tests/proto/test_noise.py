@@ -38,7 +38,7 @@ KNOWN = [
 
 @pytest.fixture(scope="module")
 def torch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install --editable '.[all]'")
     torch.set_num_threads(1)
     return torch
 

@@ -29,7 +29,7 @@ PAIRS = [(0, 1), (1, 5), ((1 << 64) - 1, 99), (1 << 63, 100_000)]
 
 @pytest.fixture(scope="module")
 def torch():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install --editable '.[all]'")
     torch.set_num_threads(1)
     return torch
 

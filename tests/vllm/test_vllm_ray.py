@@ -17,7 +17,7 @@ from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.session import RetryRules
 
-ray = pytest.importorskip("ray")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install --requirement constraints-vllm.txt")
 TOKENIZER = tokenizer_file(target_folder("reference"))
 
 

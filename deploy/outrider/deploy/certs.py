@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import os
+import shlex
 import socket
 from pathlib import Path
 from typing import NamedTuple
@@ -48,14 +49,15 @@ def certs(given: Given) -> int:
     options = given(CertsSettings)
     hosts = tuple(dict.fromkeys([*options.host, *LOCAL, *([] if options.host else [socket.gethostname()])]))
     issued = issue(options.folder.expanduser(), hosts, days=options.days, client=options.client)
+    ca, ca_key, server_cert, server_key, client_cert, client_key = (shlex.quote(str(path)) for path in issued)
     print(f"made an authority, a server's certificate for {', '.join(hosts)} and a client's for {options.client}")
     print("coordinator and verifiers (--tls-client-ca only if every client shows a certificate):")
-    print(f"  --tls-cert {issued.server_cert} --tls-key {issued.server_key} --tls-client-ca {issued.ca}")
+    print(f"  --tls-cert {server_cert} --tls-key {server_key} --tls-client-ca {ca}")
     print("a coordinator of verifiers that speak TLS:")
-    print(f"  --verifier-tls-ca {issued.ca}")
+    print(f"  --verifier-tls-ca {ca}")
     print("edges, outrider status and outrider drain:")
-    print(f"  --tls-ca {issued.ca} --tls-cert {issued.client_cert} --tls-key {issued.client_key}")
-    print(f"keep {issued.ca_key} off every server: it signs certificates that all of them trust")
+    print(f"  --tls-ca {ca} --tls-cert {client_cert} --tls-key {client_key}")
+    print(f"keep {ca_key} off every server: it signs certificates that all of them trust")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from outrider.cloud.family_index import find_target
@@ -34,7 +36,7 @@ def train_drafter(given: Given) -> int:
     with StopAtStep().listening() as stop:
         result = train_drafter(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
-    print(f"next: outrider export {result.folder} PACKAGE --name NAME --target {given.values['target']}")
+    _say_next(result.folder, given.values["target"])
     return 0
 
 
@@ -50,7 +52,8 @@ def train_adapter(given: Given) -> int:
     package = training.output / PACKAGE
     size = sum(path.stat().st_size for path in package.glob("adapter.*"))
     print(f"{size / 1e3:.0f} kB of {training.parent} after {result.tokens_seen:,} tokens, in {package}")
-    print(f"next: outrider generate --drafter {package} PROMPT, or put it into a folder of a coordinator's --drafters")
+    words = shlex.join(["outrider", "generate", "--drafter", str(package), "PROMPT"])
+    print(f"next: {words}, or put it into a folder of a coordinator's --drafters")
     return 0
 
 
@@ -65,8 +68,12 @@ def train_steer(given: Given) -> int:
         result = train_steering(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{', '.join(result.folders)} after {result.tokens_seen:,} tokens each, in {training.output}")
     for folder in result.folders.values():
-        print(f"next: outrider export {folder} PACKAGE --name NAME --target {target}")
+        _say_next(folder, target)
     return 0
+
+
+def _say_next(folder: Path | str, target: str) -> None:
+    print("next:", shlex.join(["outrider", "export", str(folder), "PACKAGE", "--name", "NAME", "--target", target]))
 
 
 def _common(given: Given, kind: type[Training]) -> dict[str, Any]:

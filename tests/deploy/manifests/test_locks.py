@@ -111,7 +111,7 @@ def test_the_sbom_of_an_image_lists_its_locks() -> None:
     image = "cloud"  # the one with two locks
     path = os.pathsep.join([str(ROOT / ".venv-supply" / "bin"), os.environ["PATH"]])
     if shutil.which("cyclonedx-py", path=path) is None:
-        pytest.skip("needs cyclonedx-py, which `make test` installs in .venv-supply")
+        pytest.skip("needs cyclonedx-py, which `make sbom` installs")
     run = subprocess.run(
         [ROOT / "deploy" / "docker" / "sbom.sh", image],
         capture_output=True,

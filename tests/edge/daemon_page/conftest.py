@@ -140,10 +140,10 @@ def daemon(served: FakeDaemon) -> Iterator[FakeDaemon]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium, the system's."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install --group dev")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("needs chromium on the PATH")
+        pytest.skip("needs Chromium on the PATH: apt-get install chromium")
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium

@@ -7,7 +7,7 @@ import json
 import pytest
 from starlette.responses import JSONResponse
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install --group dev")
 from playwright.sync_api import expect
 
 # ruff: noqa: RUF001 - the page shows such signs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install --group dev")
 from playwright.sync_api import expect
 
 MARKS = """element => [...element.querySelectorAll('.token')].map((token) =>

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 from starlette.responses import JSONResponse
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install --group dev")
 from playwright.sync_api import expect
 
 from outrider.proto.types import VersionStatus

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from loop_thread import LoopThread
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install --group dev")
 from playwright.sync_api import expect
 
 
