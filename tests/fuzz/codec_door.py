@@ -11,14 +11,15 @@ from recorded_streams import recorded_stream
 from refusals import check_refusal
 
 from outrider.proto import codec
-from outrider.proto.errors import InvalidArgument
+from outrider.proto.errors import InvalidArgument, ResourceExhausted
 
 MAX_LENGTH = 4096
 _FEW = 3000  # tokens that a verifier with a small context takes in one message
+_CREDIT = 64
 
 
 def _few_tokens(data: bytes) -> Any:
-    return codec.decode_edge_frame(data, _FEW)
+    return codec.decode_edge_frame(data, _FEW, _CREDIT)
 
 
 _PAIRS: tuple[tuple[Any, Any], ...] = (
@@ -60,7 +61,7 @@ def try_input(data: bytes) -> None:
     decode, encode = _PAIRS[data[0] % len(_PAIRS)]
     try:
         message = decode(data[1:])
-    except InvalidArgument as error:
+    except (InvalidArgument, ResourceExhausted) as error:
         check_refusal(error)
         return
     again = decode(encode(message))

@@ -68,7 +68,7 @@ class VerifierUnderFire:
     def receive(self, data: bytes) -> None:
         """Take one message; an error of the tree ends the stream."""
         try:
-            self._take(codec.decode_edge_frame(data, _MAX_MESSAGE_TOKENS))
+            self._take(codec.decode_edge_frame(data, _MAX_MESSAGE_TOKENS, rules().max_credit))
         except OutriderError as error:
             check_refusal(error)
             self.refusal = error

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-DOORS = ("codec_door", "grammar_door", "template_door", "http_door")
+DOORS = ("codec_door", "grammar_door", "template_door", "calls_door", "http_door")
 ANSWER_S = 120  # a single input that takes longer is a finding
 MAX_MIB = 4096
 _PROGRESS = re.compile(r"#(\d+)\s.*cov: (\d+) ft: (\d+) corp: (\d+)")

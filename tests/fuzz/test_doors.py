@@ -6,6 +6,7 @@ import importlib
 import random
 from typing import Any
 
+import calls_door
 import codec_door
 import grammar_door
 import http_door
@@ -15,9 +16,11 @@ from run_doors import DOORS
 
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.edge.chat.template import ChatTemplate
+from outrider.edge.tool_calls import hermes, llama3, mistral, reading
+from outrider.edge.tool_calls.parts import CallBegun, WrittenAnswer
 from outrider.proto.errors import Internal, InvalidArgument
 
-INPUTS = {"codec_door": 4000, "grammar_door": 60, "template_door": 500, "http_door": 500}
+INPUTS = {"codec_door": 4000, "grammar_door": 60, "template_door": 500, "calls_door": 150, "http_door": 500}
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -58,6 +61,14 @@ def test_a_door_takes_its_right_inputs(name: str, monkeypatch: pytest.MonkeyPatc
             return taken[-1]
 
         monkeypatch.setattr(ChatTemplate, "render", rendered)
+    elif name == "calls_door":
+        add = WrittenAnswer.add
+
+        def added(answer: WrittenAnswer, parts: list[Any]) -> None:
+            taken.extend(part for part in parts if isinstance(part, CallBegun))
+            add(answer, parts)
+
+        monkeypatch.setattr(WrittenAnswer, "add", added)
     else:
         talk = http_door.Door.talk
 
@@ -71,7 +82,10 @@ def test_a_door_takes_its_right_inputs(name: str, monkeypatch: pytest.MonkeyPatc
     door: Any = importlib.import_module(name)
     for data in door.seeds():
         door.try_input(data)
-    assert len(taken) >= {"codec_door": 100, "grammar_door": 20, "template_door": 5, "http_door": 9}[name]
+    assert (
+        len(taken)
+        >= {"codec_door": 100, "grammar_door": 20, "template_door": 5, "calls_door": 12, "http_door": 9}[name]
+    )
 
 
 def test_a_message_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +121,14 @@ def test_a_mask_that_depends_on_the_way_is_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(GrammarMatcher, "_row", forgetful)
     with pytest.raises((AssertionError, InvalidArgument)):
         grammar_door._follow(grammar_door.Grammar(grammar_door.GrammarKind.REGEX, "[a-z ]{3,40}"), random.Random(1))
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+def test_a_reader_that_reads_all_of_a_text_again_with_each_piece_is_found(form, monkeypatch) -> None:
+    for module in (reading, hermes, llama3, mistral):
+        monkeypatch.setattr(module, "MAX_HEAD", 10**6)
+    with pytest.raises(AssertionError, match="work grows faster"):
+        calls_door.try_input(calls_door.written(form, 1, "", " ", "!"))
 
 
 def test_a_daemon_that_breaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
