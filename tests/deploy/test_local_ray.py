@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,6 +43,21 @@ print(json.dumps([
 ]))
 ray.shutdown()
 """
+
+
+@pytest.fixture(autouse=True)
+def _ray_forgets_its_mode() -> Iterator[None]:
+    """Leave Ray's way to authenticate as it was; where Ray is imported, its process has it beside the environment."""
+    before = os.environ.get("RAY_AUTH_MODE")
+    yield
+    if before is None:
+        os.environ.pop("RAY_AUTH_MODE", None)
+    else:
+        os.environ["RAY_AUTH_MODE"] = before
+    if "ray" in sys.modules:
+        from ray._raylet import Config
+
+        Config.initialize("")
 
 
 @pytest.mark.ray
