@@ -19,7 +19,9 @@ import torch
 from collecting_outbox import CollectingOutbox
 from fuzzed_fleet import HashedGrammar
 
+from outrider.cloud.backend import StepRow
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.engine import Engine
 from outrider.cloud.kv_cache import PagedKVCache
 from outrider.cloud.prefix_tree import CachedPage, PrefixTree
@@ -219,6 +221,34 @@ def evicted(monkeypatch: pytest.MonkeyPatch) -> list[CachedPage]:
 
     monkeypatch.setattr(PrefixTree, "evict", noting)
     return found
+
+
+def test_a_step_that_lacks_memory_to_copy_a_shared_page_says_so_and_moves_no_other_text(target, monkeypatch) -> None:
+    target.pool = PagedKVCache(8 * PAGE, PAGE, torch.float32, torch.device("cpu"))
+    backend = TransformersBackend(target)
+
+    def row(handle: Any, tokens: tuple[int, ...], transcript: tuple[int, ...]) -> StepRow:
+        return StepRow(handle, tokens, VerificationInput(Sampling(), list(transcript), len(transcript), ()))
+
+    text = tuple(range(3, 3 + PAGE + 4))
+    first, other = backend.open(), backend.open()
+    backend.reserve(first, len(text))
+    backend.reserve(other, PAGE)
+    backend.step([row(first, text, text)])
+    shares = backend.open(text[: PAGE + 1])
+    backend.truncate(shares, 4)  # inside a page that both have
+    copy, lacks = target.pool._copy, torch.OutOfMemoryError("no memory for a copy")
+
+    def copy_nothing(moves: dict[int, int]) -> None:
+        if moves:
+            raise lacks
+        copy(moves)
+
+    monkeypatch.setattr(target.pool, "_copy", copy_nothing)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        backend.step([row(shares, text[4:8], text[:8]), row(other, (7, 8, 9), (7, 8, 9))])
+    assert raised.value is lacks
+    assert (first.length, other.length) == (len(text), 0)
 
 
 def test_the_list_has_what_it_should(target, alone) -> None:

@@ -23,7 +23,7 @@ UNSEEN = frozenset(
 )
 REFERENCES = frozenset({"HitCounter", "Sender", "Allowance", "SessionEvents"})  # hold other parts, and no state
 UNSEEN_FIELDS = {
-    "EdgeStream": "opened_at _retries",
+    "EdgeStream": "opened_at _retries _losses _losing_since",  # too many losses for a small world
     "Meter": "idle_s revision _has_commit _round_trip _mine _calibrations _drafting_s _reading_s",
     "Selection": "_num_decided _new_hits _new_confidence _scored _new_scores _view _due",
     "Drafting": "last_job_s _job_tokens",

@@ -88,6 +88,20 @@ def test_a_verifier_that_takes_over_amid_the_prompt_begins_again(known: int) -> 
     assert emitted.prompt == SCORES
 
 
+def test_scores_of_one_prompt_come_in_one_precision() -> None:
+    edge = HandDrivenEdge(open_frame(prompt=(3, 1, 2, 4, 5, 6), prompt_logprobs=1))
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(replace(OPENED, precision="float32"), 0.1)
+    assert edge.precision == "", "any may score it as yet"
+    says(edge, 1, 3)
+    assert edge.precision == "float32"
+    edge.on_disconnected(Unavailable("cut"), 0.2)
+    edge.open_frame(b"", 0.3)
+    (reopen,) = edge.on_opened(replace(OPENED, precision="bfloat16"), 0.4)
+    assert isinstance(reopen, Reopen)
+    assert reopen.reason.field == "opened.precision"
+
+
 def test_a_verifier_that_takes_over_the_text_is_not_asked_again() -> None:
     edge = opened()
     says(edge, 1, 6)

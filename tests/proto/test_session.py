@@ -1163,6 +1163,27 @@ def test_a_text_that_verifiers_had_meanwhile_survives_losses_minutes_apart():
         assert isinstance(edge.on_goaway(Goaway("draining"), now)[0], Reopen)
 
 
+def test_a_text_that_ends_each_verifier_soon_after_it_has_it_ends_few():
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0, max_losses=12))
+    ended, now, said = 0, 0.0, []
+    while not said or isinstance(said[0], Reopen):
+        edge.open_frame(b"", now)
+        edge.on_opened(Opened(0, 64, 40, "v", 512), now)
+        now += 7.0
+        said = edge.on_disconnected(Unavailable("it is gone"), now)
+        ended += 1
+    assert ended == 12
+    assert isinstance(said[0].error, Unavailable)
+
+
+def test_a_text_that_is_sent_away_often_within_a_minute_goes_on():
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0, max_losses=12))
+    for number in range(58):
+        edge.open_frame(b"", float(number))
+        edge.on_opened(Opened(0, 64, 40, "v", 512), number + 0.1)
+        assert isinstance(edge.on_goaway(Goaway("no KV pages"), number + 0.9)[0], Reopen)
+
+
 def test_the_time_that_a_text_lacks_a_verifier_adds_up_until_a_commit_comes():
     edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0))
     for number, first in enumerate((0.0, 100.0)):

@@ -92,7 +92,7 @@ class TransformersBackend:
             for row, length in zip(rows, lengths, strict=True):
                 if isinstance(error, FloatingPointError):
                     self.target.pool.distrust(_own(row.handle))  # what led to such logits may be in the KV cache
-                self.truncate(row.handle, length)
+                self.truncate(row.handle, min(length, row.handle.length))  # a cache that was emptied stays so
             raise
 
     def _step(self, rows: Sequence[StepRow], lengths: Sequence[int]) -> StepOutput:

@@ -31,11 +31,14 @@ class RetryRules:
         first_s: wait before the first retry, in seconds; each further one waits twice as long.
         max_s: longest wait between two, in seconds.
         abandon_after_s: time without a verifier, since the newest commit, after which the text fails, in seconds.
+        max_losses: verifiers that may lose the text without a commit between, once it has tried for that long; beyond
+            these it may be what ends them.
     """
 
     first_s: float = 0.05
     max_s: float = 2.0
     abandon_after_s: float = 60.0
+    max_losses: int = 12
 
 
 class EdgeStream:
@@ -73,6 +76,8 @@ class EdgeStream:
         self._retries = 0  # since a verifier has answered
         self._failing_since = math.inf  # without a verifier that has the text; infinite: one has it
         self._failed_s = 0.0  # before that, since a verifier has answered
+        self._losses = 0  # of verifiers that had the text, since one has answered
+        self._losing_since = math.inf  # time of the first of these
         self._precision = ""  # of the newest verifier that states one
         self._promised = 0  # tokens of text, by the newest verifier
         self._refusal: OutriderError | None = None  # of other terms than the text's, since a verifier has answered
@@ -81,8 +86,8 @@ class EdgeStream:
 
     @property
     def precision(self) -> str:
-        """Precision that the text so far has, and every later verifier of it must have; empty: any."""
-        return self._precision if self._text.generated else ""
+        """Precision of the text so far and of its prompt's scores, which later verifiers must have; empty: any."""
+        return self._precision if self._text.generated or self._text.prompt else ""
 
     @property
     def context_length(self) -> int:
@@ -180,17 +185,20 @@ class EdgeStream:
 
     def lose(self, error: OutriderError, now: float) -> Reopen | OutriderError:
         """Return when to open another stream, or why the text fails: none can help, or retries have lasted too long."""
-        self.connected = self.opening = False
+        had_it, self.connected, self.opening = self.connected, False, False
         if self._expects and error.field.startswith("draft."):  # its terms have changed, and drafts came before them
             self._trusts = self._expects = False
             return Reopen(0.0, error)
         if not _may_heal(error):
             return error
         retry = self._retry
-        self._failing_since = min(self._failing_since, now)
+        self._failing_since, self._losing_since = min(self._failing_since, now), min(self._losing_since, now)
+        self._losses += had_it
         backoff_s = min(retry.max_s, retry.first_s * 2.0 ** min(self._retries, 64))
         if max(self._failed_s + now - self._failing_since, error.retry_after_s) > retry.abandon_after_s:
             return self._refusal or error
+        if self._losses >= retry.max_losses and now - self._losing_since > retry.abandon_after_s:
+            return error
         self._retries += 1
         self._text.statistics.resumes += 1
         if isinstance(error, ResourceExhausted):  # whoever comes at the time that it was told keeps its turn
@@ -201,6 +209,7 @@ class EdgeStream:
         """Start over counting failures, since the verifier has answered or another turn begins."""
         self._retries = 0
         self._failing_since, self._failed_s = math.inf, 0.0
+        self._losses, self._losing_since = 0, math.inf
         self._refusal = None
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling | None, chain: int) -> Continue:
