@@ -15,16 +15,20 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak chaos frames fuzz clients vllm images check lint proto docs locks sbom clean
+.PHONY: demo test alone soak chaos frames fuzz clients vllm images check lint proto docs locks sbom clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
 
-# At the end: how many tests of which files were skipped, and what they need.
+# At the end, whatever comes out: how many tests of which files were skipped, and what they need.
 test: export SKIPPED := $(VENV)/skipped
-test: check
+test:
+	@rm -f $(SKIPPED); $(MAKE) --no-print-directory check alone; status=$$?; \
+	  if [ -e $(SKIPPED) ]; then echo "Skipped:" && sort $(SKIPPED) | uniq -c; fi; exit $$status
+
+# Tests that want the machine for themselves.
+alone: $(READY)
 	$(BIN)/python -m pytest -m "(ray or alone) and not soak" $$(grep -rlE --include='test_*.py' 'mark\.(ray|alone)' tests)
-	@echo "Skipped:" && sort $(SKIPPED) | uniq -c
 
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
@@ -69,7 +73,6 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 # With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
 # many quick files come last, so that the workers end together.
 check: lint $(SUPPLY)/.ready
-	@$(if $(SKIPPED),: > $(SKIPPED))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak)"
 
 lint: $(READY)

@@ -314,3 +314,6 @@ def test_a_skip_says_what_the_test_needs(root) -> None:
     assert [each for each in imports if not re.search(r"reason=.needs .*: pip install ", each[1])] == []
     skips = [(path, ast.unparse(call)) for path, call in calls if ast.unparse(call.func) == "pytest.skip"]
     assert [each for each in skips if re.search(r"skip\(f?.needs [\w{}-]+.\)", each[1])] == []
+    marks = [(path, ast.unparse(call)) for path, call in calls if ast.unparse(call.func).startswith("pytest.mark.skip")]
+    assert marks
+    assert [each for each in marks if not re.search(r"reason=f?.needs ", each[1])] == []

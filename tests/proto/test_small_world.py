@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import small_states
@@ -59,12 +60,19 @@ def check(found: Found) -> None:
     assert found.violation is None, "\n".join([str(found.violation), *map(str, found.path)])
 
 
+def check_documented(found: Found, root: Path) -> None:
+    """Fail where the table of docs/faults.md has no row with as many states."""
+    table = (root / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert f"| {found.states:,} |\n" in table, "write the number of states into the table"
+
+
 @pytest.mark.parametrize("name", WHOLE)
-def test_no_run_breaks_a_small_world(name):
+def test_no_run_breaks_a_small_world(name, root):
     found = Search(WHOLE[name]).run()
     check(found)
     assert found.complete
     assert found.ended
+    check_documented(found, root)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -75,17 +83,20 @@ def test_no_run_of_few_detours_breaks_a_small_world(name):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", WHOLE_AND_LARGE)
-def test_no_run_breaks_a_larger_small_world(name):
+def test_no_run_breaks_a_larger_small_world(name, root):
     found = Search(WHOLE_AND_LARGE[name]).run()
     check(found)
     assert found.complete
+    check_documented(found, root)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_run_of_more_detours_breaks_a_small_world(name):
+def test_no_run_of_more_detours_breaks_a_small_world(name, root):
     rules, _, detours = BOUNDED[name]
-    check(Search(rules).run(detours))
+    found = Search(rules).run(detours)
+    check(found)
+    check_documented(found, root)
 
 
 # --- planted defects, each of which is found ---
@@ -179,22 +190,22 @@ def commits_come_twice(monkeypatch) -> Rules:
 
 
 PLANTED = (
-    twins_stay,
-    the_clock_runs_on,
-    a_run_grows,
-    pytest.param(a_run_is_replaced, marks=pytest.mark.soak),
-    pytest.param(contradictions_end_texts, marks=pytest.mark.soak),
-    silent_drafters_are_asked_again,
-    slots_stay,
-    commits_come_twice,
+    (twins_stay, "two drafts of a step have one place and token"),
+    (the_clock_runs_on, "the text is lost, and was never for a minute without a verifier"),
+    (a_run_grows, "the edge has sent"),
+    pytest.param(a_run_is_replaced, "the edge has sent", marks=pytest.mark.soak),
+    pytest.param(contradictions_end_texts, "contradicts what the chain said", marks=pytest.mark.soak),
+    (silent_drafters_are_asked_again, "changes nothing, and happens again"),
+    (slots_stay, "left at the end"),
+    (commits_come_twice, "is not the target's text"),
 )
 
 
-@pytest.mark.parametrize("plant", PLANTED)
-def test_a_planted_defect_is_found(plant, monkeypatch):
+@pytest.mark.parametrize(("plant", "says"), PLANTED)
+def test_a_planted_defect_is_found(plant, says, monkeypatch):
     found = Search(plant(monkeypatch)).run(4)
     print(found.states, found.violation, len(found.path))
-    assert found.violation is not None
+    assert says in str(found.violation)
 
 
 # --- what is merged is the same ---
