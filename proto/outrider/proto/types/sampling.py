@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from outrider.proto.errors import InvalidArgument
 from outrider.proto.settings import option
 from outrider.proto.types.bounds import BOUNDS
 from outrider.proto.types.checks import require, require_text, require_tokens
@@ -99,9 +100,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, bounds in BOUNDS.items():
-            if name != "logit_bias":
-                message = f"must be {'a whole number' if bounds.is_whole else 'a number'} in {bounds}"
-                require(bounds.allows(getattr(self, name)), f"sampling.{name}", message)
+            if name != "logit_bias" and not bounds.allows(getattr(self, name)):
+                kind = "a whole number" if bounds.is_whole else "a number"
+                raise InvalidArgument(f"must be {kind} in {bounds}", field=f"sampling.{name}")
         message = f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}; lower it, or allow more tokens"
         require(self.min_tokens <= self.max_tokens, "sampling.min_tokens", message)
         for name in ("logit_bias", "allowed_tokens", "stop_tokens"):
