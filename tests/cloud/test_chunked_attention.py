@@ -96,6 +96,8 @@ def test_bands_of_few_keys_compute_the_same(monkeypatch):
 def test_windows_over_several_chunks_equal_the_plain_forward_and_keep_bits(architecture, tmp_path):
     model = save_random_model(tmp_path, architecture, **WINDOWED[architecture])
     target = load_target(str(tmp_path), kv_tokens=4096)
+    if not target.packing.row_multiple:
+        pytest.skip("needs a processor whose products keep a row's bits at some number of rows")
     assert target.passes in TOGETHER
     tokens = tuple(torch.randint(3, 90, (600,), generator=torch.Generator().manual_seed(1)).tolist())
     with torch.inference_mode():
