@@ -1,4 +1,4 @@
-"""Turns at compiling grammars: one of each owner at a time, owners in turn, none lost."""
+"""Turns at grammars: one of each owner at a time, owners in turn, none lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tiny_grammars import EOS, VOCAB, tiny_tokenizer
 
 from outrider.cloud.fair_turns import FairTurns
-from outrider.cloud.grammar import COMPILING_THREADS, Grammars
+from outrider.cloud.grammar import COMPILING_THREADS, GrammarMatcher, Grammars
 from outrider.proto.types import Grammar, GrammarKind
 
 
@@ -97,6 +97,39 @@ def test_grammars_of_others_wait_for_no_more_than_one_trial_of_a_key(known: bool
         await asyncio.gather(*waiting, return_exceptions=True)
         again = grammars.matcher(Grammar(GrammarKind.REGEX, "ab"), owner="mallory 0")
         assert await asyncio.wait_for(again, 60) is not None
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        ended.set()
+        grammars.close()
+
+
+def test_a_key_reads_one_text_at_a_time_and_texts_at_their_beginning_wait_for_none(monkeypatch) -> None:
+    grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+    plain, ended = Grammar(GrammarKind.REGEX, "[ab]+"), threading.Event()
+    read: list[list[int]] = []
+    resume = GrammarMatcher.resume
+
+    def slow_resume(matcher: GrammarMatcher, committed: list[int]) -> None:
+        read.append(committed)
+        if len(committed) > 1:
+            assert ended.wait(60)
+        resume(matcher, committed)
+
+    async def scenario() -> None:
+        await grammars.matcher(plain, owner="alice")
+        monkeypatch.setattr(GrammarMatcher, "resume", slow_resume)
+        waiting = [asyncio.create_task(grammars.matcher(plain, [0, 1, 0], "mallory")) for _ in range(6)]
+        while not read:  # noqa: ASYNC110 - noted in another thread
+            await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(grammars.matcher(plain, [0], "alice"), 60) is not None
+        waiting += [asyncio.create_task(grammars.matcher(plain, [1, 1], f"key {i}")) for i in range(6)]
+        assert await asyncio.wait_for(grammars.matcher(plain, owner="alice"), 60) is not None
+        assert len([text for text in read if len(text) > 1]) <= COMPILING_THREADS
+        assert read.count([0, 1, 0]) == 1
+        ended.set()
+        assert None not in await asyncio.gather(*waiting)
 
     try:
         asyncio.run(scenario())

@@ -38,7 +38,7 @@ UNSEEN_FIELDS = {
     "LocalJob": "chance survival min_survival",
     "Slot": "ready_since began masks_by",
     "Chain": "epoch",
-    "GrammarMatcher": "_fresh _threads",
+    "GrammarMatcher": "_fresh _threads _left_s",
     "Slots": "_on_start",
     "SmallEdge": "now",
 }
