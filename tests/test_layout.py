@@ -32,7 +32,7 @@ FORBIDDEN = {
 }
 
 
-MAX_TRACKED_BYTES = 60 << 20
+MAX_TRACKED_BYTES = 61 << 20
 PACKAGE_INDEX = re.compile(
     rb"\b(?:pypi\.org|pythonhosted\.org|pypi\.nvidia\.com|(?:download|download-r2)\.pytorch\.org|wheels\.vllm\.ai"
     rb"|npmjs\.(?:org|com)|anaconda\.(?:org|com)|yarnpkg\.com|(?:deb|security)\.debian\.org)\b"
