@@ -223,7 +223,7 @@ def evicted(monkeypatch: pytest.MonkeyPatch) -> list[CachedPage]:
     return found
 
 
-def test_a_step_that_lacks_memory_to_copy_a_shared_page_says_so_and_moves_no_other_text(target, monkeypatch) -> None:
+def test_a_step_without_memory_for_a_shared_page_says_so_and_moves_no_other_text(target, monkeypatch) -> None:
     target.pool = PagedKVCache(8 * PAGE, PAGE, torch.float32, torch.device("cpu"))
     backend = TransformersBackend(target)
 
