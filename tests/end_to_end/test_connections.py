@@ -1,10 +1,14 @@
-"""Connections that nobody uses, to coordinator and verifier: few of each address and in all, and not for long."""
+"""Connections and calls that are not used, to coordinator and verifier: few of an address and in all, and not long."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
+import os
 import resource
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,11 +23,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.coordinator import server as coordinator_server
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.testing import ScriptedCluster, ready
 from outrider.proto.address import split_address
-from outrider.proto.plumbing import connections
+from outrider.proto.plumbing import connections, health
 
 torch.set_num_threads(1)
 
@@ -32,6 +37,11 @@ OTHER = "127.0.0.2"
 MOST = 32
 OF_ADDRESS = MOST // connections.SHARE_OF_ADDRESS
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # and empty SETTINGS
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
+MAX_STREAMS, WINDOW = 3, 4  # settings
+END_STREAM, END_HEADERS = 1, 4  # flags
+MOST_CALLS = 8
 Server = Callable[..., Any]
 Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -113,6 +123,37 @@ async def until_ended(opened: Iterable[Connected], number: int) -> list[asyncio.
     while sum(task.done() for task in waiting) < number:
         await asyncio.wait([task for task in waiting if not task.done()], return_when=asyncio.FIRST_COMPLETED)
     return [task for task in waiting if not task.done()]
+
+
+def frame(kind: int, flags: int = 0, stream: int = 0, body: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
+
+
+def headers_of_call(stream: int, method: str = CHECK) -> bytes:
+    named = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "a", "te": "trailers"}
+    named["content-type"] = "application/grpc"
+    fields = (bytes([len(field)]) + field.encode() for field in itertools.chain.from_iterable(named.items()))
+    names_and_values = zip(*[fields] * 2, strict=True)
+    return frame(HEADERS, END_HEADERS, stream, b"".join(b"\0" + b"".join(pair) for pair in names_and_values))
+
+
+async def frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, int, int, bytes]]:
+    """Yield kind, flags, stream and body of each frame from a server."""
+    while True:
+        head = await reader.readexactly(9)
+        yield head[3], head[4], int.from_bytes(head[5:]), await reader.readexactly(int.from_bytes(head[:3]))
+
+
+async def code_of(channel: grpc.aio.Channel, method: str, messages: Iterable[bytes] | None) -> grpc.StatusCode:
+    """Make a call with these messages, or with its headers alone, and return its status."""
+    call = channel.stream_stream(method)(messages)
+    if messages is None:
+        await call.wait_for_connection()
+    with contextlib.suppress(grpc.RpcError):  # the status comes after all answers
+        async for _ in call:
+            pass
+    return await call.code()
 
 
 def is_up(channel: grpc.aio.Channel) -> bool:
@@ -252,6 +293,186 @@ def test_a_connection_that_cannot_be_looked_at_once_is_looked_at_again(
     run(server(), scenario)
 
 
+@pytest.mark.parametrize("client_takes", ["no answers", "time for messages"])
+@pytest.mark.parametrize("method", [CHECK, WATCH])
+def test_an_address_cannot_have_all_calls(
+    server: Server, client_takes: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CALLS_OF_ADDRESS", MOST_CALLS)
+    monkeypatch.setattr(connections, "MESSAGE_S", 600.0)
+    monkeypatch.setattr(coordinator_server, "MAX_CALLS", 4 * MOST_CALLS)
+    said, message = HELLO, b""
+    if client_takes == "no answers":
+        said = HELLO[:-9] + frame(SETTINGS, body=WINDOW.to_bytes(2, "big") + bytes(4))
+    streams = range(1, 16 * MOST_CALLS, 2)
+    for stream in streams:
+        message = frame(DATA, END_STREAM, stream, bytes(5)) if client_takes == "no answers" else b""
+        said += headers_of_call(stream, method) + message
+
+    async def scenario(address: str) -> None:
+        async with client(address) as used:
+            [(reader, writer)] = await connect(address, 1, said=said)
+            refused = 0
+            async for kind, flags, _, _ in frames(reader):
+                refused += kind == HEADERS and flags & END_STREAM
+                if refused == len(streams) - MOST_CALLS:
+                    break
+            await call(used)
+            writer.close()
+
+    run(server(), scenario)
+
+
+def test_a_call_without_a_message_ends_soon_and_gives_its_place_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CALLS_OF_ADDRESS", 1)
+    monkeypatch.setattr(connections, "MESSAGE_S", 0.1)
+
+    async def scenario(address: str) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            for method in (CHECK, WATCH):
+                assert await code_of(channel, method, None) is grpc.StatusCode.UNAVAILABLE
+            monkeypatch.setattr(connections, "MESSAGE_S", 600.0)
+            for method in (CHECK, WATCH):
+                cancelled = channel.stream_stream(method)()
+                await cancelled.wait_for_connection()
+                cancelled.cancel()
+                late = channel.stream_stream(method)(timeout=0.1)
+                assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await until_calls_are_over(channel)
+
+    run(server(), scenario)
+
+
+async def until_calls_are_over(channel: grpc.aio.Channel) -> None:
+    """Wait until a server, which allows one call, has noticed that the others are over."""
+    while await code_of(channel, CHECK, [b""]) is not grpc.StatusCode.OK:  # noqa: ASYNC110 - counted at the server
+        await asyncio.sleep(0.02)
+
+
+def test_a_call_has_one_message_which_may_be_compressed(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(address: str) -> None:
+        async with grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
+            assert await code_of(channel, CHECK, [b"\x0a\0" * 1000]) is grpc.StatusCode.OK
+            assert await code_of(channel, CHECK, [b"", b"", b""]) is grpc.StatusCode.OK, "the first one counts"
+            for method in (CHECK, WATCH):
+                assert await code_of(channel, method, []) is grpc.StatusCode.UNIMPLEMENTED
+                assert await code_of(channel, method, [b"\xff"]) is grpc.StatusCode.INVALID_ARGUMENT
+                too_long = await code_of(channel, method, [bytes(9 << 20)])
+                assert too_long is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    run(server(), scenario)
+
+
+def test_many_calls_at_once_on_a_connection_are_all_answered(server: Server) -> None:
+    assert connections.MAX_CALLS_OF_ADDRESS > coordinator_server.MAX_STREAMS_OF_CONNECTION
+
+    async def scenario(address: str) -> None:
+        async with client(address) as channel:
+            check = channel.unary_unary(CHECK)
+            await asyncio.gather(*(check(b"") for _ in range(900)))
+
+    run(server(), scenario)
+
+
+def test_watchers_of_health_are_few_and_checks_are_always_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "MAX_WATCHERS", 2)
+
+    async def scenario(address: str) -> None:
+        async with client(address) as channel:
+            running = [await watch(channel) for _ in range(2)]
+            assert await code_of(channel, WATCH, [b""]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await call(channel)
+            assert not any(each.done() for each in running)
+
+    run(server(), scenario)
+
+
+def test_a_watcher_of_health_that_takes_no_answer_holds_neither_changes_nor_the_end_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watches, written = health.BoundedHealth.Watch, asyncio.Event()
+
+    async def noted(self: Any, request: Any, context: Any) -> None:
+        asyncio.get_running_loop().call_later(0.2, written.set)  # when it waits for the client to take its answer
+        await watches(self, request, context)
+
+    monkeypatch.setattr(health.BoundedHealth, "Watch", noted)
+    said = HELLO[:-9] + frame(SETTINGS, body=WINDOW.to_bytes(2, "big") + bytes(4))
+    said += headers_of_call(1, WATCH) + frame(DATA, END_STREAM, 1, bytes(5))
+
+    async def whole() -> None:
+        stopped = server()
+        address = await stopped.start()
+        [(_, writer)] = await connect(address, 1, said=said)
+        await written.wait()
+        await asyncio.wait_for(stopped.stop(0.1), 60)
+        writer.close()
+
+    asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+@pytest.mark.parametrize(("sessions", "streams"), [(1, 1024), (1000, 4000)])
+def test_a_connection_to_a_verifier_has_streams_for_a_relay_of_all_its_sessions(
+    sessions: int, streams: int, folder: Path
+) -> None:
+    async def scenario(address: str) -> None:
+        [(reader, writer)] = await connect(address, 1, said=HELLO)
+        async for kind, _, _, body in frames(reader):
+            if kind == SETTINGS:
+                settings = [body[at : at + 6] for at in range(0, len(body), 6)]
+                assert MAX_STREAMS.to_bytes(2) + streams.to_bytes(4) in settings
+                break
+        writer.close()
+
+    config = VerifierConfig(target=str(folder), listen="127.0.0.1:0", threads=1, max_sessions=sessions)
+    run(VerifierServer(config, SECRET), scenario)
+
+
+def test_connections_are_looked_at_when_no_descriptor_is_left() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listener.getsockname()[1]
+        watch = connections.ConnectionWatch(1)
+        assert watch._look(port, 0.0) == 0
+        for _ in range(3):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            opened.enter_context(listener.accept()[0])
+        null = os.open(os.devnull, os.O_RDONLY)
+        opened.callback(os.close, null)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[0]), limits[1]))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                opened.callback(os.close, os.dup(null))
+        assert watch._look(port, 1.0) == 2
+        watch.stop()
+
+
+def test_connections_that_cannot_be_looked_at_are_few_lines_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = []
+    watch = connections.ConnectionWatch(1)
+
+    def fail(port: int, now_s: float) -> int:
+        looks.append(port)
+        if len(looks) == 20:
+            watch.stop()
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(connections, "LOOK_S", 0.001)
+    monkeypatch.setattr(watch, "_look", fail)
+    watch._run(1)
+    assert len(looks) == 20
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(("descriptors", "room"), [(1024, 768), (300, 150), (20_000, 8192), (-1, 8192)])
 def test_a_server_keeps_descriptors_for_itself(descriptors: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (descriptors, descriptors))
@@ -264,3 +485,17 @@ def test_a_server_keeps_descriptors_for_itself(descriptors: int, room: int, monk
 )
 def test_a_network_of_64_bits_counts_as_one_address(host: str, network: str) -> None:
     assert connections.network_of(host) == network
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        ("ipv4:192.0.2.7:50", "192.0.2.7"),
+        ("ipv6:%5B::ffff:192.0.2.7%5D:50", "192.0.2.7"),
+        ("ipv6:%5B2001:db8::7%5D:50", "2001:db8::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:50", "fe80::/64"),
+        ("unix:/tmp/socket", "unix:/tmp/socket"),
+    ],
+)
+def test_a_peer_of_grpc_has_a_network(peer: str, network: str) -> None:
+    assert connections.network_of_peer(peer) == network

@@ -44,6 +44,8 @@ from outrider.proto.session import VerifierRules
 from outrider.proto.types import VerifierStatus
 
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
+# A client waits with more. A relay has a stream for each session, two more for each that come back, and spare ones.
+MAX_STREAMS_OF_CONNECTION = 1024
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +131,9 @@ class VerifierServer:
         if self._config.metrics_listen:  # a thread of its own, before gRPC's
             self._engine.metrics.watch(self._engine, max_sessions=self._config.max_sessions)
             self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
-        options = [*SERVER_OPTIONS, *connection_options()]  # a limit of calls would hold for health checks, too
+        # A limit of calls in all would hold for health checks, too. A relay's streams share one connection.
+        streams = max(MAX_STREAMS_OF_CONNECTION, 4 * self._config.max_sessions)
+        options = [*SERVER_OPTIONS, *connection_options(), ("grpc.max_concurrent_streams", streams)]
         self._server = grpc.aio.server(options=options, interceptors=(self._connections,))
         self._server.add_generic_rpc_handlers((self._streams.service(),))
         self._server.add_generic_rpc_handlers((report_service(self, self._secret),))

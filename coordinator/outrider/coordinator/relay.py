@@ -127,7 +127,7 @@ class StreamRelay:
         """Return a stream's first frame, or EOF, and its verifier, which hears of no stream before that frame."""
         claim = lease_in(context.invocation_metadata() or (), self._secret, self._clock())
         self._route(claim)
-        with self._half_open.hold(context.peer(), claim.session):
+        with self._half_open.hold(context.peer(), claim.session, claim.key):
             try:
                 opening = await asyncio.wait_for(context.read(), OPEN_WITHIN_S)
             except TimeoutError as error:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
@@ -27,6 +27,7 @@ from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
 from outrider.proto.plumbing.extras import lacking
+from outrider.proto.plumbing.health import BoundedHealth
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
@@ -58,7 +59,7 @@ class CoordinatorServer:
         self._config = config
         self._cluster = cluster
         self._server: grpc.aio.Server | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = BoundedHealth()
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_server: MetricsServer | None = None
         self._relay: StreamRelay | None = None

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from outrider.proto.address import host_of_peer
 from outrider.proto.errors import ResourceExhausted
+from outrider.proto.plumbing.connections import discount, network_of_peer
 
 RETRY_S = 1.0
 
@@ -18,7 +18,7 @@ class StreamLimits:
     Args:
         kind: what they are, for errors.
         most: streams that may work at once.
-        most_of_peer: streams that one address may have, working or not.
+        most_of_peer: streams that one address, or IPv6 network of 64 bits, may have, working or not.
         unread_s: time for which an answer may stay unread; then the stream works no more, and goes with its client.
     """
 
@@ -28,21 +28,19 @@ class StreamLimits:
         self._most = most
         self._most_of_peer = most_of_peer
         self.working = 0
-        self._by_host: Counter[str] = Counter()
+        self._by_network: Counter[str] = Counter()
 
     @contextmanager
     def of_peer(self, peer: str) -> Iterator[None]:
         """Count a stream of `peer`, in gRPC's notation; raises `ResourceExhausted` where it has too many."""
-        host = host_of_peer(peer)
-        if self._by_host[host] >= self._most_of_peer:
+        network = network_of_peer(peer)
+        if self._by_network[network] >= self._most_of_peer:
             raise self._refusal(f"your address has {self._most_of_peer}")
-        self._by_host[host] += 1
+        self._by_network[network] += 1
         try:
             yield
         finally:
-            self._by_host[host] -= 1
-            if not self._by_host[host]:
-                del self._by_host[host]
+            discount(self._by_network, network)
 
     @contextmanager
     def work(self) -> Iterator[None]:

@@ -1,11 +1,13 @@
-"""Limits of a gRPC server's connections, which cost nothing to open and a descriptor to keep.
+"""Limits of a gRPC server's connections and calls, which cost nothing to open and a descriptor or memory to keep.
 
 gRPC limits their number, the time of a handshake and that without any call. It neither counts them by address nor shows
-one before its first call, so a thread beside it looks at the sockets of this process and shuts those that are too many.
+a connection before its first call, so a thread beside it looks at the sockets of this process and shuts those that are
+too many. Nor does it show a call before its one message, so such calls are served as streams of one message.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
@@ -15,22 +17,30 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from outrider.proto.address import host_of_peer
+from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
+from outrider.proto.plumbing.logs import LineLimit
+from outrider.proto.rpc_errors import to_status
+from outrider.proto.streams import CLIENT_GONE
 
 MAX_CONNECTIONS = 8192
 SHARE_OF_ADDRESS = 8  # an address may have this part of them
 SPARE_DESCRIPTORS = 256  # for files, for other servers and for Ray
 HANDSHAKE_S = 10.0  # for TLS and the first frame of HTTP/2
 FIRST_CALL_S = 10.0
+MAX_CALLS_OF_ADDRESS = 2304  # that are no streams of messages, until their answers are taken; a connection has fewer
+MESSAGE_S = 10.0  # from a call's headers to its message
+RETRY_S = 1.0
 IDLE_S = 300.0  # without a call; an edge connects again with its next one, and most always watch for drafters
 LOOK_S = 1.0
 LOOK_AGAIN_S = 0.1  # after connections were shut, since whoever opened them may open more
@@ -72,6 +82,9 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
     It shuts connections of an address beyond a limit, those without a call first and then the newest, and those without
     a call within `FIRST_CALL_S`, of which an address may keep one beside each that has been used: edges connect ahead.
     None is shut while a call runs on it. An IPv6 network of 64 bits counts as one address.
+
+    It also keeps each address to `MAX_CALLS_OF_ADDRESS` calls that are no streams of messages, unless connections have
+    no limit, and each of those to `MESSAGE_S` for its message.
     """
 
     def __init__(self, of_address: int | None = None) -> None:
@@ -81,12 +94,15 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         self._running: Counter[_Peer] = Counter()
         self._called: set[_Peer] = set()
         self._sockets: dict[int, _Connection | None] = {}  # by inode; None: not one of the server's
+        self._calls: Counter[str] = Counter()  # by network; in the event loop alone
         self._ended = threading.Event()
+        self._spare: int | None = None
+        self._failures = LineLimit(lambda: time.monotonic() / LOG_S)
         self._unsaid = 0
         self._say_at_s = 0.0
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """Count a call, whose handler is a coroutine function, for its connection."""
+        """Count a call, whose handler is a coroutine function, for its connection and its address."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -94,11 +110,13 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         kind += "_stream" if handler.response_streaming else "_unary"
         behave = getattr(handler, kind)
 
-        async def counted(request: Any, context: Any) -> Any:
+        async def counted(requests: Any, context: Any) -> Any:
+            request = requests if handler.request_streaming else await self._message(context)
             with self._call(context.peer()):
                 return await behave(request, context)
 
-        return handler._replace(**{kind: counted})
+        served = "stream_stream" if handler.response_streaming else "stream_unary"
+        return handler._replace(**{"request_streaming": True, served: counted})
 
     def begin(self, port: int) -> None:
         """Watch the connections to this port of the process."""
@@ -115,10 +133,18 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             try:
                 shut = self._look(port, time.monotonic())
             except Exception:  # the top of a thread: connections are to be limited whatever happens
-                log.exception("the connections of port %d cannot be looked at; that will be tried again", port)
+                if self._failures.next_line() is not None:
+                    log.exception("the connections of port %d cannot be looked at; that will be tried again", port)
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
 
     def _look(self, port: int, now_s: float) -> int:
         """Shut connections that are too many or unused at `now_s`, and return their number."""
+        with self._spare_descriptor():
+            return self._look_now(port, now_s)
+
+    def _look_now(self, port: int, now_s: float) -> int:
         with self._lock:
             called, self._called = self._called, set()
         before, self._sockets = self._sockets, {}
@@ -164,6 +190,40 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             return connection.peer in self._running
 
     @contextmanager
+    def _spare_descriptor(self) -> Iterator[None]:
+        """Give back a descriptor that is kept for this, and keep one again afterwards."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    async def _message(self, context: Any) -> Any:
+        """Count a call until its end, and return the first message, after which gRPC reads no other one either."""
+        network = network_of_peer(context.peer())
+        call = asyncio.current_task()
+        assert call is not None  # noqa: S101 - a coroutine runs in a task
+        self._calls[network] += 1
+        call.add_done_callback(lambda _: discount(self._calls, network))  # its answer is taken after its handler
+        if self._of_address and self._calls[network] > MAX_CALLS_OF_ADDRESS:
+            why = f"your address has {MAX_CALLS_OF_ADDRESS} calls under way, which is the limit; try again"
+            await _abort(context, *to_status(ResourceExhausted(why, retry_after_s=RETRY_S)))
+        try:
+            async with asyncio.timeout(MESSAGE_S):
+                message = await context.read()
+        except TimeoutError:
+            why = f"the request did not come within {MESSAGE_S:.0f} s; try again"
+            await _abort(context, *to_status(Unavailable(why, retry_after_s=RETRY_S)))
+        except DecodeError:  # otherwise gRPC logs it, as often as a stranger likes
+            await _abort(context, *to_status(InvalidArgument("is not a message of this method", field="request")))
+        if message is grpc.aio.EOF:
+            await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "the method takes one message; the call has none")
+        return message
+
+    @contextmanager
     def _call(self, peer: str) -> Iterator[None]:
         if peer.startswith("unix:"):
             yield
@@ -176,9 +236,7 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             yield
         finally:
             with self._lock:
-                self._running[which] -= 1
-                if not self._running[which]:
-                    del self._running[which]
+                discount(self._running, which)
 
     def _say(self, shut: int, host: str, now_s: float) -> None:
         self._unsaid += shut
@@ -186,6 +244,13 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             line = "shut %d connections that were too many of one address or had no call, the last of %s"
             log.warning(line, self._unsaid, host)
             self._unsaid, self._say_at_s = 0, now_s + LOG_S
+
+
+async def _abort(context: Any, code: grpc.StatusCode, details: str, trailing: Any = ()) -> NoReturn:
+    """End a call by a status, which nobody reads where the client is gone."""
+    with suppress(CLIENT_GONE):
+        await context.abort(code, details, trailing)
+    raise asyncio.CancelledError
 
 
 def _open_sockets() -> Iterator[tuple[int, int]]:
@@ -232,3 +297,16 @@ def _plain(host: str) -> str:
 def network_of(host: str) -> str:
     """Return what counts as one address: the network of 64 bits of an IPv6 address, which one client can have."""
     return str(ipaddress.ip_network((host, 64), strict=False)) if ":" in host else host
+
+
+def network_of_peer(peer: str) -> str:
+    """Return what counts as one address of a gRPC peer; a Unix socket is one, too."""
+    host = host_of_peer(peer)
+    return host if host.startswith("unix:") else network_of(_plain(host))
+
+
+def discount(counts: Counter[Any], name: Hashable) -> None:
+    """Count one less of `name`, and forget it with the last one."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -6,12 +6,12 @@ Such a stream costs its client nothing. Whoever opens many at once must not keep
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
-from outrider.proto.address import host_of_peer
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, read_lease
+from outrider.proto.plumbing.connections import discount, network_of_peer
 
 OPEN_WITHIN_S = 10.0
 MAX_OF_SESSION = 2  # an edge that comes back may be faster than the news that its old stream is gone
@@ -22,16 +22,16 @@ class HalfOpenStreams:
     """Counts of streams that are not admitted, in one event loop.
 
     Args:
-        max_of_peer: most streams of one address, whatever their leases.
+        max_of_peer: most streams of one address, or of an IPv6 network of 64 bits, whatever their leases.
         refused: called whenever one is refused.
     """
 
     def __init__(self, max_of_peer: int, refused: Callable[[], None]) -> None:
         self._max_of_peer = max_of_peer
         self._refused = refused
-        self._of_peer: Counter[str] = Counter()
-        self._of_session: Counter[str] = Counter()
-        self._of_key: Counter[str] = Counter()
+        self._of_peer: Counter[Hashable] = Counter()
+        self._of_session: Counter[Hashable] = Counter()  # by key, too: another key may lease the same name
+        self._of_key: Counter[Hashable] = Counter()
 
     @contextmanager
     def hold(self, peer: str, session: str = "", key: str = "", max_of_key: int = 0) -> Iterator[None]:
@@ -46,21 +46,21 @@ class HalfOpenStreams:
         Raises:
             ResourceExhausted: the session, the key or the peer has too many already.
         """
-        host, of_key = host_of_peer(peer), max(max_of_key, MAX_OF_SESSION)
-        if session and self._of_session[session] >= MAX_OF_SESSION:
+        network, of_key = network_of_peer(peer), max(max_of_key, MAX_OF_SESSION)
+        if session and self._of_session[key, session] >= MAX_OF_SESSION:
             raise self._refusal(f"the session has {MAX_OF_SESSION} streams that are not admitted")
         if key and max_of_key and self._of_key[key] >= of_key:
             raise self._refusal(f"key {key!r} has {of_key} streams that are not admitted")
-        if self._of_peer[host] >= self._max_of_peer:
+        if self._of_peer[network] >= self._max_of_peer:
             raise self._refusal(f"{self._max_of_peer} streams from your address are not admitted")
-        held = (self._of_peer, host), (self._of_session, session), (self._of_key, key)
+        held = (self._of_peer, network), (self._of_session, (key, session)), (self._of_key, key)
         for counts, name in held:
             counts[name] += 1
         try:
             yield
         finally:
             for counts, name in held:
-                _discount(counts, name)
+                discount(counts, name)
 
     def __len__(self) -> int:
         return self._of_peer.total()
@@ -86,9 +86,3 @@ def token_in(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
     if not isinstance(token, bytes):
         raise InvalidArgument("must be bytes", field=LEASE_METADATA)
     return token
-
-
-def _discount(counts: Counter[str], name: str) -> None:
-    counts[name] -= 1
-    if not counts[name]:
-        del counts[name]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -31,6 +33,7 @@ TOKENS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0,
 
 FIELD = "metrics_listen"
 CLIENT_TIMEOUT_S = 10.0
+MAX_CLIENTS = 32
 
 
 def exposition(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
@@ -78,7 +81,7 @@ class MetricsServer:
             return [body] if request["REQUEST_METHOD"] == "GET" else []
 
         host, port = split_address(listen, FIELD)
-        server_class = _Server6 if ":" in host else ThreadingWSGIServer
+        server_class = _Server6 if ":" in host else _Server
         try:
             self._server = make_server(host, port, answer, server_class, _Handler)
         except OSError as error:
@@ -94,7 +97,34 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Server6(ThreadingWSGIServer):
+class _Server(ThreadingWSGIServer):
+    """A server of `MAX_CLIENTS` connections, which shuts the oldest one of whoever has most to take another."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._clients: dict[Any, str] = {}  # addresses of sockets, oldest first
+        self._changed = threading.Condition()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin a thread for a connection."""
+        with self._changed:
+            if len(self._clients) >= MAX_CLIENTS:
+                counts = Counter(self._clients.values())
+                with suppress(OSError):  # it has just been closed at the other end
+                    max(self._clients, key=lambda each: counts[self._clients[each]]).shutdown(socket.SHUT_RDWR)
+                self._changed.wait_for(lambda: len(self._clients) < MAX_CLIENTS)
+            self._clients[request] = client_address[0]
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        super().shutdown_request(request)
+        with self._changed:
+            self._clients.pop(request, None)
+            self._changed.notify()
+
+
+class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
