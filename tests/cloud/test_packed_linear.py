@@ -260,9 +260,7 @@ def no_numbers(layer):
 def test_a_wrong_product_of_one_layer_keeps_the_shape_plain(monkeypatch, caplog, dtype, wrong, which):
     model = nn.Sequential(linear(48, 48, dtype=dtype), linear(48, 48, dtype=dtype, seed=4))
     broken = model[which]
-    monkeypatch.setattr(
-        packed_linear, "packed_product", lambda layer: (wrong if layer is broken else by_rows)(layer)
-    )
+    monkeypatch.setattr(packed_linear, "packed_product", lambda layer: (wrong if layer is broken else by_rows)(layer))
     monkeypatch.setattr(packed_linear, "faster", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         packing = pack_linears(model)

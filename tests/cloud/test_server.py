@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cloud import decode_streams
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.heartbeat import HealthJudge, HealthRules
+from outrider.cloud.report import verifier_report
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.stream_outbox import StreamOutbox
 from outrider.cloud.testing import decode_by_hand, save_tiny_target
@@ -41,6 +42,7 @@ from outrider.proto.errors import (
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
 from outrider.proto.plumbing.health import MAX_WATCHERS
 from outrider.proto.rpc_errors import from_rpc_error
+from outrider.proto.streams import send_bytes
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Cancel,
@@ -97,7 +99,9 @@ class RawStream:
 
     async def send(self, *frames):
         for frame in frames:
-            await self.call.write(frame if isinstance(frame, bytes) else codec.encode_edge_frame(frame))
+            # The call may just have ended; gRPC's own `write` would put an error of its own in place of its status.
+            with contextlib.suppress(grpc.aio.InternalError):
+                await send_bytes(self.call, frame if isinstance(frame, bytes) else codec.encode_edge_frame(frame))
 
     async def receive(self):
         """The next frame; None at the end; OutriderError as the status says."""
@@ -782,6 +786,33 @@ def test_a_draft_that_no_edge_sends_ends_its_stream_though_it_is_passed_over(end
     run(folder, scenario)
 
 
+@pytest.mark.parametrize("state", ["waiting for its text", "with its text ended", "with its next text begun"])
+@pytest.mark.parametrize("first", [b"", codec.encode_edge_frame(Cancel())])
+def test_a_second_open_ends_its_stream_at_once_and_is_not_decoded(state, first, folder, expected, monkeypatch):
+    decoded = []
+    decode = codec.decode_edge_frame
+    monkeypatch.setattr(codec, "decode_edge_frame", lambda data, *limits: decoded.append(data) or decode(data, *limits))
+
+    async def scenario(bench):
+        stream = bench.stream()
+        opening = waiting(bench) if state == "waiting for its text" else bench.open(keep_s=60.0)
+        await stream.send(opening)
+        await stream.opened()
+        if opening.keep_s:
+            await stream.rest()
+        if state == "with its next text begun":
+            await stream.send(Continue(START, (), chain=1, sampling=Sampling(max_tokens=3000, ignore_eos=True)))
+            assert isinstance(await stream.receive(), Commit), "a kept session goes on"
+        second = first + codec.encode_edge_frame(bench.open())
+        await stream.send(second)
+        error = await stream.error()
+        assert (type(error), error.field) == (InvalidArgument, "frame.open")
+        assert (second in decoded) == bool(first), "one behind another kind of frame shows only then"
+        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
 def test_other_texts_go_on_while_a_large_frame_is_decoded(folder, expected, monkeypatch):
     begun, ended = threading.Event(), threading.Event()
     decode = codec.decode_edge_frame
@@ -1033,6 +1064,26 @@ def test_the_session_of_another_key_is_not_taken_over_by_whoever_knows_its_name(
         await again.send(bench.open(lease=bench.lease(key="alice", epoch=1), epoch=1))
         await again.opened()
         assert await again.rest() == (expected, FinishReason.LENGTH), "its own edge may take it"
+
+    run(folder, scenario, secret=SECRET)
+
+
+def test_a_coordinator_tells_the_text_of_a_key_from_another_of_that_name(folder, expected):
+    async def scenario(bench):
+        streams = {}
+        for key, epoch in (("alice", 0), ("mallory", 7)):
+            lease = bench.lease(key=key, epoch=epoch)
+            streams[key] = bench.stream(lease)
+            await streams[key].send(waiting(bench, lease=lease, epoch=epoch))
+            await streams[key].opened()
+        report = verifier_report(bench.server)
+        assert (report["admitted"], report["ends_texts_of_keys"]) == ({"alice/s": 0, "mallory/s": 7}, True)
+        bench.server.send_away(frozenset({"mallory/s", "bob/s"}))
+        assert isinstance(await streams["mallory"].error(), Unavailable)
+        await streams["alice"].send(Draft(0, START, (), complete=True))
+        assert token_ids((await streams["alice"].receive()).tokens) == expected[:1], "it goes on"
+        bench.server.send_away(frozenset({"s"}))  # as a coordinator of an older release says
+        assert isinstance(await streams["alice"].error(), Unavailable)
 
     run(folder, scenario, secret=SECRET)
 

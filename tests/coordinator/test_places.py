@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Fleet:
         self.path = path / "keys.toml"
         self.write(*(keys or (ALICE,)))
         self.admission = CallerAdmission(Keys.from_file(self.path), clock=lambda: self.now_s)
+        self.older = False  # release of its verifiers
         self.texts: dict[str, dict[str, dict[str, float]]] = {"a": {}, "b": {}}  # started at, by verifier, key, session
 
     def write(self, *keys: Key) -> None:
@@ -51,7 +53,7 @@ class Fleet:
         infos = []
         for name, texts in self.texts.items():
             ages = {key: {one: self.now_s - at for one, at in those.items()} for key, those in texts.items()}
-            info = ready(name, lists_texts=True, texts_of_keys=ages)
+            info = ready(name, lists_texts=True, texts_of_keys=ages, ends_texts_of_keys=not self.older)
             state = states.get(name, VerifierState.READY)
             infos.append(info.down() if state is VerifierState.DOWN else info)
         return self.admission.observe(infos, self.now_s)
@@ -71,7 +73,7 @@ def refused(fleet: Fleet, session: str, verifier: str = "b") -> bool:
 
 
 def flat(away: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
-    return {verifier: sorted(sessions) for verifier, sessions in away.items()}
+    return {verifier: sorted(texts) for verifier, texts in away.items()}
 
 
 def test_a_text_that_goes_on_keeps_its_place_whatever_its_edge_reports(fleet: Fleet) -> None:
@@ -138,13 +140,31 @@ def test_kept_conversations_that_go_on_at_two_verifiers_are_held_to_one_limit(fl
     assert fleet.poll() == {}
     fleet.start("b", "young")
     assert fleet.poll() == {}, "one poll may have met one text at two verifiers, or one that ends and the next"
-    assert flat(fleet.poll()) == {"b": ["young"]}
+    assert flat(fleet.poll()) == {"b": ["alice/young"]}
     fleet.end("b", "young")
     assert refused(fleet, "young"), "it may wait for the other's end"
     assert fleet.poll() == {}
     fleet.end("a", "old")
     fleet.poll()
     assert not refused(fleet, "young")
+
+
+def test_what_a_key_has_too_much_ends_no_text_of_another_key_with_that_name(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, ALICE, replace(ALICE, name="mallory", sha256=secret_sha256("mallorys")))
+    fleet.start("a", "victim")
+    for session in ("old", "victim"):
+        fleet.start("a", session, "mallory")
+        fleet.now_s += 1.0
+    fleet.poll()
+    assert flat(fleet.poll()) == {"a": ["mallory/victim"]}
+    fleet.older = True
+    assert flat(fleet.poll()) == {"a": ["victim"]}, "a verifier of an older release knows no names of keys"
+
+
+def test_a_session_is_admitted_only_by_its_own_key_except_where_none_are_listed() -> None:
+    info = replace(ready("a"), admitted={"alice/s": 3, "mallory/s": 1 << 31, "alone": 2})
+    assert [info.admitted_epoch(key, "s") for key in ("alice", "mallory", "bob", "")] == [3, 1 << 31, -1, -1]
+    assert info.admitted_epoch("", "alone") == info.admitted_epoch("alice", "alone") == 2
 
 
 def test_reports_of_a_key_that_was_caught_are_not_believed(fleet: Fleet) -> None:
@@ -157,7 +177,7 @@ def test_reports_of_a_key_that_was_caught_are_not_believed(fleet: Fleet) -> None
     for session in ("s1", "s2"):
         fleet.report(session)
     assert refused(fleet, "s3")
-    assert flat(fleet.poll()) == {"b": ["s2"]}
+    assert flat(fleet.poll()) == {"b": ["alice/s2"]}
 
 
 def test_a_text_that_moves_counts_once_and_is_never_sent_away(fleet: Fleet) -> None:
@@ -179,7 +199,7 @@ def test_texts_of_a_key_that_is_taken_away_are_sent_away_and_those_of_others_sta
     assert fleet.poll() == fleet.poll() == {}
     fleet.write(ALICE)
     assert fleet.poll() == {}
-    assert flat(fleet.poll()) == {"a": ["b1"], "b": ["b2"]}, "a key that another coordinator may know is left alone"
+    assert flat(fleet.poll()) == {"a": ["bob/b1"], "b": ["bob/b2"]}, "one that another coordinator may know stays"
 
 
 def test_a_file_of_keys_that_is_broken_for_a_moment_sends_nobody_away(tmp_path: Path) -> None:
@@ -201,7 +221,7 @@ def test_a_lower_limit_holds_for_what_goes_on(tmp_path: Path) -> None:
         assert fleet.poll() == {}
     fleet.write(ALICE)
     fleet.poll()
-    assert flat(fleet.poll()) == {"a": ["s2"], "b": ["s1"]}, "the oldest stays"
+    assert flat(fleet.poll()) == {"a": ["alice/s2"], "b": ["alice/s1"]}, "the oldest stays"
 
 
 def test_what_does_not_list_its_texts_frees_no_place(fleet: Fleet) -> None:

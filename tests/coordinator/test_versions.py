@@ -292,7 +292,7 @@ def test_one_key_alone_decides_nothing_whatever_edges_it_invents(gain: float, se
     assert keyless.states["2"] is not CANDIDATE, "negative control: its edges vote where there are no keys"
 
 
-def test_a_key_stays_within_its_lead_over_all_others_across_a_restart(tmp_path: Path) -> None:
+def test_a_key_stays_within_its_lead_over_the_most_active_other_across_a_restart(tmp_path: Path) -> None:
     fleet = Fleet()
     fleet.publish("1")
     fleet.publish("1", "2")
@@ -305,7 +305,82 @@ def test_a_key_stays_within_its_lead_over_all_others_across_a_restart(tmp_path: 
     fleet.statistics.load(tmp_path / "state.json")
     fleet.publish("1", "2")
     flood(fleet, "mallory", 0.0)
-    assert fleet.status("2").texts == KEY_LEAD + 2 * 3
+    assert fleet.status("2").texts == KEY_LEAD + 1 + 3
+
+
+LIES = {  # gain of the candidate, and its seconds for a token where the other takes .001
+    "it hits always": (1.0, 0.001),
+    "it hits never": (-1.0, 0.001),
+    "it is slow": (0.0, 0.01),
+}
+WHEN: dict[str, Callable[[int], bool]] = {
+    "throughout": lambda text: True,
+    "early": lambda text: text < 10,
+    "late": lambda text: text >= 25,
+    "in turns": lambda text: text % 20 < 10,
+}
+
+
+def votes(tmp_path: Path, gain: float, honest: int, liars: int, lie: str, when: str, seed: int) -> Fleet:
+    """Return a fleet after up to 300 texts of `honest` keys, with three beside each by keys that lie."""
+    fleet = Fleet(seed=seed)
+    fleet.publish("1")
+    fleet.publish("1", "2")
+    claimed, seconds = LIES[lie]
+    for text in range(300):
+        for place in range(3 if WHEN[when](text) else 0):
+            told = fleet.report(f"m{text}-{place}", {"1": -claimed, "2": claimed}, **{"1": 0.001, "2": seconds})
+            fleet.statistics.add(told, tenant=f"mallory-{text % liars}")
+        report = fleet.report(f"h{text}", {"1": 0.0, "2": gain}, **{"1": 0.001, "2": 0.001})
+        fleet.statistics.add(report, tenant=f"honest-{fleet.rng.integers(honest)}")
+        if fleet.states["2"] is not CANDIDATE:
+            break
+        if text == 30:
+            fleet.statistics.save(tmp_path / "state.json")
+            fleet.statistics = fleet.coordinator()
+            fleet.statistics.load(tmp_path / "state.json")
+            fleet.publish("1", "2")
+    return fleet
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("gain", "right"), [(1 / 16, CURRENT), (-1 / 16, RETIRED)])
+def test_no_lies_of_one_key_turn_the_verdict_of_others(
+    tmp_path: Path, gain: float, right: VersionState, lie: str, when: str
+) -> None:
+    for seed in range(2):
+        assert votes(tmp_path, gain, 20, 1, lie, when, seed).states["2"] is right, "nor hold it up"
+        for honest in (1, 4):
+            assert votes(tmp_path, gain, honest, 1, lie, when, seed).states["2"] in (CANDIDATE, right), honest
+
+
+def test_as_many_keys_that_lie_as_others_would_turn_it(tmp_path: Path) -> None:
+    assert votes(tmp_path, -1 / 16, 20, 20, "it hits always", "throughout", 0).states["2"] is CURRENT
+
+
+def test_two_keys_decide_together_and_with_one_alone_its_edges_do() -> None:
+    for keys, gain, state in ((2, 0.1, CURRENT), (2, -0.1, RETIRED), (1, 0.1, CURRENT), (1, -0.1, RETIRED)):
+        fleet = Fleet()
+        fleet.publish("1")
+        fleet.publish("1", "2")
+        for text in range(200):
+            report = fleet.report(f"pi-{text}", {"1": 0.0, "2": gain})
+            fleet.statistics.add(report, tenant=f"key-{text % 2}" if keys == 2 else "")  # see `votes_as`
+        assert fleet.states["2"] is state, (keys, gain)
+
+
+def test_a_key_that_comes_later_decides_no_more_alone_than_the_edges_before_it() -> None:
+    fleet = Fleet()
+    fleet.publish("1")
+    fleet.publish("1", "2")
+    for text in range(10):
+        fleet.statistics.add(fleet.report(f"pi-{text}", {"1": 0.0, "2": -0.1}))
+    for text in range(500):
+        tenant = ("mallory", "alice")[text % 2]
+        gain = 0.4 if tenant == "mallory" else -0.1
+        fleet.statistics.add(fleet.report(f"{tenant}-{text}", {"1": 0.0, "2": gain}), tenant=tenant)
+    assert fleet.states["2"] in (CANDIDATE, RETIRED)
 
 
 def test_a_flood_of_one_key_takes_no_votes_from_others() -> None:

@@ -21,7 +21,7 @@ class Admission:
     Attributes:
         draining: whether sessions are being sent elsewhere.
         failed: whether no step succeeds here any more.
-        admitted: epochs of the sessions that got a slot, the newest `MAX_ADMITTED`, for the coordinator's account.
+        admitted: epochs of the newest `MAX_ADMITTED` texts that got a slot, by name, for the coordinator's account.
     """
 
     def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int, source: NoSource) -> None:
@@ -77,12 +77,13 @@ class Admission:
         session.credit = self.credit
         slot = Slot(key, session, outbox, now, isolation, limit, matcher=matcher)
         self._slots.open(slot)
-        self._note_admitted(session)
+        self._note_admitted(slot)
         return slot
 
-    def _note_admitted(self, session: VerifierSession) -> None:
-        self.admitted.pop(session.id, None)
-        self.admitted[session.id] = session.epoch
+    def _note_admitted(self, slot: Slot) -> None:
+        name = _text_name(slot)
+        self.admitted.pop(name, None)
+        self.admitted[name] = slot.session.epoch
         if len(self.admitted) > MAX_ADMITTED:
             del self.admitted[next(iter(self.admitted))]
 
@@ -109,10 +110,13 @@ class Admission:
                 retry_after_s=1.0,
             )
 
-    def send_away(self, sessions: Collection[str]) -> None:
-        """End those of the sessions whose texts go on; they may return with another lease, where they get one."""
+    def send_away(self, texts: Collection[str]) -> None:
+        """End those of the texts that go on; they may return with another lease, where they get one.
+
+        A text is API key and session, with a slash between. Coordinators of older releases name the session alone.
+        """
         for slot in self._slots.unfinished():
-            if slot.session.id in sessions:
+            if _text_name(slot) in texts or slot.session.id in texts:
                 self._slots.fail(slot, Unavailable("the API key has no place for this text; ask for another lease"))
 
     def drain(self) -> None:
@@ -125,6 +129,11 @@ class Admission:
 
 def _key_of(limit: KeyLimit | None) -> str:
     return limit.key if limit is not None else ""
+
+
+def _text_name(slot: Slot) -> str:
+    """Return API key and session with a slash between, which no key's name has; without a key, the session."""
+    return f"{slot.key_name}/{slot.session.id}" if slot.key_name else slot.session.id
 
 
 def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:

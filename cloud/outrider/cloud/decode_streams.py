@@ -24,12 +24,13 @@ from outrider.cloud.health import VerifierHealth
 from outrider.cloud.lease_end import LeaseEnds
 from outrider.cloud.metering import limit_of, meter_of
 from outrider.cloud.stream_outbox import Stalls, StreamOutbox
+from outrider.cloud.stream_state import opened_twice
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
-from outrider.proto.address import host_of_peer
 from outrider.proto.errors import Internal, InvalidArgument, NotFound, OutriderError
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Meters
+from outrider.proto.plumbing.connections import network_of_peer
 from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
 from outrider.proto.plumbing.logs import LineLimit, about
 from outrider.proto.rpc_errors import to_status
@@ -39,6 +40,7 @@ from outrider.proto.types import Commit, Continue, EdgeFrame, Goaway, Open, Open
 
 SPARE_STREAMS = 16  # not admitted yet, beside two for each session
 MAX_UNTAKEN = 256
+OPEN_TAG = b"\x0a"  # first byte of an Open: field 1 of EdgeFrame, which has a length
 
 log = logging.getLogger(__name__)
 
@@ -183,11 +185,15 @@ class DecodeStreams:
         room = asyncio.Semaphore(MAX_UNTAKEN)
         try:
             opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
-            owner = (claim.key if claim is not None else "") or host_of_peer(context.peer())
+            owner = (claim.key if claim is not None else "") or network_of_peer(context.peer())
             grammar = opening.sampling.grammar
             admitted = outbox.admitted = asyncio.create_task(self._admit(key, opening, claim, outbox, owner))
             async for data in requests:
+                if data[:1] == OPEN_TAG:  # one may be as long as a prompt, and it is refused whatever it says
+                    raise opened_twice()
                 frame = await self._decoded(data)
+                if isinstance(frame, Open):  # behind a frame of another kind in the same message, which it replaces
+                    raise opened_twice()
                 if isinstance(frame, Ping):
                     outbox.answer(frame)
                     continue

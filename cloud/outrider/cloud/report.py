@@ -69,6 +69,7 @@ def verifier_report(server: _Server) -> dict[str, Any]:
             "incarnation": server.incarnation,
             "lists_texts": True,
             "lists_admitted": True,
+            "ends_texts_of_keys": True,
             "texts_of_keys": server.texts_of_keys,
         }
     )
@@ -77,7 +78,8 @@ def verifier_report(server: _Server) -> dict[str, Any]:
 def report_service(server: _Server, secret: bytes) -> grpc.GenericRpcHandler:
     """Return the service that answers coordinators, which prove that they have `secret`; empty: nobody needs to.
 
-    A request is a JSON object, whose `send_away` lists sessions that are to end here; the answer is the report.
+    A request is a JSON object, whose `send_away` lists texts that are to end here, as `Admission.send_away` names them;
+    the answer is the report.
     """
 
     async def handle(data: bytes, context: Any) -> bytes:
@@ -85,8 +87,8 @@ def report_service(server: _Server, secret: bytes) -> grpc.GenericRpcHandler:
             if secret:
                 token = token_in(context.invocation_metadata() or ())
                 check_coordinator(token, secret, verifier=server.status().name, now_s=time.time())
-            if sessions := _to_send_away(data):
-                server.send_away(sessions)
+            if texts := _to_send_away(data):
+                server.send_away(texts)
         except OutriderError as error:
             await context.abort(*to_status(error))
         return json.dumps(verifier_report(server)).encode()
@@ -99,7 +101,7 @@ def _to_send_away(data: bytes) -> frozenset[str]:
         request = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("is not JSON", field="report_request") from error
-    sessions = request.get("send_away", []) if isinstance(request, Mapping) else None
-    if not isinstance(sessions, list) or not all(isinstance(session, str) for session in sessions):
-        raise InvalidArgument("must be a list of sessions", field="report_request.send_away")
-    return frozenset(sessions)
+    texts = request.get("send_away", []) if isinstance(request, Mapping) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgument("must be a list of texts", field="report_request.send_away")
+    return frozenset(texts)

@@ -12,7 +12,6 @@ from outrider.proto.types import (
     Cancel,
     CloudFrame,
     Commit,
-    Continue,
     Draft,
     EdgeFrame,
     Goaway,
@@ -55,8 +54,8 @@ class StreamState:
 
 
 def expects(session: VerifierSession, frame: EdgeFrame) -> bool:
-    """Return whether a session takes a frame: where its text has ended, few."""
-    return session.finish is None or isinstance(frame, Continue | Report)
+    """Return whether a session takes a frame; where its text has ended, what was on its way is passed over."""
+    return session.finish is None or not isinstance(frame, Draft | Branches | Cancel)
 
 
 def pass_frame(session: VerifierSession, frame: EdgeFrame, arrived: float) -> Commit | None:
@@ -75,5 +74,10 @@ def pass_frame(session: VerifierSession, frame: EdgeFrame, arrived: float) -> Co
         case Cancel():
             return session.on_cancel()
         case Open():
-            raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
+            raise opened_twice()
     return None
+
+
+def opened_twice() -> InvalidArgument:
+    """Return the error of a stream with a second Open."""
+    return InvalidArgument("comes twice in one stream; open another stream", field="frame.open")

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # What the settings say of a verifier at a fixed address, whatever it says itself, which may be behind another address.
 CONFIGURED = ("name", "address", "model", "tokenizer_sha256", "tls", "tls_name")
-SendAway = Mapping[str, frozenset[str]]  # sessions by name of their verifier
+SendAway = Mapping[str, frozenset[str]]  # texts by name of their verifier, each by `text_name` where that knows it
 
 
 class VerifierState(StrEnum):
@@ -53,7 +53,8 @@ class VerifierInfo(VerifierStatus):
         fenced: reports of former starts that were refused.
         lists_texts: whether it says which texts of API keys go on there.
         lists_admitted: whether it says which sessions it has admitted lately.
-        admitted: epochs of these sessions.
+        admitted: epochs of these sessions, by `text_name`; by session alone at verifiers of older releases.
+        ends_texts_of_keys: whether it ends a text by its `text_name`, and so none of another key.
         texts_of_keys: seconds that each has gone on for, by key and session.
     """
 
@@ -66,6 +67,7 @@ class VerifierInfo(VerifierStatus):
     lists_texts: bool = False
     lists_admitted: bool = False
     admitted: dict[str, int] = field(default_factory=dict)
+    ends_texts_of_keys: bool = False
     texts_of_keys: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -80,6 +82,10 @@ class VerifierInfo(VerifierStatus):
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
 
+    def admitted_epoch(self, key: str, session: str) -> int:
+        """Return the epoch of a session that it has admitted lately; -1: it has not."""
+        return self.admitted.get(text_name(key, session), self.admitted.get(session, -1))
+
     def down(self) -> VerifierInfo:
         """Return this verifier in the state that it has while it does not answer."""
         return replace(self, state=VerifierState.DOWN, sessions=0, kv_pages_free=0)
@@ -87,6 +93,11 @@ class VerifierInfo(VerifierStatus):
     def status(self) -> VerifierStatus:
         """Return the view of operators and edges, which hides the address of a verifier that is down."""
         return replace(self, address="") if self.state is VerifierState.DOWN else self
+
+
+def text_name(key: str, session: str) -> str:
+    """Return the name of the text of a session, which edges choose, among those of all API keys; empty key: none."""
+    return f"{key}/{session}" if key else session
 
 
 def known_fields(kind: type, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +129,7 @@ class Cluster(Protocol):
         """
 
     async def send_away(self, sessions: SendAway) -> None:
-        """Have verifiers, by name, end the texts of these sessions; whether they return is a matter of leases."""
+        """Have verifiers, by name, end these texts; whether they return is a matter of leases."""
 
     async def tokenizer_json(self, name: str) -> str:
         """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound`."""

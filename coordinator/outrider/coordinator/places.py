@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
+from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState, text_name
 
 RESUME_S = 60.0  # for which an edge tries to open a stream, so that its text keeps the place meanwhile
 ENDING_S = 1.0  # from an edge's report until its verifier has noticed
@@ -28,6 +28,7 @@ class _Leased:
 class _Listed:
     verifier: str
     age_s: float
+    name: str  # by which its verifier ends it
 
 
 class KeyPlaces:
@@ -107,7 +108,7 @@ class KeyPlaces:
         for key in suspected & self._suspected:
             texts = sorted(self._listed[key].items(), key=lambda text: (text[1].age_s, text[0]))
             for session, listed in texts[: len(texts) - (limits[key] or 0)]:
-                away[listed.verifier] = away.get(listed.verifier, frozenset()) | {session}
+                away[listed.verifier] = away.get(listed.verifier, frozenset()) | {listed.name}
                 self._leased.pop((key, session), None)  # it comes back where there is a place, with another lease
         return away
 
@@ -124,4 +125,5 @@ def _texts(verifiers: Iterable[VerifierInfo]) -> Iterator[tuple[str, str, _Liste
     for verifier in verifiers:
         for key, ages in verifier.texts_of_keys.items():
             for session, age_s in ages.items():
-                yield key, session, _Listed(verifier.name, age_s)
+                name = text_name(key, session) if verifier.ends_texts_of_keys else session
+                yield key, session, _Listed(verifier.name, age_s, name)

@@ -7,16 +7,26 @@ import logging
 import math
 import os
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from outrider.coordinator.fleet import Drafter, FleetAcceptance, Hits
-from outrider.coordinator.versions import DrafterVersions, VersionChange, VersionState
+from outrider.coordinator.fleet import MAX_SHOWN, REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
+from outrider.coordinator.versions import DrafterVersions, VersionChange, VersionState, hashed
 from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport, VersionStatus
+from outrider.proto.policy.sequential import MIN_CLASS_SHARE
+from outrider.proto.types import (
+    MAX_REPORTED_DRAFTERS,
+    ClassAcceptance,
+    DrafterPrior,
+    DraftingPrior,
+    EdgeStatus,
+    SessionReport,
+    VersionStatus,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +36,14 @@ REPORT_TOKENS = 20_000
 MEMORY_TOKENS = 400_000
 # Reports come from strangers, whose names must not grow the table without end.
 MAX_ROWS = 1024
+MAX_KEYS = 32  # whose hits are known apart; the one that was longest not reported goes
 MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
 MAX_SHOWN_VERSIONS = 256
 DAY_S = 86400.0
+
+KeyedRow = tuple[str, str, str, int, int, float, float, str]  # a `CellRow` and the hash of a key; empty: none
+_What = TypeVar("_What")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,86 @@ class _Edge:
     last: SessionReport
     came_at_s: float
     sessions: int
+
+
+class SharedAcceptance:
+    """The hits of all drafters in the texts of all API keys, each of which has a bounded share of every answer.
+
+    The hits of each key are kept apart, by a hash of its name, and brought together when they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self._of_keys: OrderedDict[str, FleetAcceptance] = OrderedDict()  # most recently reported last
+
+    def add(self, report: SessionReport, served: Collection[Drafter], key: str) -> None:
+        """Count a checked report that came with a key; see `FleetAcceptance.add`."""
+        self._of_keys.setdefault(key, FleetAcceptance()).add(report, served)
+        self._of_keys.move_to_end(key)
+        if len(self._of_keys) > MAX_KEYS:
+            self._of_keys.popitem(last=False)
+
+    def inherit(self, name: str, version: str, parent: str) -> None:
+        """Let a version begin with its parent's hits at half their weight."""
+        for acceptance in self._of_keys.values():
+            acceptance.inherit(name, version, parent)
+
+    def forget(self, name: str, version: str) -> None:
+        """Drop the hits of a version that is offered no more."""
+        for acceptance in self._of_keys.values():
+            acceptance.forget(name, version)
+
+    def total(self, name: str, version: str) -> Hits:
+        """Return the hits of a version in all texts for all models."""
+        return _shared({key: each.total(name, version) for key, each in self._of_keys.items()})
+
+    def classes(self, name: str, version: str) -> frozenset[int]:
+        """Return the kinds of text, those of no known kind left out, that have a common share of a version's trials."""
+        kinds = self._by(lambda row: row[3] if row[1:3] == (name, version) else None)
+        trials = {kind: hits.trials for kind, hits in kinds.items() if kind is not None}
+        common = MIN_CLASS_SHARE * sum(trials.values())
+        return frozenset(kind for kind, count in trials.items() if kind and count >= common)
+
+    def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
+        """Return the expected hit rates of the drafters of `model`, most trials first; see `FleetAcceptance.prior`."""
+        of: defaultdict[Drafter, dict[str, Hits]] = defaultdict(dict)
+        for key, acceptance in self._of_keys.items():
+            for each in acceptance.prior(model, prompt_class, link_class):
+                of[each.drafter, each.drafter_version][key] = Hits(each.acceptance * each.trials, each.trials)
+        shared = ((drafter, _shared(of_keys)) for drafter, of_keys in of.items())
+        priors = (DrafterPrior(*drafter, hits.rate, hits.trials) for drafter, hits in shared)
+        return tuple(sorted(priors, key=lambda prior: -prior.trials)[:MAX_REPORTED_DRAFTERS])
+
+    @property
+    def shown(self) -> tuple[ClassAcceptance, ...]:
+        """Hits by drafter and class, most trials first."""
+        cells = [
+            ClassAcceptance(model, prompt_class, link_class, DrafterPrior(name, version, hits.rate, hits.trials))
+            for (model, name, version, prompt_class, link_class), hits in self._by(lambda row: row[:5]).items()
+        ]
+        return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
+
+    def rows(self) -> list[KeyedRow]:
+        """Return all hits as rows to save, with the key's hash at the end."""
+        return [(*row, key) for key, acceptance in self._of_keys.items() for row in acceptance.rows()]
+
+    def take_over(self, rows: Iterable[KeyedRow]) -> None:
+        """Begin with saved rows; raises `ValueError` or `TypeError` if they are malformed."""
+        of_keys: defaultdict[str, list[CellRow]] = defaultdict(list)
+        for model, name, version, prompt_class, link_class, hits, trials, *key in rows:  # older releases wrote no key
+            of_keys["".join(map(str, key))].append((model, name, version, prompt_class, link_class, hits, trials))
+        taken = OrderedDict((of_key, FleetAcceptance()) for of_key in of_keys)
+        for of_key, acceptance in taken.items():
+            acceptance.take_over(of_keys[of_key])
+        self._of_keys = OrderedDict(list(taken.items())[-MAX_KEYS:])
+
+    def _by(self, what: Callable[[CellRow], _What]) -> dict[_What, Hits]:
+        """Return the hits of all cells that are the same in this."""
+        found: defaultdict[_What, defaultdict[str, Hits]] = defaultdict(lambda: defaultdict(Hits))
+        for key, acceptance in self._of_keys.items():
+            for row in acceptance.rows():
+                of_keys = found[what(row)]
+                of_keys[key] = of_keys[key].plus(Hits(*row[5:]))
+        return {each: _shared(of_keys) for each, of_keys in found.items()}
 
 
 class FleetStatistics:
@@ -69,9 +163,9 @@ class FleetStatistics:
         self._edges_before = 0  # named ones before a restart, which count until they had a day to come back
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
-        self.acceptance = FleetAcceptance()
+        self.acceptance = SharedAcceptance()
         self.versions = DrafterVersions(self.acceptance.classes)
-        self._rows: OrderedDict[tuple[str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
+        self._rows: OrderedDict[tuple[str, str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
 
     def look(self, offered: Iterable[tuple[str, str, int]]) -> bool:
         """Take in line, version and sequence of the catalogue's drafters; return whether any version's state changed.
@@ -86,7 +180,8 @@ class FleetStatistics:
         Args:
             report: report of the session.
             served: drafters of the catalogue.
-            tenant: name of the API key that it came with; empty: there are none that could outvote each other.
+            tenant: name of the API key that it came with, which has a bounded share of every sum; empty: there are none
+                that could outvote each other.
             owner: salt of that key, if versions may be its own; empty: none.
 
         Raises:
@@ -94,7 +189,8 @@ class FleetStatistics:
         """
         check_report(report)
         offered = [each for each in report.drafter_hits if self._is_for_all(each.drafter, each.drafter_version)]
-        self.acceptance.add(replace(report, drafter_hits=tuple(offered)), served)
+        of_key = tenant and hashed(tenant)
+        self.acceptance.add(replace(report, drafter_hits=tuple(offered)), served, of_key)
         voter = f"{tenant}/{report.edge}" if report.edge else ""
         hits, now_s = report.drafter_hits, self._unix_clock()
         voted = self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day, owner, tenant)
@@ -104,11 +200,12 @@ class FleetStatistics:
         self._see_edge(report)
         if not report.verified_tokens:
             return changed
-        key = (report.model, report.drafter, report.drafter_version)
+        key = (report.model, report.drafter, report.drafter_version, of_key)
         session = Hits(report.accepted_tokens, report.verified_tokens).limited(REPORT_TOKENS)
         self._rows[key] = self._rows.pop(key, Hits()).plus(session).limited(MEMORY_TOKENS)
-        while len(self._rows) > MAX_ROWS:
-            self._rows.popitem(last=False)
+        if len(self._rows) > MAX_ROWS:  # whoever invents drafters pushes out its own
+            ((most, _),) = Counter(of_key for *_, of_key in self._rows).most_common(1)
+            del self._rows[next(row for row in self._rows if row[3] == most)]
         return changed
 
     def _is_for_all(self, name: str, version: str) -> bool:
@@ -189,13 +286,16 @@ class FleetStatistics:
         The classes select the hits of each drafter; 0: any.
         """
         rows = {key: row for key, row in self._rows.items() if key[0] == model}
-        fitting = [row for key, row in rows.items() if key[1:] in drafters]
-        verified = Hits.total(fitting or rows.values())
+        fitting = {key: row for key, row in rows.items() if key[1:3] in drafters}
+        of_keys: defaultdict[str, Hits] = defaultdict(Hits)
+        for (*_, of_key), row in (fitting or rows).items():
+            of_keys[of_key] = of_keys[of_key].plus(row)
+        verified = _shared(of_keys)
         return DraftingPrior(verified.rate, step_s, self.acceptance.prior(model, prompt_class, link_class))
 
     def save(self, path: Path) -> None:
         """Write the statistics to `path`, whole or not at all; raises `OSError`."""
-        rows = [[*key, row.hits, row.trials] for key, row in self._rows.items()]
+        rows = [[*key[:3], row.hits, row.trials, key[3]] for key, row in self._rows.items()]
         whole = json.dumps(
             {
                 "leases_granted": self.leases_granted,
@@ -213,7 +313,9 @@ class FleetStatistics:
         """Restore what `save` wrote; without a readable file, begin with nothing."""
         try:
             parsed = json.loads(path.read_text(), parse_constant=finite_number, parse_float=finite_number)
-            rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["verified"]}
+            rows = {  # the key at the end is missing where an older release wrote them
+                (str(m), str(d), str(v), str(*k)): Hits(float(a), float(j)) for m, d, v, a, j, *k in parsed["verified"]
+            }
             leases_granted, edges = int(parsed["leases_granted"]), int(parsed.get("edges", 0))
             self.versions.take_over(parsed.get("versions", {}))  # which older releases did not write
             self.acceptance.take_over(parsed.get("acceptance", ()))  # nor this
@@ -224,6 +326,13 @@ class FleetStatistics:
             return
         self.leases_granted, self._edges_before = leases_granted, edges
         self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
+
+
+def _shared(of_keys: Mapping[str, Hits]) -> Hits:
+    """Return the sum of the hits of all keys, none of which weighs more than the largest other one and one text."""
+    weights = sorted((hits.trials for key, hits in of_keys.items() if key), reverse=True)
+    most = REPORT_COMPARED + sum(weights[1:2])
+    return Hits.total(hits.limited(most) if key else hits for key, hits in of_keys.items())
 
 
 def finite_number(text: str) -> float:

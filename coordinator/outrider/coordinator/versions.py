@@ -15,16 +15,18 @@ current for all, against which it is compared on the owner's texts alone, by the
 offered it, as an arm beside that.
 
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
-Edges choose their names, so no API key's texts are more than `KEY_LEAD` ahead of those of all other keys: one key alone
-decides nothing for others. False reports can hold a good version back, or a bad one in place, for a while; no text
-depends on them.
+Edges choose their names, and few large lies outweigh many small differences. So a verdict must also hold without the
+texts of any one API key, which alone decides nothing for others; with two keys, each must show it. And no key has more
+than `KEY_LEAD` texts more than the most active other key, so that one among many cannot hold a verdict up for long.
+False reports can hold a good version back, or a bad one in place, for a while; no text depends on them.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,6 +42,7 @@ MIN_EDGES = 2  # that the share should amount to
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
 KEY_LEAD = 4  # texts that decide nothing
+KEY_GROUPS = 8  # whose texts are left out in turn; the ninth key joins the first
 UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
 TRIAL_S = 7 * 86400.0  # after which any other does
 MAX_OWN = 4096  # versions with an owner that are remembered
@@ -65,74 +68,112 @@ class VersionState(StrEnum):
     RETIRED = "retired"
 
 
-class VersionComparison:
-    """A version against the one before it, on texts of edges.
+class _Evidence:
+    """Differences of hit rates and times between two versions in some texts."""
 
-    Attributes:
-        against: version that it is compared with.
-        test: test of their hit rates.
-    """
-
-    def __init__(self, against: str, number: int, kept: Collection[int] = ()) -> None:
-        self.against = against
-        self.test = PairedTest(number, kept)
+    def __init__(self, test: PairedTest) -> None:
+        self.test = test
         self._slower = SignTest()
         self._slowdown = 0.0  # sum
-        self._votes: dict[str, int] = {}  # texts of today by hash of the edge's name
-        self._of_keys: Counter[str] = Counter()  # texts by hash of the API key's name
-        self._day = 0
 
     @property
     def slowdown(self) -> float:
         """Mean time to draft a token over that of the other version; 0: not measured."""
         return self._slowdown / self._slower.count if self._slower.count else 0.0
 
-    def admit(self, voter: str, key: str, now_s: float, votes_a_day: int) -> bool:
-        """Return whether a text of this edge and API key counts, and if so, note it.
-
-        It does where the edge has had fewer than `votes_a_day` today, and the key, if there is one, no more than
-        `KEY_LEAD` beyond those of all others.
-        """
-        day = int(now_s // _DAY_S)
-        if day != self._day:
-            self._day, self._votes = day, {}
-        edge, key = _hashed(voter), key and _hashed(key)
-        if self._votes.get(edge, 0) >= votes_a_day or (edge not in self._votes and len(self._votes) >= MAX_VOTERS):
-            return False
-        if key and 2 * self._of_keys[key] - self._of_keys.total() >= KEY_LEAD:
-            return False
-        self._votes[edge] = self._votes.get(edge, 0) + 1
-        self._of_keys[key] += 1
-        return True
-
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int) -> None:
-        """Count a text with the hits of both versions."""
         self.test.add(own.hits / own.compared - other.hits / other.compared, prompt_class)
         if own.draft_s and other.draft_s:
             slowdown = min(own.draft_s / other.draft_s, 10.0)
             self._slower.add(min(1.0, max(-1.0, (slowdown - MAX_SLOWDOWN) / SLOWDOWN_CLIP)))
             self._slowdown += slowdown
 
-    @property
-    def verdict(self) -> tuple[Verdict, str]:
-        """Outcome so far, and the reason for it in a few words; empty while it is open."""
+    def verdict(self, against: str) -> tuple[Verdict, str]:
+        """Return the outcome so far, and the reason for it in a few words; empty while it is open."""
         test = self.test
         if self._slower.shows(candidate_error(test.number)):
-            return Verdict.WORSE, f"drafting takes {self.slowdown:.2f} times as long as in {self.against}"
+            return Verdict.WORSE, f"drafting takes {self.slowdown:.2f} times as long as in {against}"
         # A single edge's time says little; half of what retires a version keeps it from becoming current.
         perhaps_slower = 2 * self._slower.log_wealth >= -math.log(candidate_error(test.number))
         if test.verdict is Verdict.OPEN or (test.verdict is Verdict.BETTER and perhaps_slower):
             return Verdict.OPEN, ""
         where = f" of class {test.lost_class}" if test.lost_class is not None else ""
-        return test.verdict, f"hits {test.difference:+.3f} against {self.against} in {test.texts} texts{where}"
+        return test.verdict, f"hits {test.difference:+.3f} against {against} in {test.texts} texts{where}"
+
+    def saved(self) -> dict[str, Any]:
+        return {"test": self.test.rows(), "slower": self._slower.row(), "slowdown": self._slowdown}
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> Self:
+        made = cls(PairedTest.from_rows(saved["test"]))
+        made._slower, made._slowdown = SignTest.from_row(saved["slower"]), float(saved["slowdown"])
+        return made
+
+
+class VersionComparison:
+    """A version against the one before it, on texts of edges.
+
+    Attributes:
+        against: version that it is compared with.
+    """
+
+    def __init__(self, against: str, number: int, kept: Collection[int] = ()) -> None:
+        self.against = against
+        self._all = _Evidence(PairedTest(number, kept))
+        self._without: dict[int, _Evidence] = {}  # texts but those of a group of keys, by group
+        self._votes: dict[str, int] = {}  # texts of today by hash of the edge's name
+        self._of_keys: dict[str, int] = {}  # texts by hash of the API key's name, in order of the first
+        self._day = 0
+
+    @property
+    def test(self) -> PairedTest:
+        """Test of their hit rates in all texts."""
+        return self._all.test
+
+    def admit(self, voter: str, key: str, now_s: float, votes_a_day: int) -> bool:
+        """Return whether a text of this edge and API key counts, and if so, note it.
+
+        It does where the edge has had fewer than `votes_a_day` today, and the key, if there is one, is not ahead.
+        """
+        day = int(now_s // _DAY_S)
+        if day != self._day:
+            self._day, self._votes = day, {}
+        edge, of_key = hashed(voter), hashed(key)
+        if self._votes.get(edge, 0) >= votes_a_day or (edge not in self._votes and len(self._votes) >= MAX_VOTERS):
+            return False
+        if key and self._is_ahead(of_key):
+            return False
+        self._votes[edge] = self._votes.get(edge, 0) + 1
+        if key:
+            self._of_keys[of_key] = self._of_keys.get(of_key, 0) + 1
+        return True
+
+    def _is_ahead(self, key: str) -> bool:
+        """Return whether a key has as many texts more than the most active other key as it may."""
+        others = (texts for other, texts in self._of_keys.items() if other != key)
+        return self._of_keys.get(key, 0) >= KEY_LEAD + max(others, default=0)
+
+    def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int, key: str) -> None:
+        """Count an admitted text with the hits of both versions."""
+        group = list(self._of_keys).index(hashed(key)) % KEY_GROUPS if key else -1
+        if key and group not in self._without:
+            self._without[group] = copy.deepcopy(self._all)
+        for each in (self._all, *(without for left_out, without in self._without.items() if left_out != group)):
+            each.add(own, other, prompt_class)
+
+    @property
+    def verdict(self) -> tuple[Verdict, str]:
+        """Outcome that no key's texts alone decide, and the reason in a few words; empty while it is open."""
+        verdict, why = self._all.verdict(self.against)
+        agreed = all(each.verdict(self.against)[0] is verdict for each in self._without.values())
+        return (verdict, why) if agreed else (Verdict.OPEN, "")
 
     def saved(self) -> dict[str, Any]:
         """Return its state for a JSON file."""
         return {
             "against": self.against,
-            "test": self.test.rows(),
-            "slower": self._slower.row(),
-            "slowdown": self._slowdown,
+            **self._all.saved(),
+            "without": {group: each.saved() for group, each in self._without.items()},
             "day": self._day,
             "votes": self._votes,
             "of_keys": self._of_keys,
@@ -146,12 +187,11 @@ class VersionComparison:
             KeyError, ValueError, TypeError, AttributeError: it is malformed.
         """
         made = cls(str(saved["against"]), 1)
-        made.test = PairedTest.from_rows(saved["test"])
-        made._slower = SignTest.from_row(saved["slower"])
-        made._slowdown, made._day = float(saved["slowdown"]), int(saved["day"])
+        made._all, made._day = _Evidence.restored(saved), int(saved["day"])
         made._votes = {str(voter): int(votes) for voter, votes in saved["votes"].items()}
-        of_keys = saved.get("of_keys", {})  # which older releases did not write
-        made._of_keys = Counter({str(key): int(texts) for key, texts in of_keys.items()})
+        if "without" in saved:  # older releases counted texts without remembering what each key's had shown
+            made._without = {int(group): _Evidence.restored(each) for group, each in saved["without"].items()}
+            made._of_keys = {str(key): int(texts) for key, texts in saved["of_keys"].items()}
         return made
 
 
@@ -364,7 +404,7 @@ class DrafterVersions:
             now_s: Unix time.
             votes_a_day: texts of one edge that count.
             owner: salt of the edge's key, for versions that only it has; empty: none.
-            key: name of the edge's key, whose lead over other keys is limited; empty: there is no other.
+            key: name of the edge's key, without whose texts a verdict must hold; empty: there is no other.
         """
         if not voter:
             return []
@@ -382,7 +422,7 @@ class DrafterVersions:
                     continue
                 own, other = of.get((drafter, version)), of.get((drafter, comparison.against))
                 if own and other and _paired(own, other) and comparison.admit(voter, limited, now_s, votes):
-                    comparison.add(own, other, prompt_class)
+                    comparison.add(own, other, prompt_class, limited)
                     changes += line.decide(version, now_s)
         return changes
 
@@ -427,7 +467,8 @@ class DrafterVersions:
         self._lines = lines
 
 
-def _hashed(name: str) -> str:
+def hashed(name: str) -> str:
+    """Return a name that a state file may hold in place of an edge's or API key's."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
