@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.placement import place
+from outrider.coordinator.placement import RETRY_WHEN_DOWN_S, place
 from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.testing import TOKENIZER_SHA256, ready
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
@@ -85,6 +85,17 @@ def test_a_text_goes_where_there_is_the_context_that_it_needs_however_busy_that_
     assert place(fleet, "tiny", "", context_length=64).name == "a"
     with pytest.raises(ResourceExhausted):
         place([fleet[0], replace(fleet[1], sessions=4)], "tiny", "", context_length=65)
+
+
+def test_a_text_that_has_tokens_goes_only_where_its_promised_positions_are() -> None:
+    fleet = [ready("a", context_length=64), ready("b", context_length=128, state=DOWN)]
+    with pytest.raises(Unavailable, match="is ready"):
+        place(fleet, "tiny", "", precision="float32", context_length=128)
+    with pytest.raises(Unavailable, match=r"promised 128 positions.*a \(64\)") as refused:
+        place(fleet[:1], "tiny", "", precision="float32", context_length=128)
+    assert refused.value.field == "lease_request.context_length"
+    assert refused.value.retry_after_s == RETRY_WHEN_DOWN_S
+    assert place(fleet[:1], "tiny", "", precision="float32").name == "a", "older edges do not say what they need"
 
 
 def test_where_no_verifier_has_the_context_any_is_chosen_and_says_so_itself() -> None:

@@ -1,4 +1,4 @@
-"""More texts than places: those that wait keep their order through a daemon and a relay, and for the relay's places."""
+"""More texts than places: order and shares of those that wait, through a daemon and a relay, and of those that run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
+from outrider.proto.plumbing.access import Key, secret_sha256
 
 SECRET = b"a secret of the two of them"
 PROMPT = "def main(argv):\n"
@@ -28,11 +29,11 @@ Ask = Callable[[], Awaitable[Any]]
 
 @asynccontextmanager
 async def fleet(
-    tokenizer_file: Path, places: int, **options: Any
+    tokenizer_file: Path, places: int, *, step_s: float = 0.02, **options: Any
 ) -> AsyncIterator[tuple[VerifierServer, CoordinatorServer, str]]:
     tokenizer = await asyncio.to_thread(tokenizer_file.read_text, encoding="utf-8")
     async with AsyncExitStack() as stack:
-        verifier = VerifierServer(VerifierConfig(name="a", threads=1, min_step_s=0.02, max_sessions=places), SECRET)
+        verifier = VerifierServer(VerifierConfig(name="a", threads=1, min_step_s=step_s, max_sessions=places), SECRET)
         stack.push_async_callback(verifier.stop, 0)
         fixed = (StaticVerifier("a", await verifier.start(), "reference", tokenizer),)
         coordinator = CoordinatorServer(
@@ -102,5 +103,71 @@ def test_texts_that_wait_are_served_in_order_and_before_newcomers(
                 await until(lambda: not verifier.status().sessions or served)
                 await asyncio.gather(*texts, *(text("newcomer", ask) for _ in range(3)))
         assert served == ["first", "second", *["newcomer"] * 3]
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+@pytest.mark.parametrize(
+    ("places", "options"),
+    [(2, {}), (2, {"relay": True}), (4, {"relay": True, "relay_streams": 2})],
+    ids=["direct", "relay", "places of the relay"],
+)
+def test_a_key_with_many_waiting_texts_has_no_second_place_while_another_waits(
+    places: int, options: Any, tokenizer_file: Path, tmp_path: Path
+) -> None:
+    """Of two places the key many has both; the first that is free is the key few's, whose text came last."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(Key(name, secret_sha256(name)).toml() for name in ("many", "few")))
+    keys.chmod(0o600)
+    served: list[str] = []
+
+    async def main() -> None:
+        async with fleet(tokenizer_file, places, api_keys=keys, **options) as (_, coordinator, address):
+            many, few = (
+                Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="none", api_key=name, plaintext=True))
+                for name in ("many", "few")
+            )
+            async with many, few:
+                running = [many.generate(PROMPT, max_tokens=2000, ignore_eos=True) for _ in range(2)]
+                for text in running:
+                    await anext(text)
+                line = coordinator.service._view.queue  # type: ignore[union-attr]
+
+                async def text(client: Client, name: str) -> None:
+                    await client.complete(PROMPT, max_tokens=2)
+                    served.append(name)
+
+                texts = [asyncio.create_task(text(many, "many")) for _ in range(5)]
+                await until(lambda: len(line) == 5)
+                texts.append(asyncio.create_task(text(few, "few")))
+                await until(lambda: len(line) == 6)
+                await running[0].aclose()
+                await asyncio.gather(*texts)
+                await running[1].aclose()
+        assert served == ["few", *["many"] * 5]
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_text_whose_lease_ends_goes_on_before_those_that_wait(tokenizer_file: Path, tmp_path: Path) -> None:
+    """There is one place; a text that is there sooner than the edge of the running one may have it meanwhile."""
+    ended: list[str] = []
+
+    async def main() -> None:
+        async with fleet(tokenizer_file, 1, step_s=0.05, lease_seconds=1.5) as (_, coordinator, address):
+            client = Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="none"))
+            async with client:
+                line = coordinator.service._view.queue  # type: ignore[union-attr]
+
+                async def text(name: str, tokens: int) -> None:
+                    await client.complete(PROMPT, max_tokens=tokens, ignore_eos=True)
+                    ended.append(name)
+
+                running = asyncio.create_task(text("running", 45))
+                await until(lambda: coordinator.service.verifiers[0].sessions)  # type: ignore[union-attr]
+                texts = [asyncio.create_task(text("waiting", 10)) for _ in range(6)]
+                await until(lambda: len(line) == 6)
+                await asyncio.gather(running, *texts)
+        assert ended[-1] == "waiting", "not all of them came before the text that was running"
 
     asyncio.run(asyncio.wait_for(main(), 120))

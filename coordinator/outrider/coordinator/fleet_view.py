@@ -11,8 +11,9 @@ from functools import cache
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.placement import place, verifiers_for
+from outrider.coordinator.places import RESUME_S
 from outrider.coordinator.prefixes import PrefixMemory
-from outrider.coordinator.queue import PlaceQueue, PlaceTicket
+from outrider.coordinator.queue import RETRY_WHEN_FULL_S, KeyShare, PlaceQueue, PlaceTicket
 from outrider.proto.errors import NotFound, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.types import LeaseRequest
 
@@ -24,7 +25,6 @@ class LeaseGrant:
     """A lease that may not be in a report yet.
 
     Attributes:
-        ticket: number of the ticket that its text had in the line.
         is_open: whether it may still become a session.
     """
 
@@ -33,7 +33,6 @@ class LeaseGrant:
     tenant: str
     session: str
     epoch: int
-    ticket: int | None
     is_open: bool = True
 
 
@@ -53,6 +52,10 @@ class FleetView:
         self._poll_s = poll_s
         self._most = most
         self._draining: Counter[str] = Counter()
+        self._texts: dict[str, Counter[str]] = {}  # that verifiers list, by key and session
+        self._most_texts: Counter[str] = Counter()  # that keys had at once, in this `RESUME_S`
+        self._most_before: Counter[str] | None = None  # in the last one; None: it was not watched
+        self._counted_s = math.inf  # since when
         self._prefixes = PrefixMemory()
 
     @property
@@ -60,7 +63,7 @@ class FleetView:
         """Verifiers at the last poll."""
         return self._known
 
-    def observe(self, verifiers: tuple[VerifierInfo, ...]) -> None:
+    def observe(self, verifiers: tuple[VerifierInfo, ...], now_s: float) -> None:
         """Take in a poll: leases that verifiers have admitted are sessions now, and those of former starts are void."""
         before = {v.name: v.incarnation for v in self._known}
         self._known = verifiers
@@ -68,8 +71,14 @@ class FleetView:
         for grant in self.granted:
             v = of_name.get(grant.verifier)
             restarted = v is not None and v.incarnation != before.get(v.name, v.incarnation)
-            if v is None or restarted or v.admitted.get(grant.session, -1) >= grant.epoch:
+            if v is None or restarted or v.admitted_epoch(grant.tenant, grant.session) >= grant.epoch:
                 grant.is_open = False
+        self._texts = {}
+        for v in verifiers:
+            if v.state in (VerifierState.READY, VerifierState.DRAINING):  # else none of its texts goes on
+                for key, texts in v.texts_of_keys.items():
+                    self._texts.setdefault(key, Counter()).update(texts.keys())
+        self._count_texts(now_s)
 
     @property
     def verifiers(self) -> tuple[VerifierInfo, ...]:
@@ -131,28 +140,35 @@ class FleetView:
         """
         if request.inquiry:
             return self._place(request, tenant, now_s, self.verifiers)
-        number = self._take_back(tenant, request.session)
+        self._take_back(tenant, request.session)
         contexts = [v.context_length for v in self.known if v.context_length >= request.context_length]
         enough = min(contexts, default=request.context_length)  # so that texts of one kind want the same
         wants = (request.model, request.tokenizer_sha256, request.precision, enough)
-        ticket = self.queue.ask(tenant, request.session, wants, now_s, has_place=has_place, number=number)
+        has_run = self._has_run(request, tenant)
+        ticket = self.queue.ask(tenant, request.session, wants, now_s, has_place=has_place, has_run=has_run)
         try:
             return self._place(request, tenant, now_s, self._with_places_for(ticket, room, now_s))
         except (ResourceExhausted, Unavailable) as error:
             if request.suspected:  # its stream stands, and is left only where there is a place at once
-                self.queue.leave(tenant, request.session)
+                self.queue.withdraw(tenant, request.session)
                 raise
             places = sum(v.max_sessions for v in self.known if v.name in self._fits(wants)) or math.inf
             retry_s = self.queue.wait(ticket, places, now_s)
             if isinstance(error, ResourceExhausted):
                 raise ResourceExhausted(error.message, retry_after_s=retry_s) from error
+            ticket.due_s = now_s + RETRY_WHEN_FULL_S  # an edge comes when it likes where none is ready
             raise
         except OutriderError:
-            self.queue.leave(tenant, request.session)
+            self.queue.withdraw(tenant, request.session)
             raise
 
+    def withdraw(self, tenant: str, session: str) -> None:
+        """Note that a session does not wait now, and that nobody will use its lease."""
+        self.queue.withdraw(tenant, session)
+        self._take_back(tenant, session)
+
     def leave(self, tenant: str, session: str) -> None:
-        """Forget a session that waits no more, or whose lease nobody will use."""
+        """Forget a session whose text has ended."""
         self.queue.leave(tenant, session)
         self._take_back(tenant, session)
 
@@ -164,8 +180,9 @@ class FleetView:
         """Note that the session has a lease for `verifier`."""
         if request.prefixes:
             self._prefixes.note(tenant, request.prefixes, verifier)
-        number = self.queue.serve(tenant, request.session, now_s)
-        self.granted.append(LeaseGrant(now_s, verifier.name, tenant, request.session, request.epoch, number))
+        self.queue.serve(tenant, request.session, now_s)
+        self.granted.append(LeaseGrant(now_s, verifier.name, tenant, request.session, request.epoch))
+        self._count_texts(now_s)
 
     def _place(
         self, request: LeaseRequest, tenant: str, now_s: float, verifiers: Sequence[VerifierInfo]
@@ -189,9 +206,8 @@ class FleetView:
         self._expire(now_s)
         pending = Counter(grant.verifier for grant in self.granted if grant.is_open)
         free = {v.name: v.max_sessions - v.sessions - (pending[v.name] if v.lists_admitted else 0) for v in self.known}
-        free = {name: places for name, places in free.items() if places > 0}
         most = self._most() - pending.total()
-        open_to = self.queue.open_to(ticket, free, self._held(), cache(self._fits), room, most, now_s)
+        open_to = self.queue.open_to(ticket, free, self._share_of(), cache(self._fits), room, most, now_s)
         return tuple(v if v.name in open_to else replace(v, sessions=v.max_sessions) for v in self.verifiers)
 
     def _fits(self, wants: _Wants) -> frozenset[str]:
@@ -202,20 +218,47 @@ class FleetView:
             return frozenset()
         return frozenset(v.name for v in serve if v.state is VerifierState.READY)
 
-    def _held(self) -> Counter[str]:
-        """Return the places that keys have, by name, so far as verifiers tell."""
-        held = Counter(grant.tenant for grant in self.granted if grant.is_open)
-        for verifier in self.known:
-            held.update({key: len(texts) for key, texts in verifier.texts_of_keys.items()})
-        return held
+    def _has_run(self, request: LeaseRequest, tenant: str) -> bool:
+        """Return whether a text that claims to have tokens is one that a verifier has had, by its own word.
 
-    def _take_back(self, tenant: str, session: str) -> int | None:
-        """Forget the leases of a session that nobody uses; return the number of the ticket of the newest."""
-        number = None
+        That is how to know a text of a former start of the coordinator, or a later turn of a kept conversation.
+        """
+        session = request.session
+        return bool(request.precision) and (
+            session in self._texts.get(tenant, ()) or any(v.admitted_epoch(tenant, session) >= 0 for v in self.known)
+        )
+
+    def _held(self) -> Counter[str]:
+        """Return the places that keys have, by name, so far as verifiers tell; a text that moves has one."""
+        texts = self._texts
+        coming = {(g.tenant, g.session) for g in self.granted if g.is_open and g.session not in texts.get(g.tenant, ())}
+        return Counter({key: sessions.total() for key, sessions in texts.items()}) + Counter(key for key, _ in coming)
+
+    def _share_of(self) -> Callable[[str], KeyShare]:
+        held = cache(self._held)
+        these, before = self._most_texts, self._most_before
+
+        def share(key: str) -> KeyShare:
+            # Without keys nobody lists the texts, and whoever has just started does not know what went on before.
+            lately = math.inf if not key or before is None else max(these[key], before[key])
+            return KeyShare(held()[key], lately, self._texts.get(key, ()))
+
+        return share
+
+    def _count_texts(self, now_s: float) -> None:
+        """Note the texts that keys have now, where these are more than lately."""
+        self._expire(now_s)
+        self._counted_s = min(self._counted_s, now_s)
+        if now_s > self._counted_s + RESUME_S:
+            self._counted_s, self._most_texts, self._most_before = now_s, Counter(), self._most_texts
+        doubled = Counter({key: texts.total() - len(texts) for key, texts in self._texts.items()})
+        self._most_texts |= self._held() - doubled
+
+    def _take_back(self, tenant: str, session: str) -> None:
+        """Forget the leases of a session that nobody uses."""
         for grant in self.granted:
-            if grant.is_open and (grant.tenant, grant.session) == (tenant, session):
-                grant.is_open, number = False, grant.ticket
-        return number
+            if (grant.tenant, grant.session) == (tenant, session):
+                grant.is_open = False
 
     def _expire(self, now_s: float) -> None:
         # A lease becomes a session after a round trip, and is in the verifier's report one poll later.

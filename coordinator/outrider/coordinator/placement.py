@@ -45,13 +45,14 @@ def place(
         pending: numbers of granted leases not yet reported as sessions, by verifier.
         prefixes: numbers of beginnings of the text that verifiers took before (see `PrefixMemory.find`), by verifier.
         precision: precision of the text so far, which no verifier of another one may change; empty: any.
-        context_length: positions that the text needs; verifiers with fewer are chosen where none has so many.
+        context_length: positions that the text needs. Where no verifier has so many, a text without a token goes to
+            any, which says so; one that has a precision has tokens, and was promised them.
 
     Raises:
         NotFound: no verifier serves the model.
         TokenizerMismatch: its target has another tokenizer.
-        Unavailable: the verifiers that serve it are all down or draining, or compute in another precision; has
-            `retry_after_s`.
+        Unavailable: the verifiers that serve it are all down or draining, compute in another precision, or have too
+            few positions; has `retry_after_s`.
         ResourceExhausted: the ready verifiers are all full; has `retry_after_s`.
     """
     waiting = pending or {}
@@ -82,7 +83,16 @@ def verifiers_for(
 ) -> list[VerifierInfo]:
     """Return the verifiers, ready or not, that have what a text needs; see `place` for arguments and errors."""
     same = _with_precision(_with_tokenizer(_with_model(verifiers, model), tokenizer_sha256), precision)
-    return [v for v in same if v.context_length >= context_length or not v.context_length] or same
+    long = [v for v in same if v.context_length >= context_length or not v.context_length]
+    if precision and not long:
+        there_is = ", ".join(f"{v.name} ({v.context_length})" for v in same)
+        raise Unavailable(
+            f"the text was promised {context_length} positions, and for {same[0].model!r} there is {there_is}; start "
+            "one with the --context-length of the first",
+            field="lease_request.context_length",
+            retry_after_s=RETRY_WHEN_DOWN_S,
+        )
+    return long or same
 
 
 def _is_short(verifier: VerifierInfo) -> bool:

@@ -1,20 +1,26 @@
 """The line of texts that wait for a place at a verifier: in order of arrival, and fair between API keys. No I/O.
 
 An edge that is refused for want of a place gets a ticket by its session, and is told when to ask again. A freed place
-is kept for the ticket whose turn it is as long as its edge may still come in time, and nobody else gets it. The turn is
-that of the key with fewest places, and within a key that of the oldest ticket. So no text is passed by a later one that
-could take the same places, and no key gets another place while one with fewer waits.
+is kept for the ticket whose turn it is as long as its edge may still come in time, and nobody else gets it. Texts that
+had a place and lost it come first. Then the turn is that of the key with fewest places, and within a key that
+of the oldest ticket. So no running text yields to a newcomer, no text is passed by a later one that could take the same
+places, and no key gets another place while one with fewer waits.
+
+Edges say when texts end, and may lie. So the texts of a key that lost their places come before other keys' newcomers
+only until the key has as many places as lately: a liar has no more of it than of texts that do not end.
 
 A ticket counts from its edge's newest question until `GRACE_S` after the edge should have asked again; its number stays
-`FORGET_S` after that question, for an edge that comes late. An end that is reported takes it away at once.
+`FORGET_S` after that question, for an edge that comes late, and that of a text with a lease until its end is reported,
+which takes a ticket away at once.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 RETRY_WHEN_FULL_S = 2.0  # at most, from one question of a waiting edge to the next
@@ -26,8 +32,11 @@ FORGET_S = 2 * RETRY_WHEN_FULL_S
 RATE_OVER_S = 10.0
 MAX_TICKETS = 4096
 MAX_TICKETS_OF_KEY = 1024  # where there are keys
+MAX_NUMBERS = 8192  # of texts with leases, since some ends are never reported
 
 Fits = Callable[[Hashable], Collection[str]]
+
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -37,7 +46,7 @@ class PlaceTicket:
     Attributes:
         key: name of its API key; empty: none.
         session: its session.
-        number: order of arrival.
+        turn: whether it is a newcomer, and its number in the order of arrival.
         wants: what a verifier must have to take it.
         has_place: whether its key has counted it already, so that the key's limit does not hold it back.
         asked_s: newest question, in seconds.
@@ -46,7 +55,7 @@ class PlaceTicket:
 
     key: str
     session: str
-    number: int
+    turn: tuple[bool, int]
     wants: Hashable
     has_place: bool
     asked_s: float
@@ -57,12 +66,61 @@ class PlaceTicket:
         return now_s <= self.due_s + GRACE_S
 
 
+@dataclass(frozen=True, slots=True)
+class KeyShare:
+    """Places of an API key.
+
+    Attributes:
+        now: places that it has.
+        lately: most texts that had places at once in the last minute or two; infinite: it is not known.
+        listed: sessions that verifiers list; one that asks is about to leave its place.
+    """
+
+    now: int = 0
+    lately: float = math.inf
+    listed: Collection[str] = ()
+
+
+class _FreePlaces:
+    """The free places that are left once the texts before one have taken theirs."""
+
+    def __init__(self, free: Mapping[str, int], fits: Fits, room: Callable[[str], float]) -> None:
+        self._left = {name: places for name, places in free.items() if places > 0}
+        self._fits = fits
+        self._room = room
+        self._more: dict[str, float] = {}  # that a key may have
+        self._open_to: dict[Hashable, frozenset[str]] = {}  # by what a text wants
+
+    def open_to(self, ticket: PlaceTicket) -> frozenset[str]:
+        """Return the verifiers with a place that a text may have."""
+        if not ticket.has_place:
+            if ticket.key not in self._more:
+                self._more[ticket.key] = self._room(ticket.key)
+            if self._more[ticket.key] <= 0:
+                return _NONE
+        open_to = self._open_to.get(ticket.wants)
+        if open_to is None:
+            open_to = self._open_to[ticket.wants] = _NONE.union(self._left).intersection(self._fits(ticket.wants))
+        return open_to
+
+    def take(self, ticket: PlaceTicket, wanted: Mapping[str, int]) -> None:
+        """Give a text the place that fewest kinds of texts want."""
+        name = min(self.open_to(ticket), key=lambda name: (wanted[name], -self._left[name], name))
+        self._left[name] -= 1
+        if not self._left[name]:
+            del self._left[name]
+            self._open_to.clear()
+        if not ticket.has_place:
+            self._more[ticket.key] -= 1
+
+
 class PlaceQueue:
     """Tickets of waiting texts; times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, dict[str, PlaceTicket]] = {}  # by key and session, in order of their numbers
+        self._lines: dict[str, dict[str, PlaceTicket]] = {}  # by key and session, in order of their turns
         self._numbers = itertools.count()
+        self._leased: OrderedDict[tuple[str, str], int] = OrderedDict()  # numbers by key and session, newest lease last
         self._served: deque[float] = deque(maxlen=MAX_TICKETS)
         self._swept_s = -math.inf
 
@@ -70,7 +128,7 @@ class PlaceQueue:
         return sum(map(len, self._lines.values()))
 
     def ask(
-        self, key: str, session: str, wants: Hashable, now_s: float, *, has_place: bool, number: int | None
+        self, key: str, session: str, wants: Hashable, now_s: float, *, has_place: bool = False, has_run: bool = False
     ) -> PlaceTicket:
         """Return the ticket of a text whose edge asks, the one that it has or a new one.
 
@@ -80,16 +138,22 @@ class PlaceQueue:
             wants: see `PlaceTicket`.
             now_s: present time.
             has_place: see `PlaceTicket`.
-            number: that of its former ticket, with whose place nothing came about; None: it had none.
+            has_run: whether it is no newcomer although this queue knows of no lease.
         """
         self._sweep(now_s)
         line = self._lines.get(key, {})
         ticket = line.get(session)
         if ticket is None:
-            number = next(self._numbers) if number is None else number
-            ticket = PlaceTicket(key, session, number, wants, has_place, now_s, now_s)
-            if len(line) < (MAX_TICKETS_OF_KEY if key else MAX_TICKETS) and len(self) < MAX_TICKETS:
+            number = self._leased.get((key, session))
+            newcomer = number is None and not has_run
+            turn = newcomer, next(self._numbers) if number is None else number
+            ticket = PlaceTicket(key, session, turn, wants, has_place, now_s, now_s)
+            if not newcomer or (len(line) < (MAX_TICKETS_OF_KEY if key else MAX_TICKETS) and len(self) < MAX_TICKETS):
                 self._insert(ticket)
+        elif has_run and ticket.turn[0]:  # which was not known when it came
+            del line[session]
+            ticket.turn = False, ticket.turn[1]
+            self._insert(ticket)
         ticket.wants, ticket.has_place = wants, has_place
         ticket.asked_s = ticket.due_s = now_s
         return ticket
@@ -98,7 +162,7 @@ class PlaceQueue:
         self,
         ticket: PlaceTicket,
         free: Mapping[str, int],
-        held: Mapping[str, int],
+        share_of: Callable[[str], KeyShare],
         fits: Fits,
         room: Callable[[str], float],
         most: float,
@@ -108,41 +172,48 @@ class PlaceQueue:
 
         Args:
             ticket: the text's.
-            free: free places, by verifier.
-            held: places that keys have, by name.
+            free: free places of verifiers that take texts, by name.
+            share_of: what a key has, by its name.
             fits: verifiers that have what a ticket wants.
             room: places that a key may have beside those it has.
             most: free places of all verifiers that may be given.
             now_s: present time.
         """
-        left, has = Counter(free), Counter(held)
-        more: dict[str, float] = {}
-        kinds = {each.wants for line in self._lines.values() for each in line.values()} if len(free) > 1 else set()
-        wanted = Counter(name for wants in kinds for name in fits(wants))  # by so many kinds of texts
-        lines = {key: self._waiting(line, now_s) for key, line in self._lines.items()}
+        left = _FreePlaces(free, fits, room)
+        if not left.open_to(ticket):
+            return _NONE
+        tickets: dict[str, Iterable[PlaceTicket]] = {key: line.values() for key, line in self._lines.items()}
         if ticket.session not in self._lines.get(ticket.key, ()):  # there was no room for it in the line
-            lines[ticket.key] = itertools.chain(lines.get(ticket.key, ()), [ticket])
-        heads = {key: head for key, line in lines.items() if (head := next(line, None)) is not None}
-        while heads and most > 0 and left.total():
-            key = min(heads, key=lambda key: (has[key], heads[key].number))
-            head = heads[key]
-            more.setdefault(key, room(key))
-            open_to = frozenset(name for name in fits(head.wants) if left[name] > 0)
-            if not head.has_place and more[key] <= 0:
-                open_to = frozenset()
-            if head.session == ticket.session and key == ticket.key:
+            tickets[ticket.key] = itertools.chain(tickets.get(ticket.key, ()), [ticket])
+        lines = {key: self._waiting(line, left, now_s) for key, line in tickets.items()}
+        shares = {key: share_of(key) for key in lines}
+        has = {key: share.now for key, share in shares.items()}
+        turns: list[tuple[bool, int, int, PlaceTicket]] = []  # of each key the next, as a heap
+
+        def look_at_next(key: str) -> None:
+            head = next(lines[key], None)
+            if head is not None:
+                (newcomer, number), share = head.turn, shares[key]
+                yields = newcomer or has[key] - (head.session in share.listed) >= share.lately
+                heapq.heappush(turns, (yields, has[key], number, head))
+
+        for key in lines:
+            look_at_next(key)
+        wanted: Counter[str] | None = None
+        while turns and most > 0 and left.open_to(ticket):
+            *_, head = heapq.heappop(turns)
+            open_to = left.open_to(head)
+            if head is ticket:
                 return open_to
             if open_to:
-                left[min(open_to, key=lambda name: (wanted[name], -left[name], name))] -= 1
-                has[key] += 1
+                if wanted is None:
+                    kinds = {each.wants for line in self._lines.values() for each in line.values()}
+                    wanted = Counter(name for wants in kinds for name in fits(wants))  # by so many kinds of texts
+                left.take(head, wanted)
+                has[head.key] += head.session not in shares[head.key].listed
                 most -= 1
-                more[key] -= not head.has_place
-            following = next(lines[key], None)
-            if following is None:
-                del heads[key]
-            else:
-                heads[key] = following
-        return frozenset()
+            look_at_next(head.key)
+        return _NONE
 
     def wait(self, ticket: PlaceTicket, places: float, now_s: float) -> float:
         """Keep the ticket's place in the line, and return in how many seconds its edge should ask again.
@@ -154,41 +225,52 @@ class PlaceQueue:
             places: places that there are, taken ones included; infinite: none is known.
             now_s: present time.
         """
-        line = self._lines.get(ticket.key, {})
-        ahead = len(self._lines) * sum(other.number < ticket.number for other in line.values())
         retry_s = RETRY_WHEN_FULL_S
         while self._served and self._served[0] <= now_s - RATE_OVER_S:
             self._served.popleft()
         if self._served:
+            line = self._lines.get(ticket.key, {})
+            place = next((n for n, session in enumerate(line) if session == ticket.session), len(line))
+            ahead = len(self._lines) * place
             turn_s = RATE_OVER_S / len(self._served)  # from one place that is given to the next
             retry_s = min(max(IDLE_SHARE * places, ahead / 2) * turn_s, RETRY_WHEN_FULL_S)
         retry_s = max(min(retry_s, len(self) / QUESTIONS_PER_S), SOON_S)
         ticket.due_s = now_s + retry_s
         return retry_s
 
-    def serve(self, key: str, session: str, now_s: float) -> int | None:
-        """Take away the ticket of a text that got a place, and return its number, if it had one."""
+    def serve(self, key: str, session: str, now_s: float) -> None:
+        """Take away the ticket of a text that gets a place, and keep its number until it leaves."""
         self._served.append(now_s)
-        return self.leave(key, session)
+        ticket = self.withdraw(key, session)
+        self._leased.setdefault((key, session), ticket.turn[1] if ticket is not None else next(self._numbers))
+        self._leased.move_to_end((key, session))
+        if len(self._leased) > MAX_NUMBERS:
+            self._leased.popitem(last=False)
 
-    def leave(self, key: str, session: str) -> int | None:
-        """Take away the ticket of a text that waits no more, and return its number, if it had one."""
+    def withdraw(self, key: str, session: str) -> PlaceTicket | None:
+        """Take away the ticket of a text that does not wait now, and return it, if it had one."""
         line = self._lines.get(key, {})
         ticket = line.pop(session, None)
         if not line:
             self._lines.pop(key, None)
-        return ticket.number if ticket is not None else None
+        return ticket
+
+    def leave(self, key: str, session: str) -> None:
+        """Forget a text that has ended."""
+        self.withdraw(key, session)
+        self._leased.pop((key, session), None)
 
     def _insert(self, ticket: PlaceTicket) -> None:
         line = self._lines.setdefault(ticket.key, {})
-        later = [other for other in line.values() if other.number > ticket.number]
+        later = list(itertools.takewhile(lambda other: other.turn > ticket.turn, reversed(line.values())))
         for other in later:
             del line[other.session]
-        line.update({each.session: each for each in (ticket, *later)})
+        line.update({each.session: each for each in (ticket, *reversed(later))})
 
     @staticmethod
-    def _waiting(line: Mapping[str, PlaceTicket], now_s: float) -> Iterator[PlaceTicket]:
-        return (ticket for ticket in line.values() if ticket.counts(now_s))
+    def _waiting(line: Iterable[PlaceTicket], left: _FreePlaces, now_s: float) -> Iterator[PlaceTicket]:
+        """Return the tickets of a key, in order, that may have one of the places left when they are reached."""
+        return (ticket for ticket in line if left.open_to(ticket) and ticket.counts(now_s))
 
     def _sweep(self, now_s: float) -> None:
         """Drop the tickets whose edges have not asked for long, once in a while."""
@@ -197,4 +279,4 @@ class PlaceQueue:
         self._swept_s = now_s
         gone = [t for line in self._lines.values() for t in line.values() if now_s > t.asked_s + FORGET_S]
         for ticket in gone:
-            self.leave(ticket.key, ticket.session)
+            self.withdraw(ticket.key, ticket.session)

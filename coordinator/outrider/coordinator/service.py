@@ -96,7 +96,7 @@ class ControlService:
                 return
             asked_s = time.monotonic()
             try:
-                self._view.observe(await self._cluster.refresh())
+                self._view.observe(await self._cluster.refresh(), asked_s)
                 if away := self.admission.observe(self._view.known, asked_s):
                     self._note_away(away)
                     await self._cluster.send_away(away)
@@ -111,8 +111,9 @@ class ControlService:
                     await _learn_chat_template(self.catalogue, self._cluster, verifier)
 
     def _note_away(self, away: SendAway) -> None:
-        for verifier, sessions in away.items():
-            for session in sorted(sessions):
+        for verifier, texts in away.items():
+            for text in sorted(texts):
+                session = text.rpartition("/")[2]
                 logger.warning("a text beyond its API key's sessions is sent away", extra=about(session, verifier))
 
     async def _tell_owners(self) -> None:
@@ -326,7 +327,7 @@ class ControlService:
             if not request.inquiry:
                 admission.check_tokens(caller)
         except ResourceExhausted:
-            self._view.leave(caller.tenant, session)
+            self._view.withdraw(caller.tenant, session)
             raise
         has_place = admission.has_place(caller, session)
         chosen = self._view.welcome(request, caller.tenant, time.monotonic(), admission.room, has_place=has_place)

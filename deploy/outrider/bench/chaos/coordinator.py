@@ -80,7 +80,7 @@ class Coordinator:
             if verifier.is_up and not self.paths[name].is_cut and self._world.now >= verifier.process.frozen_until
         }
         self._roster.observe(tuple(self.verifiers), reports)
-        self._view.observe(self._roster.infos)
+        self._view.observe(self._roster.infos, self.clock.monotonic())
 
     def drain(self, name: str) -> None:
         """Have verifier `name` send its sessions elsewhere, and give it no more."""
@@ -88,7 +88,7 @@ class Coordinator:
         if verifier.is_up:
             verifier.process.serve(verifier.process.drain)
             self._roster.drained(name)
-            self._view.observe(self._roster.infos)
+            self._view.observe(self._roster.infos, self.clock.monotonic())
 
     def lease(self, request: LeaseRequest) -> Lease:
         """Return a lease, or raise why there is none."""
