@@ -257,7 +257,7 @@ def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
         assert (late.value.code(), "unread" in (late.value.details() or "")) == (grpc.StatusCode.UNAVAILABLE, True)
         for each in unread:
             each.cancel()
-        await call.until(lambda: not limits[0]._by_host)
+        await call.until(lambda: not limits[0]._by_network)
 
     serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
