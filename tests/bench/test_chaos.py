@@ -11,6 +11,7 @@ from outrider.bench.chaos.__main__ import main
 from outrider.bench.chaos.faults import PAIRS
 from outrider.bench.chaos.report import ChaosSummary, run_in_processes, run_schedules
 from outrider.bench.chaos.schedule import Schedule
+from outrider.bench.chaos.world import LocalClock, World
 from outrider.cloud.health import VerifierHealth
 from outrider.cloud.heartbeat import EngineCondition
 from outrider.cloud.local_source import LocalSource
@@ -256,6 +257,20 @@ def test_a_hundred_thousand_schedules_show_every_fault_in_every_state() -> None:
 def test_a_process_that_fails_and_stands_still_owes_a_late_stream_no_word() -> None:
     """Seed 1055422: the process ends in the moment in which it goes on, and the checker took that for a defect."""
     assert not run_schedules(1_055_422, 1).found
+
+
+@pytest.mark.parametrize("rate", [0.3, 3.0])
+def test_a_timer_that_is_set_while_a_clock_drifts_goes_off_by_that_clock(rate: float) -> None:
+    """Seed 1091744: a wait for a minute lasted for three, since the rate of its first seconds counted for all of it."""
+    world, went_off = World(1), list[float]()
+    clock = LocalClock(world)
+    clock.drift(rate)
+    world.after(8.0, lambda: clock.drift(1.0))
+    for seconds in (1.0, 60.0):
+        clock.after(seconds, lambda: went_off.append(world.now))
+    while not world.clock.is_over:
+        world.clock.advance()
+    assert went_off == pytest.approx([1.0 / rate, 8.0 + 60.0 - 8.0 * rate])
 
 
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 
 from outrider.bench.chaos.target import ToyTargets
 from outrider.bench.simulator.clock import VirtualClock
 
 KEEPALIVE_S = (20.0, 30.0)  # the silence of a connection after which an end of it gives up, as gRPC's options have it
+EXACT_S = 1e-6  # to which a clock that reads up to 1e5 s is read
 Event = Callable[[], None]
 
 
@@ -103,6 +107,8 @@ class LocalClock:
         self.rate = 1.0
         self.wall_error_s = 0.0
         self._at, self._reads = world.now, world.rng.uniform(0, 1e5)
+        self._numbers = itertools.count()
+        self._timers: dict[int, tuple[float, Event]] = {}  # that have not gone off: when, by this clock, and what then
 
     def monotonic(self) -> float:
         """Return the monotonic clock, in its seconds."""
@@ -116,10 +122,24 @@ class LocalClock:
         """Let the monotonic clock go at another rate from now on."""
         self._reads, self._at = self.monotonic(), self._world.now
         self.rate = rate
+        for number in list(self._timers):
+            self._wait(number)
 
     def after(self, seconds: float, event: Event) -> None:
-        """Let `event` happen after `seconds` of this clock."""
-        self._world.after(max(0.0, seconds) / self.rate, event)
+        """Let `event` happen after `seconds` of this clock, at whatever rates it goes meanwhile."""
+        number = next(self._numbers)
+        self._timers[number] = self.monotonic() + max(0.0, seconds), event
+        self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        at_s, _ = self._timers[number]
+        self._world.after(max(0.0, at_s - self.monotonic()) / self.rate, partial(self._go_off, number))
+
+    def _go_off(self, number: int) -> None:
+        at_s, event = self._timers.get(number, (math.inf, None))
+        if event is not None and at_s <= self.monotonic() + EXACT_S:  # else it did, or the clock is slower since
+            del self._timers[number]
+            event()
 
 
 class Path:
