@@ -1,4 +1,4 @@
-"""What a text may cost a grammar's threads: processor time that its tokens and masks grant it, and no second trial."""
+"""A text costs a grammar's threads no more than its tokens and masks grant it, and no second trial."""
 
 from __future__ import annotations
 

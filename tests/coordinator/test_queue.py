@@ -533,7 +533,7 @@ def shape(seed: int) -> Shape:
 
 
 def findings(seeds: range) -> Iterator[tuple[int, Finding]]:
-    """What should not have happened in the schedules of these seeds."""
+    """Return the violations in the schedules of these seeds."""
     return ((seed, found) for seed in seeds for found in WaitingWorld(shape(seed), seed).run().found)
 
 

@@ -34,7 +34,7 @@ MAX_IDLE_S = POLL_S + 2 * RETRY_WHEN_FULL_S + GRACE_S
 
 @dataclass(frozen=True)
 class Shape:
-    """What a world has.
+    """Shape of a world.
 
     Attributes:
         places: sessions that each verifier admits; the last verifier alone has the context that long texts need.
@@ -72,7 +72,7 @@ class Shape:
 
 
 class Finding(NamedTuple):
-    """What should not have happened, and the property that it violates."""
+    """A violation: what happened, and the property that it breaks."""
 
     violated: str
     what: str

@@ -1,4 +1,4 @@
-"""What tests start heeds signals, also where the tests themselves were started to ignore them."""
+"""Programs that tests start heed signals, also where the tests themselves were started to ignore them."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_texts_that_wait_are_served_in_order_and_before_newcomers(
 def test_a_key_with_many_waiting_texts_has_no_second_place_while_another_waits(
     places: int, options: Any, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """Of two places the key many has both; the first that is free is the key few's, whose text came last."""
+    """The key `many` has both places; the first that is free is that of the key `few`, whose text came last."""
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(Key(name, secret_sha256(name)).toml() for name in ("many", "few")))
     keys.chmod(0o600)

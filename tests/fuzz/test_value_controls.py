@@ -1,4 +1,4 @@
-"""What the tests of extreme values are for is planted here, and found among the examples of soak."""
+"""Defects are planted that extreme values must find, and found among the examples of soak."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ DOORS: dict[str, tuple[Callable[[int, Path], None], int, int]] = {
     "pages": (fire_at_pages, 60, 2000),
     "coordinator": (fire_at_coordinator, 100, 1500),
 }
-"""What fires at each door: how many examples in each run of the tests, and how many in soak."""
+"""Function that fires at each door, its number of examples in each run of the tests, and in soak."""
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -1,4 +1,4 @@
-"""What extreme values are given to: the codec, the session machine, a verifier, a coordinator, and what must not be."""
+"""Doors that extreme values are given to: the codec, the session machine, a verifier and a coordinator."""
 
 from __future__ import annotations
 

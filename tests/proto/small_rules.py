@@ -27,7 +27,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Rules:
-    """What there is in a world, and how often each fault may happen in it.
+    """Parts of a world, and how often each fault may happen in it.
 
     Attributes:
         tokens: length of a text.
@@ -128,7 +128,7 @@ def terms(rules: Rules, name: str) -> VerifierRules:
 
 
 class Choices:
-    """What a world leaves open within one action: a script decides, and after its end the first option."""
+    """Choices that a world leaves open within one action: a script decides, and after its end the first option."""
 
     def __init__(self) -> None:
         self.script: tuple[int, ...] = ()

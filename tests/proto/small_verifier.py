@@ -132,7 +132,7 @@ class SmallTarget(CountedPages):
 
 @dataclass(eq=False)
 class Sent(Outbox):
-    """What a verifier has said in a stream since anybody looked.
+    """Frames that a verifier has sent in a stream since anybody looked.
 
     Attributes:
         key: number of the stream.

@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Reaction(NamedTuple):
-    """What came of an event: choices made, the next state and what was said, or a violation."""
+    """Outcome of an event: choices made, the next state and what was said, or a violation."""
 
     choices: tuple[tuple[int, int], ...]
     after: int

@@ -23,7 +23,7 @@ Start = tuple[State, Any]  # a state, and the way to it: the last step and the w
 
 @dataclass
 class Found:
-    """What an exploration has seen.
+    """Result of an exploration.
 
     Attributes:
         states: states that differ.

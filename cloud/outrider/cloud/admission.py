@@ -7,8 +7,9 @@ from collections.abc import Collection
 from outrider.cloud.batching import credit_of
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.local_source import NoSource
-from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
+from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots, key_name
 from outrider.proto.errors import Fenced, Internal, ResourceExhausted, Unavailable
+from outrider.proto.lease import text_name
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Continue, Goaway, Open, Sampling
 
@@ -61,9 +62,8 @@ class Admission:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self._rules, now, self._source.here)
         # Another key's session is another one, whatever its name: edges choose names, and a coordinator signs any.
-        others = [
-            slot for slot in self._slots if slot.session.id == frame.session and _key_of(slot.limit) == _key_of(limit)
-        ]
+        name = text_name(key_name(limit), frame.session)
+        others = [slot for slot in self._slots if _text_name(slot) == name]
         if any(other.session.epoch > session.epoch for other in others):
             raise Fenced("is older than that of the stream that has the session", field="open.epoch")
         for other in others:
@@ -113,7 +113,7 @@ class Admission:
     def send_away(self, texts: Collection[str]) -> None:
         """End those of the texts that go on; they may return with another lease, where they get one.
 
-        A text is API key and session, with a slash between. Coordinators of older releases name the session alone.
+        They go by `text_name`; coordinators of older releases name the session alone.
         """
         for slot in self._slots.unfinished():
             if _text_name(slot) in texts or slot.session.id in texts:
@@ -127,13 +127,8 @@ class Admission:
             slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0, epoch=slot.session.epoch))
 
 
-def _key_of(limit: KeyLimit | None) -> str:
-    return limit.key if limit is not None else ""
-
-
 def _text_name(slot: Slot) -> str:
-    """Return API key and session with a slash between, which no key's name has; without a key, the session."""
-    return f"{slot.key_name}/{slot.session.id}" if slot.key_name else slot.session.id
+    return text_name(slot.key_name, slot.session.id)
 
 
 def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:

@@ -23,7 +23,7 @@ from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching, Share, cut
 from outrider.cloud.masks import Masks
 from outrider.cloud.runner import StepResult
-from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
+from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots, key_name
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
@@ -203,7 +203,7 @@ class Recovery:
         """
         try:
             self._check_verifier()
-            self._failed_keys.add(limit.key if limit is not None else "")
+            self._failed_keys.add(key_name(limit))
             if len(self._failed_keys) >= MAX_IN_A_ROW:
                 raise VerifierFailed(f"texts of {MAX_IN_A_ROW} keys failed in a row, the last with {error!r}")
         except VerifierFailed:

@@ -56,6 +56,11 @@ class KeyLimit:
     max_sessions: int = 0
 
 
+def key_name(limit: KeyLimit | None) -> str:
+    """Return the name of a session's API key; empty: it has none."""
+    return limit.key if limit is not None else ""
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """An admitted session and the engine's state for it.
@@ -97,7 +102,7 @@ class Slot:
     @property
     def key_name(self) -> str:
         """Name of its API key; empty: it has none."""
-        return self.limit.key if self.limit is not None else ""
+        return key_name(self.limit)
 
     @property
     def waits_for_pages(self) -> bool:

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2
 from outrider.coordinator.config import StaticVerifier
 from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, REPORT_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
-from outrider.proto.lease import LEASE_METADATA, sign_coordinator
+from outrider.proto.lease import LEASE_METADATA, sign_coordinator, text_name
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import TrainerStatus, VerifierStatus
@@ -93,11 +93,6 @@ class VerifierInfo(VerifierStatus):
     def status(self) -> VerifierStatus:
         """Return the view of operators and edges, which hides the address of a verifier that is down."""
         return replace(self, address="") if self.state is VerifierState.DOWN else self
-
-
-def text_name(key: str, session: str) -> str:
-    """Return the name of the text of a session, which edges choose, among those of all API keys; empty key: none."""
-    return f"{key}/{session}" if key else session
 
 
 def known_fields(kind: type, report: Mapping[str, Any]) -> dict[str, Any]:

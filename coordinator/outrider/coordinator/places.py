@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState, text_name
+from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
+from outrider.proto.lease import text_name
 
 RESUME_S = 60.0  # for which an edge tries to open a stream, so that its text keeps the place meanwhile
 ENDING_S = 1.0  # from an edge's report until its verifier has noticed

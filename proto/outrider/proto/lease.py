@@ -63,6 +63,14 @@ class LeaseClaim:
             raise ValueError("a number is out of range")
 
 
+def text_name(key: str, session: str) -> str:
+    """Return the name of a session's text among those of all API keys, since edges name sessions; empty key: none.
+
+    It is what coordinators and verifiers call a text between them; no key's name has a slash.
+    """
+    return f"{key}/{session}" if key else session
+
+
 def sign_lease(claim: LeaseClaim, secret: bytes) -> bytes:
     """Return the token of `claim`."""
     _check_secret(secret)

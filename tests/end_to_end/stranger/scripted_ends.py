@@ -17,7 +17,7 @@ from outrider.proto.types import DraftToken
 
 @dataclass
 class Known:
-    """What the drafters of one world know.
+    """Knowledge of the drafters of one world.
 
     Attributes:
         texts: plain text and length of the prompt, by the seed of the text.

@@ -37,7 +37,7 @@ EMPTY_WITHIN_S, WITHIN_S = 10.0, 150.0
 
 @dataclass
 class Told:
-    """What the edge told of a turn."""
+    """A turn as its edge saw it."""
 
     tokens: list[Any] = field(default_factory=list)
     text: str = ""
