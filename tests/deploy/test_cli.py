@@ -126,11 +126,12 @@ def test_an_unknown_key_in_the_config_file_is_a_mistake(tmp_path, capfd) -> None
     assert len(err.splitlines()) == 1
 
 
-def test_models_lists_what_the_package_carries(capfd) -> None:
+def test_models_lists_what_is_known_by_name(capfd) -> None:
     status, out, _ = run("models", capfd=capfd)
     assert status == 0
     for name in ("reference", "general", "ngram"):
         assert name in out
+    assert "smollm2 is SmolLM2-135M-Instruct (Apache-2.0): 93 MB, fetched on first use" in out
 
 
 def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_path, capfd, tokenizer_file) -> None:

