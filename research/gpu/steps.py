@@ -55,7 +55,8 @@ def copy_bandwidth() -> float:
         copy.copy_(source)
     end.record()
     torch.cuda.synchronize()
-    return 5 * 2 * source.numel() / (begin.elapsed_time(end) / 1e3)
+    seconds: float = begin.elapsed_time(end) / 1e3
+    return 5 * 2 * source.numel() / seconds
 
 
 def random_model() -> Any:
