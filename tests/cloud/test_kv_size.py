@@ -51,6 +51,13 @@ def test_too_little_memory_is_refused_with_the_field(monkeypatch) -> None:
         kv_tokens_by_memory(CONFIG, torch.float32, CPU, 10**9)
 
 
+def test_more_positions_than_memory_are_refused_at_load(tmp_path) -> None:
+    folder = str(save_tiny_target(tmp_path))
+    with pytest.raises(ModelRefused, match="GiB of memory are left") as refusal:
+        load_target(folder, kv_tokens=1 << 40)
+    assert refusal.value.field == "kv_tokens"
+
+
 def test_a_target_gets_what_its_sessions_can_fill(tmp_path) -> None:
     target = load_target(str(save_tiny_target(tmp_path)), max_sessions=3, context_length=64)
     assert target.pool.page_count * target.pool.page_size == 3 * 64

@@ -15,7 +15,6 @@ from outrider.cloud.family_index import load_tokenizer, resolve_target
 from outrider.cloud.packed_linear import (
     PackedLinear,
     Packing,
-    faster,
     pack_linears,
     packed_product,
     replace_conv1d,
@@ -30,23 +29,6 @@ torch.set_num_threads(1)
 
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPTS = ["def add(a, b):\n", "The river was", "Q: What is 7 times 8?\nA:", "## Installation\n\n"]
-
-
-class Clock:
-    """A clock that only products move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def taking(self, product, seconds):
-        def timed(rows):
-            self.now += seconds(rows.shape[0]) if callable(seconds) else seconds
-            return product(rows)
-
-        return timed
 
 
 def linear(out=40, into=96, bias=True, dtype=torch.float32, seed=3):
@@ -80,26 +62,6 @@ def product_here(layer):
     return product
 
 
-def pack_all(model):
-    """Pack every layer, whatever the clock says."""
-    times = itertools.count()
-    packing = pack_linears(model, clock=lambda: float(next(times)))
-    assert packing.packed
-    return packing
-
-
-def costs(monkeypatch, clock, plain, packed, changed=lambda product: product):
-    """Let layers and their packed products take these times on `clock`, by shape."""
-
-    def of(layer):
-        shape = layer.out_features, layer.in_features
-        if not layer._forward_hooks:
-            layer.register_forward_hook(lambda *_: clock.taking(lambda _: None, plain[shape])(torch.empty(1)))
-        return clock.taking(changed(by_rows(layer)), packed[shape])
-
-    monkeypatch.setattr(packed_linear, "packed_product", of)
-
-
 # === the product ====================================================================================================
 
 
@@ -123,76 +85,19 @@ def test_the_result_is_that_of_the_plain_layer(dtype, bias, rows, shape):
 def test_packing_keeps_parameters_and_gradients():
     model = nn.Sequential(linear())
     weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    pack_all(model)
+    pack_linears(model)
     assert type(model[0]) is PackedLinear
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == weights
     model(torch.ones(2, 96)).sum().backward()
     assert torch.equal(model[0].weight.grad, torch.full((40, 96), 2.0))
 
 
-# === the choice by time =============================================================================================
-
-
-@pytest.mark.parametrize(
-    ("plain", "packed", "wins"),
-    [
-        (2.0, 1.0, True),
-        (1.0, 2.0, False),
-        (lambda n: float(n), lambda n: 3.0, True),  # 1/3 * 5/3 * 17/3 of 27
-        (lambda n: 1.0 + 0.01 * n, lambda n: 1.1, False),
-    ],
-)
-def test_the_shorter_time_wins_over_all_numbers_of_rows(plain, packed, wins):
-    clock = Clock()
-    inputs = [torch.ones(n, 4) for n in (1, 5, 17)]
-    assert faster(clock.taking(torch.abs, plain), clock.taking(torch.abs, packed), inputs, clock) is wins
-
-
-def test_a_disturbed_product_is_judged_by_its_undisturbed_times():
-    clock = Clock()
-    disturbed = itertools.cycle([90.0, 1.0])
-    packed = clock.taking(torch.abs, lambda _: next(disturbed))
-    assert faster(clock.taking(torch.abs, 2.0), packed, [torch.ones(1, 4)], clock)
-
-
-def test_a_clock_that_stands_still_chooses_nothing():
-    assert not faster(torch.abs, torch.abs, [torch.ones(1, 4)], lambda: 0.0)
-
-
-def test_each_shape_keeps_the_product_that_is_faster_for_it(monkeypatch):
-    clock = Clock()
-    costs(monkeypatch, clock, plain={(40, 96): 3.0, (96, 40): 1.0}, packed={(40, 96): 2.0, (96, 40): 2.0})
-    model = nn.Sequential(linear(), linear(96, 40), linear(seed=4))
-    packing = pack_linears(model, exact=False, clock=clock)
-    assert [type(layer) for layer in model] == [PackedLinear, nn.Linear, PackedLinear]
-    assert (packing.packed, packing.plain) == (((40, 96),), ((96, 40),))
-    assert packing.packed_bytes == 2 * 40 * 96 * 4
-    assert "1 of 2 shapes packed" in str(packing)
+# === the choice =====================================================================================================
 
 
 def other_bits(product):
     """The product with its smallest bits changed."""
     return lambda rows: product(rows) * (1 + 2**-7 if rows.dtype == torch.bfloat16 else 1 + 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "exact", "changed", "kind"),
-    [
-        (torch.float32, True, other_bits, PackedLinear),
-        (torch.float32, False, other_bits, nn.Linear),
-        (torch.bfloat16, True, other_bits, PackedLinear),
-        (torch.bfloat16, False, other_bits, nn.Linear),
-        (torch.bfloat16, True, None, nn.Linear),
-        (torch.bfloat16, False, None, nn.Linear),
-    ],
-)
-def test_the_clock_never_decides_between_bits_that_are_promised(monkeypatch, dtype, exact, changed, kind):
-    clock = Clock()
-    layer = linear(dtype=dtype)
-    same = changed or (lambda _: lambda rows: nn.functional.linear(rows, layer.weight, layer.bias))
-    costs(monkeypatch, clock, plain={(40, 96): 1.0}, packed={(40, 96): 2.0}, changed=same)
-    pack_linears(nn.Sequential(layer), exact=exact, clock=clock)
-    assert type(layer) is kind
 
 
 def uneven_below(rows):
@@ -217,26 +122,46 @@ def test_the_product_whose_rows_keep_their_bits_is_chosen(
     layer = linear(dtype=dtype)
     right = by_rows(layer)
     monkeypatch.setattr(packed_linear, "packed_product", lambda _: uneven_below(packed_below)(other_bits(right)))
-    layer.register_forward_hook(lambda _, given, __: uneven_below(plain_below)(right)(given[0]))
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: uneven_below(plain_below)(by_rows(self))(x))
     packing = pack_linears(nn.Sequential(layer))
     assert type(layer) is kind
     assert packing.row_multiple == multiple
     assert ("not" in str(packing)) == (not multiple)
 
 
-@pytest.mark.parametrize("which", [0, 2])
-def test_every_layer_of_a_shape_is_tried(monkeypatch, which):
-    layers = [linear(48, 48, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
-    uneven = layers[which]
-    monkeypatch.setattr(
-        packed_linear,
-        "packed_product",
-        lambda layer: uneven_below(9 if layer is uneven else 1)(other_bits(by_rows(layer))),
-    )
-    for layer in layers:
-        layer.register_forward_hook(lambda layer, given, _: by_rows(layer)(given[0]))
-    pack_linears(nn.Sequential(*layers))
-    assert {type(layer) for layer in layers} == {nn.Linear}, "which keep their bits"
+@pytest.mark.usefixtures("any_processor")
+def test_each_shape_type_and_bias_is_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(packed_linear, "row_multiple", lambda _, rows: tried.append(rows.shape[1]) or 1)
+    model = nn.Sequential(linear(), linear(seed=4), linear(96, 40), linear(bias=False), linear(dtype=torch.bfloat16))
+    packing = pack_linears(model)
+    assert tried == [96, 40, 96, 96]
+    assert packing.packed_bytes == 4 * 40 * 96 * 4 + 40 * 96 * 2
+    assert f"{len(tried)} of {len(tried)} shapes packed" in str(packing)
+
+
+def adding_otherwise(layer):
+    """A product of bfloat16 that adds in another order for one row, which rounding hides in almost every output."""
+
+    def product(x):
+        terms = x.float()[:, None] * layer.weight.float()
+        total = torch.zeros_like(terms[..., 0])
+        for term in (terms if len(x) > 1 else terms.flip(2)).unbind(2):
+            total = total + term
+        return total.to(x.dtype)
+
+    return product
+
+
+def test_another_order_of_adding_is_found_though_rounding_hides_it(monkeypatch):
+    monkeypatch.setattr(packed_linear, "packed_product", adding_otherwise)
+    layer = linear(64, 96, bias=False, dtype=torch.bfloat16)
+    assert torch.equal(adding_otherwise(layer)(rows_of(layer)[:1])[0], adding_otherwise(layer)(rows_of(layer))[0])
+    assert pack_linears(nn.Sequential(layer)).row_multiple == 2
+
+
+def rows_of(layer):
+    return torch.randn(316, layer.in_features, generator=torch.Generator().manual_seed(1)).to(layer.weight.dtype)
 
 
 # === the fallback ===================================================================================================
@@ -261,7 +186,6 @@ def test_a_wrong_product_of_one_layer_keeps_the_shape_plain(monkeypatch, caplog,
     model = nn.Sequential(linear(48, 48, dtype=dtype), linear(48, 48, dtype=dtype, seed=4))
     broken = model[which]
     monkeypatch.setattr(packed_linear, "packed_product", lambda layer: (wrong if layer is broken else by_rows)(layer))
-    monkeypatch.setattr(packed_linear, "faster", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         packing = pack_linears(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
@@ -300,7 +224,7 @@ def test_other_devices_types_and_kinds_of_layers_stay_as_they_are():
         linear(), Own(96, 40), linear(dtype=torch.float16), nn.LayerNorm(4), nn.Linear(96, 40, device="meta")
     )
     kinds = [type(layer) for layer in model]
-    pack_all(model)
+    pack_linears(model)
     assert [type(layer) for layer in model] == [PackedLinear, *kinds[1:]]
 
 
@@ -312,20 +236,21 @@ def test_weights_are_not_copied_where_memory_is_short(monkeypatch, caplog):
     assert pack_linears(model, exact=True).packed == ()
     assert "not packed" in caplog.text
     monkeypatch.setattr(packed_linear, "available_bytes", lambda: 2 * needed)
-    assert pack_all(model).packed_bytes == needed
+    assert pack_linears(model).packed_bytes == needed
 
 
 # === bits ===========================================================================================================
 
 
-def rows_512(dtype):
-    return torch.randn(512, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_of_each_row_by_itself_keeps_its_bits(dtype):
     weight = linear(dtype=dtype).weight
-    assert row_multiple(lambda x: torch.stack([nn.functional.linear(row, weight) for row in x]), rows_512(dtype)) == 1
+    assert (
+        row_multiple(
+            lambda x: torch.stack([nn.functional.linear(row, weight) for row in x]), rows_of(linear(dtype=dtype))
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,14 +260,14 @@ def test_a_product_of_each_row_by_itself_keeps_its_bits(dtype):
         (lambda x: x * (1 + 2**-7 * (len(x) < 4)), 4),
         (lambda x: x * (1 + 2**-7 * (len(x) in (1, 2, 3, 5, 7, 13))), 4),
         (lambda x: x * (1 + 2**-7 * (len(x) < 8)), 8),
-        (lambda x: x * (1 + 2**-7 * (len(x) < 500)), 0),
+        (lambda x: x * (1 + 2**-7 * (len(x) < 300)), 0),
         (lambda x: x * (1 + 2**-7 * (torch.arange(len(x)) == 3))[:, None].to(x.dtype), 0),
     ],
     ids=["alone", "below four", "odd numbers", "below eight", "in a small crowd", "in the fourth place"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_whose_bits_depend_on_its_neighbours_is_found(dtype, wrong, multiple):
-    assert row_multiple(wrong, rows_512(dtype)) == multiple
+    assert row_multiple(wrong, rows_of(linear(dtype=dtype))) == multiple
 
 
 @pytest.mark.usefixtures("any_processor")
@@ -357,7 +282,6 @@ def test_layers_of_gpt2_are_packed_like_others(dtype, monkeypatch):
     with torch.inference_mode():
         before = model["inner"](x)
         replace_conv1d(model)
-        monkeypatch.setattr(packed_linear, "faster", lambda *_: True)
         packing = pack_linears(model)
         after = model["inner"](x)
     assert type(model["inner"][0]) is PackedLinear
@@ -373,7 +297,7 @@ def test_layers_of_gpt2_are_packed_like_others(dtype, monkeypatch):
 def packed_and_plain():
     product_here(linear())
     model = load_model(resolve_target("reference"), "reference", device="cpu", dtype="float32")
-    packing = pack_all(model)
+    packing = pack_linears(model)
     assert not packing.plain
     packed = Target(model, "{}", kv_tokens=4096, page_size=16, packing=packing)
     return packed, load_target("reference", kv_tokens=4096, packed=False)
@@ -416,17 +340,3 @@ def test_a_loaded_target_says_how_its_layers_multiply(tmp_path, caplog):
     plain = load_target(folder, kv_tokens=256, packed=False)
     assert plain.packing == Packing()
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
-
-
-@pytest.mark.parametrize("exact", ["auto", "tiles"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_loads_multiply_alike_whatever_their_clocks_say(tmp_path, dtype, exact, monkeypatch):
-    folder = str(save_tiny_target(tmp_path))
-    bits, passes = [], []
-    for wins in (True, False):
-        monkeypatch.setattr(packed_linear, "faster", lambda *_, wins=wins: wins)
-        target = load_target(folder, kv_tokens=256, dtype=dtype, exact=exact)
-        bits.append(target.forward([SessionRows(target.pool.allocate(32), tuple(range(3, 25)), 22)]))
-        passes.append(target.passes)
-    assert torch.equal(*bits)
-    assert passes[0] == passes[1]

@@ -20,7 +20,7 @@ from outrider.deploy.cli import main, parse
 from outrider.deploy.next_steps import next_steps
 from outrider.deploy.ports import check_port
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.logs import JsonLines, StandardError
+from outrider.proto.plumbing.logs import STAGES, JsonLines, StandardError
 
 
 class Terminal(io.StringIO):
@@ -120,6 +120,23 @@ def test_a_terminal_shows_what_goes_on_and_keeps_how_long_it_took(monkeypatch) -
     shown = terminal.getvalue()
     assert re.search(r"starting Ray … \d+ s", shown)
     assert re.search(r"starting Ray: \d+\.\d s\n$", shown)
+
+
+def test_a_terminal_shows_the_stage_of_what_loads_which_the_log_leaves_out(monkeypatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "SHOWN_AFTER_S", 0.0)
+    handler = StandardError()
+    logging.getLogger().addHandler(handler)
+    try:
+        with progress.waiting("loading this"):
+            logging.getLogger(STAGES).info("reading weights")
+            until(lambda: "loading this: reading weights …" in terminal.getvalue())
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "reading weights\n" not in terminal.getvalue().replace("\r", "")
+    assert not logging.getLogger(STAGES).isEnabledFor(logging.INFO)
 
 
 def test_a_failure_leaves_no_line_that_says_it_was_done(monkeypatch) -> None:

@@ -58,7 +58,11 @@ class VerifierConfig(GrpcServerSettings):
     """Settings by which one verifier serves its target."""
 
     target: str = option(
-        "reference", "target: embedded name, folder or hub name", metavar="NAME", group=TARGET, check=no_empty_text
+        "reference",
+        "target: known name, folder, GGUF file or hub name",
+        metavar="NAME",
+        group=TARGET,
+        check=no_empty_text,
     )
     model: str = option("", "id by which edges ask for the target; empty: its name", metavar="NAME")
     name: str = option("verifier", "name of the verifier, unique in the cluster", metavar="NAME")
@@ -72,7 +76,11 @@ class VerifierConfig(GrpcServerSettings):
     )
     device: str = option("cpu", "torch device, such as cpu, cuda or cuda:1", metavar="DEVICE", group=TARGET)
     threads: int = option(
-        0, "torch threads on the CPU; 0: torch's choice", flag="target-threads", group=TARGET, check=at_least(0)
+        0,
+        "torch threads on the CPU; 0: as many as there are cores, but one",
+        flag="target-threads",
+        group=TARGET,
+        check=at_least(0),
     )
     kv_tokens: int = option(
         0, "positions in the KV cache of all sessions; 0: by memory", group=TARGET, check=_check_kv_tokens

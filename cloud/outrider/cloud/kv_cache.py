@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,6 +94,14 @@ class _Buffer:
         return self.memory[: count * width].view(count, width)
 
 
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU they take memory, and the time to clear it, only where they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)  # torch.zeros would write all of it
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class _KeysAndValues:
     """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write."""
 
@@ -115,8 +124,9 @@ class _KeysAndValues:
         """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""
         if layer not in self._keys:
             slot_count = (self.page_count + 1) * self.page_size  # the last page is the blank one
-            self._keys[layer] = torch.zeros(slot_count, *keys.shape[1:], dtype=self._dtype, device=self._device)
-            self._values[layer] = torch.zeros(slot_count, *values.shape[1:], dtype=self._dtype, device=self._device)
+            self._keys[layer], self._values[layer] = (
+                _zeros((slot_count, *each.shape[1:]), self._dtype, self._device) for each in (keys, values)
+            )
         self._keys[layer].index_copy_(0, slots, keys.to(self._dtype))
         self._values[layer].index_copy_(0, slots, values.to(self._dtype))
 

@@ -35,11 +35,27 @@ def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, m
     return tokens
 
 
+def check_memory(kv_tokens: int, config: Any, dtype: torch.dtype) -> None:
+    """Raise ModelRefused where a CPU has no memory for that many positions, since pages take theirs only when written."""
+    needed, available = kv_tokens * bytes_per_token(config, dtype), available_bytes()
+    if needed > available:
+        raise ModelRefused(
+            f"{kv_tokens:,} positions take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB of memory are left; "
+            "give fewer, or 0 for as many as fit",
+            field="kv_tokens",
+        )
+
+
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes that keys and values of one position take in all layers."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers  # Gemma 4's differ
+    return sum(_bytes_of_layer(layer, dtype) for layer in layers)
+
+
+def _bytes_of_layer(config: Any, dtype: torch.dtype) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
+    return int(2 * heads * head_dim * dtype.itemsize)
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:

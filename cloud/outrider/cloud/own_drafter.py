@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
 
@@ -15,6 +14,7 @@ from outrider.cloud.local_source import LocalSource
 from outrider.drafters import NgramDrafter, embedded_packages, find_package
 from outrider.drafters.search import NGRAM
 from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
+from outrider.proto.plumbing.cores import available_cores
 from outrider.proto.plumbing.logs import about
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,5 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
 
 def spare_cores(config: VerifierConfig, target: TargetFacts) -> int:
     """Return how many cores of this machine the target's threads leave."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     used = (config.threads or torch.get_num_threads()) if target.device.type == "cpu" else config.tensor_parallel
-    return max(0, cores - used)
+    return max(0, available_cores() - used)

@@ -1,11 +1,9 @@
-"""Linear layers on a CPU with weights in oneDNN's own layout, where that gives the same product sooner."""
+"""Linear layers on a CPU with weights in oneDNN's own layout, in which a product of few rows takes less time."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,19 +15,17 @@ from outrider.cloud.kv_size import available_bytes
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 Shape = tuple[int, int]
-_Kind = tuple[Shape, torch.dtype]
+_Kind = tuple[Shape, torch.dtype, bool]  # with or without a bias
 
 # Relative difference from the plain product; rounding gives a twentieth of this, another layout or weight 1 or more.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _MEMORY_SHARE = 0.5  # of the memory at hand; caches and activations need the rest
 _LAYOUT_ROWS = 8  # rows for which oneDNN chooses the layout
 _CHECKED_ROWS = 3
-_TIMED_ROWS = (1, 5, 17)  # a step without drafts, one with a few, and several sessions or a long draft
-_MIN_REPETITIONS, _MAX_REPETITIONS, _ENOUGH_S = 5, 50, 0.01
 # Rows of the products that are compared with the product of all of them: what steps and prompts have.
-_COMPARED_ROWS = (1, 2, 3, 5, 8, 13, 4, 7, 31, 16, 33, 64, 100, 129, 96)
+_COMPARED_ROWS = (1, 2, 3, 5, 8, 13, 4, 7, 31, 16, 33, 64, 129)
 _MULTIPLES = (1, 2, 4, 8)
-_TICK_S = 1e-9  # a time of zero has no ratio
+_DISTINCT = 64  # rows of the weight of a trial, which repeat
 # What torch raises where the operators, which are private, are missing, changed or not made for this processor.
 _UNAVAILABLE = (AttributeError, TypeError, RuntimeError)
 
@@ -88,42 +84,37 @@ def replace_conv1d(model: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module, *, exact: bool = True, clock: Callable[[], float] = time.perf_counter) -> Packing:
-    """Pack the plain linear layers of `model` in place, shape by shape, where the product is right and better.
+def pack_linears(model: nn.Module, *, exact: bool = True) -> Packing:
+    """Pack the plain linear layers of `model` in place, shape by shape, where the product is right.
 
-    A layer has one kind of product for every number of rows. With `exact` it is the packed one, if its rows keep their
-    bits; the clock may prefer the plain one only where it has the same bits, so that the next process has them too.
-    Without `exact` the clock chooses.
+    A layer has one kind of product for every number of rows. With `exact` it is the plain one where packed ones do not
+    keep a row's bits. No clock has a say, so that the next process has the same bits.
 
     Args:
         model: model on its device; layers elsewhere than on a CPU, or of other types than float32 and bfloat16, stay.
         exact: whether rows should keep their bits.
-        clock: seconds, for the calibration.
     """
     by_kind: defaultdict[_Kind, list[nn.Linear]] = defaultdict(list)
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            by_kind[(module.out_features, module.in_features), module.weight.dtype].append(module)
+            shape = module.out_features, module.in_features
+            by_kind[shape, module.weight.dtype, module.bias is not None].append(module)
     candidates = {kind: alike for kind, alike in by_kind.items() if kind[1] in _TOLERANCE}
     if not _fit_memory(itertools.chain(*candidates.values())):
         candidates = {}
     packed, multiples = set(), []
     for kind, alike in by_kind.items():
         products = _packed(alike) if kind in candidates else None
-        chosen, multiple = False, 1
-        if exact:
-            chosen, multiple = _choose_by_bits(alike, products, clock) if products else (False, _multiple(alike, alike))
-        elif products:
-            chosen = _choose_by_time(alike, products, clock)
-        multiples.append(multiple)
-        if chosen and products:
+        multiple = _multiple(alike[0], packed_product) if exact and products else int(not exact)
+        if products and multiple:
             packed.add(kind)
             for layer, product in zip(alike, products, strict=True):
                 layer.__class__ = PackedLinear
                 layer._product = product  # type: ignore[assignment]
+        multiples.append(multiple or _multiple(alike[0], lambda layer: layer))
     return Packing(
-        tuple(shape for shape, dtype in by_kind if (shape, dtype) in packed),
-        tuple(shape for shape, dtype in by_kind if (shape, dtype) not in packed),
+        tuple(kind[0] for kind in by_kind if kind in packed),
+        tuple(kind[0] for kind in by_kind if kind not in packed),
         sum(_bytes(layer) for kind in packed for layer in by_kind[kind]),
         0 if 0 in multiples else max(multiples, default=1),
     )
@@ -145,27 +136,8 @@ def packed_product(layer: nn.Linear) -> Product:
     return product
 
 
-def faster(plain: Product, packed: Product, inputs: Iterable[torch.Tensor], clock: Callable[[], float]) -> bool:
-    """Return whether `packed` takes less time than `plain`, by the geometric mean over `inputs`.
-
-    The two take turns and the shortest of their times count, for the other work of the machine only adds.
-    """
-    log_ratio = 0.0
-    for rows in inputs:
-        times: tuple[list[float], list[float]] = [], []
-        while len(times[0]) < _MIN_REPETITIONS or (
-            len(times[0]) < _MAX_REPETITIONS and sum(times[0]) + sum(times[1]) < _ENOUGH_S
-        ):
-            for product, of_product in zip((plain, packed), times, strict=True):
-                began = clock()
-                product(rows)
-                of_product.append(max(clock() - began, _TICK_S))
-        log_ratio += math.log(min(times[0]) / min(times[1]))
-    return log_ratio > 0
-
-
 def row_multiple(product: Product, rows: torch.Tensor) -> int:
-    """Return the least of 1, 2, 4 and 8 at whose multiples each of `rows` [512, in_features] keeps its bits; 0: none.
+    """Return the least of 1, 2, 4 and 8 at whose multiples each of `rows` [316, in_features] keeps its bits; 0: none.
 
     The product of all rows is compared with products of 1 to 129 of them, filled up with copies of their last row.
     """
@@ -194,28 +166,27 @@ def _packed(alike: Sequence[nn.Linear]) -> list[Product] | None:
         return None
 
 
-def _choose_by_bits(
-    plain: Sequence[nn.Linear], packed: Sequence[Product], clock: Callable[[], float]
-) -> tuple[bool, int]:
-    """Return whether to take the `packed` products of the layers `plain`, and the multiple of those that are taken."""
-    of_packed = _multiple(plain, packed)
-    if of_packed and not (all(map(_same_bits, plain, packed)) and not _choose_by_time(plain, packed, clock)):
-        return True, of_packed
-    of_plain = _multiple(plain, plain)
-    if of_packed and of_packed != of_plain:
-        return True, of_packed  # their bits are not equal everywhere, so the clock has no say
-    return False, of_plain
+def _multiple(layer: nn.Linear, product_of: Callable[[nn.Linear], Product]) -> int:
+    """Return the multiple at which products of layers like `layer` keep a row's bits; 0: there is none.
 
-
-def _choose_by_time(plain: Sequence[nn.Linear], packed: Sequence[Product], clock: Callable[[], float]) -> bool:
-    return faster(plain[0], packed[0], [_inputs(plain[0], count) for count in _TIMED_ROWS], clock)
-
-
-def _multiple(layers: Sequence[nn.Linear], products: Sequence[Product]) -> int:
-    """Return the multiple at which the products of all layers keep a row's bits; 0: there is none."""
-    rows = _inputs(layers[0], sum(_COMPARED_ROWS))
-    found = [row_multiple(product, rows) for product in products]
-    return 0 if 0 in found else max(found)
+    Kernels are chosen by shape and type, so one layer of another weight stands for all. Its sums are zero but for
+    rounding, and so show any other order of adding, which one in 10,000 outputs in bfloat16 would show else.
+    """
+    half = layer.in_features // 2
+    numbers = torch.randn(_DISTINCT, half, generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
+    rows = _inputs(layer, sum(_COMPARED_ROWS))
+    rows[:, half : 2 * half] = rows[:, :half]
+    weight = torch.zeros(_DISTINCT, layer.in_features, dtype=rows.dtype)
+    weight[:, : 2 * half] = torch.cat([numbers, -numbers], dim=1)
+    order = torch.randperm(layer.in_features, generator=torch.Generator().manual_seed(1))
+    trial = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    weight = weight[torch.arange(layer.out_features) % _DISTINCT][:, order]
+    if not layer.weight.is_contiguous():  # GPT-2's are transposed
+        weight = weight.t().contiguous().t()
+    trial.weight = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        trial.bias = nn.Parameter(torch.zeros_like(layer.bias), requires_grad=False)
+    return row_multiple(product_of(trial), rows[:, order])
 
 
 def _agrees(layer: nn.Linear, product: Product) -> bool:
@@ -227,11 +198,6 @@ def _agrees(layer: nn.Linear, product: Product) -> bool:
         return True
     log.warning("the packed product of %s differs by %.2g of %.2g; not used", layer, difference, plain.norm())
     return False
-
-
-def _same_bits(layer: nn.Linear, packed: Product) -> bool:
-    """Return whether products have the same bits at a few numbers of rows, from the first layer alone to the last."""
-    return all(torch.equal(layer(rows), packed(rows)) for rows in (_inputs(layer, count) for count in (1, 5, 512)))
 
 
 def _fit_memory(layers: Iterable[nn.Linear]) -> bool:

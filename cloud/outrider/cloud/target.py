@@ -21,22 +21,23 @@ from outrider.cloud.chunked_attention import ChunkedBatch
 from outrider.cloud.config import AUTO
 from outrider.cloud.family_index import embedded_targets, find_target, load_tokenizer, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.kv_size import kv_tokens_by_memory
+from outrider.cloud.kv_size import check_memory, kv_tokens_by_memory
 from outrider.cloud.packed_linear import Packing, pack_linears, replace_conv1d
 from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
 from outrider.cloud.precision import precision_of, quantization_of
 from outrider.cloud.steering import Taps
 from outrider.cloud.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
 from outrider.proto.errors import ModelRefused, NotFound
+from outrider.proto.plumbing.logs import STAGES
 from outrider.proto.tokenizer import tokenizer_hash
 
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 # Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
-_COMPARED, _DEEP, _FEW = 384, 1300, 4
-_PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 129, 4, 7, 1, 10)
+_COMPARED, _DEEP, _FEW = 288, 1300, 4
+_PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 4, 7, 1, 10)
 _BESIDE = (), (1,), (3, *[1] * 7), (5,), (2, 1, 4, 1), (), (17, 3), ()
 
-log = logging.getLogger(__name__)
+log, stages = logging.getLogger(__name__), logging.getLogger(STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +350,17 @@ def load_target(
             device=device,
             exact=exact,
         )
+    stages.info("reading weights as %s", dtype)
     tokenizer = tokenizer_json(source, target)
     model = load_model(source, target, device=device, dtype=dtype)
+    stages.info("checking the architecture")
     check_architecture(model)
     if device == "cpu":
         replace_conv1d(model)
+        check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
     shortened = straight_pass(model) if straight and device == "cpu" else None
     products = model if shortened is None else shortened.linears
+    stages.info("packing weights")
     packing = pack_linears(products, exact=exact != "off") if packed else None  # before the KV cache counts memory
     loaded = Target(
         model,
@@ -367,6 +372,7 @@ def load_target(
         packing=packing,
         straight=shortened,
     )
+    stages.info("trying whether rows keep their bits")
     loaded.passes = _passes(loaded, exact)
     difference = loaded.check()
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)

@@ -21,6 +21,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.ports import check_port
 from outrider.deploy.progress import stage
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
+from outrider.proto.plumbing.cores import computing_cores
 
 LOAD_TIMEOUT_S = 600.0
 STARTS = 3  # tries to start Ray, each within the 30 s that it gives itself
@@ -63,7 +64,7 @@ async def local_cluster(
     listen on loopback, so they stay on this node.
 
     Args:
-        verifier: settings of each verifier; the name is a prefix, threads default to an equal share of the cores.
+        verifier: settings of each verifier; the name is a prefix, threads default to a share of all cores but one.
         verifiers: number of actors.
         coordinator: fields of `CoordinatorConfig`; drafters are added to the embedded family.
         trainer: settings of a trainer, whose versions are offered to edges; None: there is none.
@@ -92,7 +93,7 @@ async def local_cluster(
     coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
     for name in ("listen", "metrics_listen"):
         check_port(getattr(coordinator_config, name), name)
-    verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
+    verifier = replace(verifier, threads=verifier.threads or computing_cores(verifiers))
     with stage("starting Ray"):
         _join_or_start_ray()  # before any gRPC server or channel: Ray forks
     async with AsyncExitStack() as ending:

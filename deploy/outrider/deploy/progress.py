@@ -1,11 +1,12 @@
 """Words on standard error about what a command waits for, so that nothing is silent for long.
 
-On a terminal a line says what goes on, and for how long already. Elsewhere, as in a log, it is a plain line, once what
-goes on has taken two seconds. In a log of JSON objects there is none.
+On a terminal a line says what goes on, at which stage, and for how long already. Elsewhere, as in a log, it is a plain
+line, once what goes on has taken two seconds. In a log of JSON objects there is none.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from outrider.proto.plumbing.logs import only_json
+from outrider.proto.plumbing.logs import STAGES, only_json
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -45,11 +46,36 @@ def _said(what: str) -> AbstractContextManager[object]:
     return _shown(what) if sys.stderr.isatty() else _logged(what)
 
 
+class _Newest(logging.Filter):
+    """What `STAGES` has logged last, which goes on to the log as its level says."""
+
+    words = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Note a record, and return whether it is logged."""
+        self.words = f": {record.getMessage()}"
+        return record.levelno >= logging.getLogger().level
+
+
+@contextmanager
+def _noting(newest: _Newest) -> Iterator[None]:
+    logger = logging.getLogger(STAGES)
+    level = logger.level
+    logger.addFilter(newest)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeFilter(newest)
+
+
 @contextmanager
 def _shown(what: str) -> Iterator[None]:
     """Keep a line up to date on a terminal, below whatever is written to standard error meanwhile."""
     began = time.monotonic()
     showing: list[Live] = []
+    newest = _Newest()
 
     def show() -> None:
         from rich.console import Console
@@ -57,7 +83,8 @@ def _shown(what: str) -> Iterator[None]:
         from rich.text import Text
 
         def line() -> Text:
-            return Text(f"{what} … {time.monotonic() - began:.0f} s", style="dim", no_wrap=True, overflow="ellipsis")
+            words = f"{what}{newest.words} … {time.monotonic() - began:.0f} s"
+            return Text(words, style="dim", no_wrap=True, overflow="ellipsis")
 
         # Standard output may be a file, whose text has no place on the terminal.
         live = Live(
@@ -74,7 +101,8 @@ def _shown(what: str) -> Iterator[None]:
     soon.daemon = True
     soon.start()
     try:
-        yield
+        with _noting(newest):
+            yield
     finally:
         soon.cancel()
         soon.join()

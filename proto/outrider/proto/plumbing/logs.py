@@ -22,6 +22,7 @@ from outrider.proto.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
+STAGES = "outrider.stages"  # logger of what a process that loads is at, for terminals, too
 _FIELDS = ("session", "verifier", "error")
 
 
