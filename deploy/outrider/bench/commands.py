@@ -103,18 +103,25 @@ class EngineSettings(Settings):
     """Steps of a target on a CPU, in turn with other engines: in CPU time with one thread, else by the wall clock."""
 
     steps: tuple[StepShape, ...] = listed(
-        tuple(map(StepShape.parse, ("1x1", "1x5", "1x9", "1x17", "16x1", "16x5"))),
+        tuple(map(StepShape.parse, ("1x1", "1x5", "1x9", "4x1", "16x1"))),
         "steps to time: sessions x rows of each, branches beside them (1x5+3), after another context (1x5@600)",
         parse=StepShape.parse,
     )
     prefill: int = option(512, "tokens of a prompt to time, too; 0: none", check=at_least(0))
-    context: int = option(200, "tokens before the rows of a session", check=at_least(1))
-    repetitions: int = option(20, "turns of each engine, of a few steps", check=at_least(1))
+    context: tuple[int, ...] = listed((100, 1000), "tokens before the rows of a session", check=at_least(1))
+    repetitions: int = option(20, "maximum of turns of each engine, of a few steps", check=at_least(1))
+    seconds: float = option(
+        60.0, "time for the turns of all steps together, each of which gets two turns or more", check=at_least(0)
+    )
     temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
+    parts: bool = option(False, "time the parts of our steps, too")
     learning: bool = option(False, "compare steps with lessons kept to those without, too")
     json: Path | None = option(None, "file to write the record to")
     peers: tuple[str, ...] = listed(
-        PEERS, "other engines to take turns with, each in a process of its own", choices=PEERS, group=OTHER_ENGINES
+        PEERS[:3],
+        "other engines to take turns with, each in a process of its own; vllm-compiled takes minutes to load",
+        choices=PEERS,
+        group=OTHER_ENGINES,
     )
     llama_python: Path | None = option(
         None, "Python that has llama-cpp-python and gguf; not set: this one", metavar="FILE", group=OTHER_ENGINES

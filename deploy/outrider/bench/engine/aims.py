@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outrider.bench.engine.peer import LLAMA, VLLM, VLLM_COMPILED
-from outrider.bench.engine.record import GENERATE, OURS, CaseResult, EngineRecord
+from outrider.bench.engine.peer import LLAMA_IN_8_BITS
+from outrider.bench.engine.record import OURS, EngineRecord
+
+_ONE_ROW = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +32,15 @@ class Aim:
 
 
 def aims(record: EngineRecord) -> Iterator[Aim]:
-    """Yield the aims for which the record has both times."""
-    cases = {result.name: result for result in record.results}
-    if one := cases.get("1x1"):
-        yield from _beside(one, LLAMA, 1.5)
-        yield from _beside(one, GENERATE, 0.7)
-        if (five := cases.get("1x5")) and record.environment.dtype == "bfloat16":
-            yield Aim("1x5 / 1x1", five.engines[OURS].step_ms / one.engines[OURS].step_ms, 1.2)
+    """Yield the aims: each step against the quickest other engine of our precision, and what lessons cost."""
     for result in record.results:
-        if result.learning is not None:
-            cost = result.learning
-            yield Aim(f"{result.name}, lessons kept / not, wall clock", cost.step_ratio, 1.02)
-            yield Aim(f"{result.name}, lessons kept / not, CPU time", cost.cpu_ratio, 1.02)
-            yield Aim(f"{result.name}, lessons / step, CPU time", cost.engine_share + cost.thread_share, 0.02)
-    if sixteen := cases.get("16x1"):
-        for engine in (VLLM, VLLM_COMPILED):
-            if theirs := sixteen.engines.get(engine):
-                # Its step plans and commits, too.
-                yield Aim(f"16x1, with planning / {engine}", sixteen.parts.step_ms / theirs.step_ms, 1.0)
-
-
-def _beside(result: CaseResult, engine: str, at_most: float) -> Iterator[Aim]:
-    if theirs := result.engines.get(engine):
-        yield Aim(f"{result.name} / {engine}", 1 / theirs.ratio, at_most)
+        name = f"{result.name} after {result.context}" if result.context else result.name
+        others = {engine: times for engine, times in result.engines.items() if engine not in (OURS, LLAMA_IN_8_BITS)}
+        if others:
+            quickest = max(others, key=lambda engine: 1 / others[engine].ratio)
+            one_row = result.sessions == result.rows == 1
+            yield Aim(f"{name} / {quickest}", 1 / others[quickest].ratio, _ONE_ROW if one_row else 1.0)
+        if (cost := result.learning) is not None:
+            yield Aim(f"{name}, lessons kept / not, wall clock", cost.step_ratio, 1.02)
+            yield Aim(f"{name}, lessons kept / not, CPU time", cost.cpu_ratio, 1.02)
+            yield Aim(f"{name}, lessons / step, CPU time", cost.engine_share + cost.thread_share, 0.02)

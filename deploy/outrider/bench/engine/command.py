@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,9 +16,9 @@ from outrider.bench.commands import EngineSettings
 from outrider.bench.engine.engine_steps import learning_cost, planning_s
 from outrider.bench.engine.parts import pass_shares
 from outrider.bench.engine.peer import PeerAbsent, PeerProcess, PeerSpec, peer_specs
-from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
+from outrider.bench.engine.record import LIBRARY, OURS, CaseResult, EngineRecord, EngineTimes, StepParts
 from outrider.bench.engine.row_prices import row_prices
-from outrider.bench.engine.steps import Case, Clock, Steps, generate_first_s, generate_in_turns
+from outrider.bench.engine.steps import Case, Clock, LibrarySteps, Steps
 from outrider.bench.engine.table import table
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file
@@ -30,6 +28,7 @@ from outrider.cloud.family_index import find_target
 from outrider.cloud.precision import dtype_name
 from outrider.cloud.target import load_model, load_target
 from outrider.deploy.arguments import Given
+from outrider.deploy.progress import stage
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Guarantee, Sampling
 
@@ -37,7 +36,10 @@ _PAGE = 16
 _ENGINE_STEPS = 40  # of each session in the engine itself
 _GROWTH = 128  # positions that a session of the engine may hold beyond its text
 # Steps of a turn that warm the caches after another engine's turn, and those that count.
-_WARM, _TIMED = 3, 3
+_WARM, _TIMED = 2, 2
+_MIN_TURNS = 3  # the first one warms up
+
+Turn = Callable[[int, int], list[float]]  # takes steps that warm up and steps that count, returns seconds of these
 
 
 def engine_bench(given: Given) -> int:
@@ -53,23 +55,6 @@ def engine_bench(given: Given) -> int:
     return 0
 
 
-@dataclass(slots=True)
-class _Turns:
-    """The turns of all engines in one case: seconds of each turn's steps, by engine."""
-
-    by_engine: defaultdict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
-    absent: dict[str, str] = field(default_factory=dict)
-
-    def times(self, engine: str, same_tokens: int | None) -> EngineTimes:
-        """Sum up an engine's turns but for the first, which warms up."""
-        turns, ours = self.by_engine[engine][1:], self.by_engine[OURS][1:]
-        return EngineTimes(
-            1e3 * median(seconds for turn in turns for seconds in turn),
-            median(median(theirs) / median(of_ours) for theirs, of_ours in zip(turns, ours, strict=True)),
-            same_tokens,
-        )
-
-
 class _EngineBench:
     """One measurement from its options to its record."""
 
@@ -82,18 +67,24 @@ class _EngineBench:
         self._clock_name = "cpu" if one_thread else "wall"
         self._sampling = Sampling(temperature=options.temperature, seed=1)
         self._cases = list(_cases(options))
-        load = partial(load_target, verifier.target, kv_tokens=max(map(kv_positions, self._cases)), page_size=_PAGE)
-        self._packed = load(dtype=verifier.dtype, exact=verifier.exact)
-        dtype = dtype_name(self._packed.dtype)
-        self._plain = load(dtype=dtype, exact="off", packed=False, straight=False)
+        with stage(f"loading {verifier.target}"):
+            self._ours = load_target(
+                verifier.target,
+                dtype=verifier.dtype,
+                exact=verifier.exact,
+                kv_tokens=max(map(kv_positions, self._cases)),
+                page_size=_PAGE,
+            )
+        dtype = dtype_name(self._ours.dtype)
         for case in sorted(self._cases, key=lambda case: (-case.context, -case.rows)):
-            needed, room = case.context + case.rows, self._plain.context_length
+            needed, room = case.context + case.rows, self._ours.context_length
             if needed > room:
                 message = f"takes {needed} positions with the rows, and the target has {room}; take less"
-                field = "context" if case.context == options.context else "steps"
+                field = "context" if case.context in options.context else "steps"
                 raise ConfigError(message, field=field if case.context else "prefill")
         source = find_target(verifier.target)
-        self._library = load_model(source, verifier.target, device="cpu", dtype=dtype)
+        with stage("loading it in transformers"):
+            self._library = load_model(source, verifier.target, device="cpu", dtype=dtype)
         self._versions: dict[str, str] = {}
         self._absent: dict[str, str] = {}
         specs = peer_specs(options, _folder(source), dtype)
@@ -101,21 +92,25 @@ class _EngineBench:
 
     def _start(self, spec: PeerSpec, stack: ExitStack) -> PeerProcess | None:
         try:
-            peer = PeerProcess(spec, torch.get_num_threads(), self._clock_name)
-            stack.callback(peer.close)
-            self._versions[spec.label] = peer.loaded()
+            with stage(f"loading it in {spec.label}"):
+                peer = PeerProcess(spec, torch.get_num_threads(), self._clock_name)
+                stack.callback(peer.close)
+                self._versions[spec.label] = peer.loaded()
         except PeerAbsent as absent:
             self._absent[spec.label] = str(absent)
             return None
         return peer
 
     def measure(self) -> EngineRecord:
-        """Measure all cases."""
-        options, packing = self._options, self._packed.packing
+        """Measure all cases, each in its share of the time."""
+        packing = self._ours.packing
+        ends, results = time.monotonic() + self._options.seconds, []
+        for left, case in zip(range(len(self._cases), 0, -1), self._cases, strict=True):
+            results.append(self._result(case, time.monotonic() + (ends - time.monotonic()) / left))
         return EngineRecord(
             environment=environment(
                 self._verifier,
-                dtype_name(self._packed.dtype),
+                dtype_name(self._ours.dtype),
                 drafter="",
                 drafter_version=None,
                 drafter_threads=None,
@@ -124,97 +119,89 @@ class _EngineBench:
                 seed=0,
             ),
             clock=self._clock_name,
-            context=options.context,
-            repetitions=options.repetitions,
-            temperature=options.temperature,
+            temperature=self._options.temperature,
             packed_shapes=packing.packed,
             plain_shapes=packing.plain,
             packed_bytes=packing.packed_bytes,
-            rows_keep_bits=self._packed.passes.guarantee is not Guarantee.DISTRIBUTION,
+            rows_keep_bits=self._ours.passes.guarantee is not Guarantee.DISTRIBUTION,
             peers=self._versions,
             absent=self._absent,
-            results=tuple(map(self._result, self._cases)),
+            results=tuple(results),
         )
 
-    def _result(self, case: Case) -> CaseResult:
-        turns, same = _Turns(), dict[str, int]()
-        contexts = case.contexts(self._packed.vocab_size)
+    def _result(self, case: Case, ends: float) -> CaseResult:
+        same: dict[str, bool] = {}
+        absent: dict[str, str] = {}
         with (
-            Steps(self._plain, case, self._sampling, self._clock) as plain,
-            Steps(self._packed, case, self._sampling, self._clock) as packed,
+            stage(f"{case.name} after {case.context} tokens"),
+            Steps(self._ours, case, self._sampling, self._clock) as ours,
         ):
-            peers = []
+            engines: dict[str, Turn] = {OURS: ours.turn}
+            if not case.branches:
+                engines[LIBRARY] = LibrarySteps(self._library, case, self._clock).turn
+            text = case.text(self._ours.vocab_size)
             for peer in self._peers:
-                if case.branches:
-                    turns.absent[peer.spec.label] = "has no steps with branches"
-                    continue
+                label = peer.spec.label
                 try:
-                    tokens = peer.prepare(contexts, case.rows, case.logits)
-                except PeerAbsent as absent:
-                    turns.absent[peer.spec.label] = str(absent)
+                    if case.branches:
+                        raise PeerAbsent("has no steps with branches")
+                    token = peer.prepare(text, case.sessions, case.rows, case.logits)
+                except PeerAbsent as why:
+                    absent[label] = str(why)
                     continue
-                peers.append(peer)
-                if tokens:
-                    pairs = zip(tokens, packed.tokens_after_contexts, strict=True)
-                    same[peer.spec.label] = sum(theirs == ours for theirs, ours in pairs)
-            of_ours = self._take_turns(case, turns, plain, packed, peers)
-            parts = self._parts(packed, of_ours, case)
+                engines[label] = peer.turn
+                if token is not None:
+                    same[label] = token == ours.token_after_context
+            times = self._take_turns(case, engines, absent, ends)
+            parts = self._parts(ours, case) if self._options.parts else None
             learning, prices = None, None
             if case.branches:
-                prices = row_prices(self._packed, case, self._sampling, self._clock, self._options.repetitions)
+                prices = row_prices(self._ours, case, self._sampling, self._clock, self._options.repetitions)
             elif self._options.learning and case.context:
                 learning = learning_cost(
-                    self._packed, case, self._engine_steps(case), self._sampling, self._options.repetitions
+                    self._ours, case, self._engine_steps(case), self._sampling, self._options.repetitions
                 )
-        elsewhere = case.context not in (0, self._options.context)
         return CaseResult(
-            f"{case.name}@{case.context}" if elsewhere else case.name,
+            case.name,
             case.sessions,
             case.rows,
+            case.context,
+            len(times[OURS]),
+            {engine: _times(turns, times[OURS], same.get(engine)) for engine, turns in times.items()},
+            absent,
             parts,
-            {engine: turns.times(engine, same.get(engine)) for engine in turns.by_engine},
-            turns.absent,
             learning,
             prices,
         )
 
     def _engine_steps(self, case: Case) -> int:
         """Return the steps of each session in the engine itself, as far as the target has positions for them."""
-        return min(_ENGINE_STEPS, (self._packed.context_length - case.context) // case.rows - 1)
+        return min(_ENGINE_STEPS, (self._ours.context_length - case.context) // case.rows - 1)
 
     def _take_turns(
-        self, case: Case, turns: _Turns, plain: Steps, packed: Steps, peers: Sequence[PeerProcess]
-    ) -> list[tuple[float, float]]:
-        """Let all engines take turns, and return pass and sampling of our steps."""
+        self, case: Case, engines: dict[str, Turn], absent: dict[str, str], ends: float
+    ) -> dict[str, list[list[float]]]:
+        """Let all engines take turns until `ends`, and return the seconds of the steps of those that did not fail."""
         warm, timed = (_WARM, _TIMED) if case.context else (0, 1)
-        of_ours: list[tuple[float, float]] = []
+        times: defaultdict[str, list[list[float]]] = defaultdict(list)
+        for turn in range(self._options.repetitions + 1):
+            if turn >= _MIN_TURNS and time.monotonic() > ends:
+                break
+            for name, take in engines.items():
+                try:
+                    if name not in absent:
+                        times[name].append(take(warm, timed))
+                except PeerAbsent as why:
+                    absent[name] = str(why)
+        return {name: turns[1:] for name, turns in times.items() if name not in absent}
 
-        def between(of_generate: Sequence[float] = ()) -> None:
-            measured = packed.turn(warm, timed)
-            of_ours.extend(measured)
-            turns.by_engine[OURS].append([sum(step) for step in measured])
-            turns.by_engine[PLAIN].append([sum(step) for step in plain.turn(warm, timed)])
-            if of_generate:
-                turns.by_engine[GENERATE].append(list(of_generate))
-            for peer in peers:
-                _take(peer, turns, warm, timed)
-
-        repetitions = self._options.repetitions + 1  # the first one warms up
-        if case.decodes:
-            contexts = case.contexts(self._packed.vocab_size)
-            generate_in_turns(self._library, contexts, repetitions, warm, timed, self._clock, between)
-        else:
-            prompt = case.prompt(self._packed.vocab_size)
-            for _ in range(repetitions):
-                between([generate_first_s(self._library, prompt, self._clock)] if not case.context else ())
-        return of_ours[timed:]
-
-    def _parts(self, steps: Steps, measured: Sequence[tuple[float, float]], case: Case) -> StepParts:
+    def _parts(self, steps: Steps, case: Case) -> StepParts:
         shares = pass_shares(steps)
-        forward_ms = 1e3 * median(forward_s for forward_s, _ in measured)
+        made = [steps.step() for _ in range(_WARM + self._options.repetitions)][_WARM:]
+        forward_ms, sampling_ms = (1e3 * median(seconds) for seconds in zip(*made, strict=True))
         between_s = None
         if case.context and not case.branches:
-            between_s = planning_s(self._packed, case, self._engine_steps(case), self._sampling)
+            between_s = planning_s(self._ours, case, self._engine_steps(case), self._sampling)
         return StepParts(
             forward_ms,
             forward_ms * shares.products,
@@ -222,26 +209,25 @@ class _EngineBench:
             forward_ms * shares.operators,
             forward_ms * shares.python,
             shares.calls,
-            1e3 * median(sampling_s for _, sampling_s in measured),
+            sampling_ms,
             None if between_s is None else 1e3 * between_s,
         )
 
 
-def _take(peer: PeerProcess, turns: _Turns, warm: int, timed: int) -> None:
-    """Let a peer take its turn, unless one of its turns has failed."""
-    label = peer.spec.label
-    if label in turns.absent:
-        return
-    try:
-        turns.by_engine[label].append(peer.turn(warm, timed))
-    except PeerAbsent as absent:
-        turns.absent[label] = str(absent)
-        turns.by_engine.pop(label, None)
+def _times(turns: list[list[float]], of_ours: list[list[float]], same_token: bool | None) -> EngineTimes:
+    """Sum up an engine's turns beside ours."""
+    return EngineTimes(
+        1e3 * median(seconds for turn in turns for seconds in turn),
+        median(median(theirs) / median(ours) for theirs, ours in zip(turns, of_ours, strict=True)),
+        same_token,
+    )
 
 
 def _cases(options: EngineSettings) -> Iterator[Case]:
-    for sessions, rows, branches, context in options.steps:
-        yield Case(sessions, rows, rows, context or options.context, branches)
+    for context in options.context:
+        for shape in options.steps:
+            if not shape.context or context == options.context[0]:
+                yield Case(shape.sessions, shape.rows, shape.rows, shape.context or context, shape.branches)
     if options.prefill:
         yield Case(1, options.prefill, 1, 0)
 

@@ -129,7 +129,7 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
     """
     engine = _engine(target, case)
     sampling = replace(sampling, max_tokens=steps * case.rows + 1, ignore_eos=True)
-    prompts = case.contexts(target.vocab_size)
+    prompts = [case.text(target.vocab_size, session) for session in range(case.sessions)]
     engine.start()
     try:
         texts: list[list[int]] = [[] for _ in prompts]
@@ -159,7 +159,7 @@ def learning_cost(target: Target, case: Case, steps: int, sampling: Sampling, tu
         OutriderError: a session failed.
     """
     sampling = replace(sampling, max_tokens=steps * case.rows + 1, ignore_eos=True)
-    prompts = case.contexts(target.vocab_size)
+    prompts = [case.text(target.vocab_size, session) for session in range(case.sessions)]
     kept = KeptLessons()
     collector = LessonCollector("bench", kept, VerifierConfig().learn_positions_s)
     engines = {"off": _engine(target, case), "on": _engine(target, case, collector)}

@@ -19,7 +19,6 @@ LLAMA, LLAMA_IN_8_BITS, VLLM, VLLM_COMPILED = "llama.cpp", "llama.cpp, 8-bit", "
 
 _CHILD = Path(__file__).parent / "peers" / "child.py"
 _END_S = 10.0
-_ENVIRONMENT = {"KMP_BLOCKTIME": "1"}  # ms for which idle threads spin; by default far into the next engine's turn
 _REMEDIES = {
     "llama": "install llama-cpp-python (built here, for this processor) and gguf, or name a Python with them by "
     "--llama-python",
@@ -62,6 +61,13 @@ def peer_specs(settings: EngineSettings, model: str, dtype: str) -> list[PeerSpe
     return [known[name] for name in settings.peers]
 
 
+def _environment(threads: int) -> dict[str, str]:
+    """Return the variables of a peer, whose threads wait as it has them wait, and not as ours do."""
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    blocktime_ms = "1"  # for which idle threads of vLLM's spin; by default far into the next engine's turn
+    return {"KMP_BLOCKTIME": blocktime_ms, **inherited, "OMP_NUM_THREADS": str(threads)}
+
+
 class PeerProcess:
     """A peer's process, which answers one request at a time and rests between them.
 
@@ -89,7 +95,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env={**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)},
+                env=_environment(threads),
             )
         except OSError as error:
             self._errors.close()
@@ -104,19 +110,21 @@ class PeerProcess:
         """
         return str(self._receive()["version"])
 
-    def prepare(self, contexts: Sequence[Sequence[int]], rows: int, logits: int) -> list[int]:
-        """Choose the step that turns repeat, and return the greedy token after each of the `contexts`.
+    def prepare(self, context: Sequence[int], sessions: int, rows: int, logits: int) -> int | None:
+        """Choose the step that turns repeat, and return the greedy token after the context; None: there is none.
 
         Args:
-            contexts: tokens before the rows of each session.
+            context: tokens before the rows of each session.
+            sessions: sessions of the step.
             rows: rows of a session in a step.
             logits: logits of a session that a step computes, of its last rows.
 
         Raises:
             PeerAbsent: it has no such step.
         """
-        self._send({"steps": {"contexts": contexts, "rows": rows, "logits": logits}})
-        return [int(token) for token in self._receive()["tokens"]]
+        self._send({"steps": {"context": context, "sessions": sessions, "rows": rows, "logits": logits}})
+        token = self._receive()["token"]
+        return None if token is None else int(token)
 
     def turn(self, warm: int, timed: int) -> list[float]:
         """Make `warm` steps and then `timed` ones, and return the seconds of these.

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from outrider.bench.environment import Environment
 from outrider.bench.record import RECORD, Count, Metric
 
-OURS, PLAIN, GENERATE = "outrider", "outrider, plain pass", "generate"
+OURS, LIBRARY = "outrider", "transformers"
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
@@ -91,12 +91,12 @@ class EngineTimes:
     Attributes:
         step_ms: from tokens to tokens, median.
         ratio: median over turns of its time over ours in the same turn.
-        same_tokens: sessions whose first greedy token equals ours; None: not compared.
+        same_token: whether the greedy token after the context is ours; None: not compared.
     """
 
     step_ms: Metric
     ratio: Metric
-    same_tokens: Count | None = None
+    same_token: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
@@ -105,9 +105,11 @@ class CaseResult:
 
     Attributes:
         name: the step in the form of the option, or `prefill TOKENS`.
-        parts: parts of our step.
+        context: tokens before the rows of each session.
+        turns: turns of each engine that count.
         engines: times by engine, ours (pass and sampling) first.
         absent: engines without such a step, and why.
+        parts: parts of our step; None: not measured.
         learning: cost of keeping lessons; None: not measured.
         prices: times of its rows; None: it has no branches.
     """
@@ -115,9 +117,11 @@ class CaseResult:
     name: str
     sessions: Count
     rows: Count
-    parts: StepParts
+    context: Count
+    turns: Count
     engines: Mapping[str, EngineTimes]
     absent: Mapping[str, str]
+    parts: StepParts | None = None
     learning: LearningCost | None = None
     prices: RowPrices | None = None
 
@@ -128,8 +132,6 @@ class EngineRecord:
 
     Attributes:
         clock: clock of the times, `cpu` (CPU time of the thread, of the process for peers) or `wall`.
-        context: tokens before the rows of each session, where its case names no others.
-        repetitions: turns of each engine.
         packed_shapes: shapes (out_features, in_features) of linear layers with packed weights.
         plain_shapes: shapes of the others.
         packed_bytes: size of the packed weights.
@@ -140,8 +142,6 @@ class EngineRecord:
 
     environment: Environment
     clock: str
-    context: Count
-    repetitions: Count
     temperature: Metric
     packed_shapes: tuple[tuple[int, int], ...]
     plain_shapes: tuple[tuple[int, int], ...]

@@ -28,7 +28,7 @@ def row_prices(target: Target, case: Case, sampling: Sampling, clock: Clock, tur
     one, chain = replace(case, rows=1, logits=1, branches=0), replace(case, branches=0)
     with ExitStack() as stack:
         every = [stack.enter_context(Steps(target, each, sampling, clock)) for each in (one, chain, case)]
-        times = [[median(map(sum, steps.turn(_WARM, _TIMED))) for steps in every] for _ in range(turns + 1)][1:]
+        times = [[median(steps.turn(_WARM, _TIMED)) for steps in every] for _ in range(turns + 1)][1:]
     chain_s = median(of_chain - of_one for of_one, of_chain, _ in times) / (case.rows - 1)
     branch_s = median(of_tree - of_chain for _, of_chain, of_tree in times) / case.branches
     return RowPrices(case.context, 1e3 * chain_s / case.sessions, 1e3 * branch_s / case.sessions)

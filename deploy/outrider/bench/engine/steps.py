@@ -1,12 +1,13 @@
-"""Steps of a target, and of transformers' `generate`, on the same clock."""
+"""Steps of a target, and of transformers, on the same clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from outrider.bench.step_shape import StepShape
 from outrider.cloud.backend import VerificationBranch
@@ -51,9 +52,9 @@ class Case:
         """Whether it is the step of plain decoding."""
         return self.rows == self.logits == 1
 
-    def contexts(self, vocab_size: int) -> list[list[int]]:
-        """Return the tokens before the rows of each session."""
-        return [[(37 * i + j) % vocab_size for i in range(self.context)] for j in range(self.sessions)]
+    def text(self, vocab_size: int, session: int = 0) -> list[int]:
+        """Return the tokens before the rows of a session."""
+        return [(37 * i + session) % vocab_size for i in range(self.context)]
 
     def prompt(self, vocab_size: int) -> list[int]:
         """Return the rows of a session."""
@@ -80,28 +81,29 @@ class Steps:
             clock: seconds.
         """
         self._target, self._clock, self._length = target, clock, case.context
-        self._caches = [target.pool.allocate(case.context + case.rows) for _ in range(case.sessions)]
+        text = case.text(target.vocab_size)
         block = tuple(case.prompt(target.vocab_size))
+        self._caches = [target.pool.allocate(case.context + case.rows) for _ in range(case.sessions)]
         self._batch = [SessionRows(cache, block, case.logits) for cache in self._caches]
         self._leaves = case.leaves(target.vocab_size)
-        contexts = case.contexts(target.vocab_size)
         known = case.rows - case.logits + 1
         drafts = tuple(map(DraftToken, block[known:]))
-        self._inputs = [
-            VerificationInput(sampling, [*context, *block[:known]], case.context + known, drafts)
-            for context in contexts
-        ]
-        self._inputs += [
-            VerificationBranch.of(whole, leaf).verification for whole in tuple(self._inputs) for leaf in self._leaves
-        ]
+        one = VerificationInput(sampling, [*text, *block[:known]], case.context + known, drafts)
+        beside = [VerificationBranch.of(one, leaf).verification for leaf in self._leaves]
+        self._inputs = [one] * case.sessions + beside * case.sessions
         self._sampler = Sampler(target.device)
-        self.tokens_after_contexts = [
-            self._read(cache, context) for cache, context in zip(self._caches, contexts, strict=True) if context
-        ]
+        self.token_after_context = self._read(text) if text else None
 
-    def _read(self, cache: Any, context: list[int]) -> int:
-        for first in range(0, len(context), _PREFILL_ROWS):
-            logits = self._target.forward([SessionRows(cache, tuple(context[first : first + _PREFILL_ROWS]), 1)])
+    def _read(self, text: list[int]) -> int:
+        """Read a text once, give every session keys and values of its own, and return the token that follows."""
+        first, *others = self._caches
+        for start in range(0, len(text), _PREFILL_ROWS):
+            logits = self._target.forward([SessionRows(first, tuple(text[start : start + _PREFILL_ROWS]), 1)])
+        with torch.inference_mode():
+            for cache in others:
+                for layer in self._target.pool.layers:
+                    self._target.pool.copy(layer, first.slots[: len(text)], cache.slots[: len(text)])
+                cache.extend(text)
         return int(logits[-1].argmax())
 
     def __enter__(self) -> Steps:
@@ -140,64 +142,81 @@ class Steps:
         self._sampler.sample(logits, self._inputs)
         return forwarded - began, self._clock() - forwarded
 
-    def turn(self, warm: int, timed: int) -> list[tuple[float, float]]:
+    def turn(self, warm: int, timed: int) -> list[float]:
         """Make `warm` steps and then `timed` ones, and return the seconds of these."""
-        return [self.step() for _ in range(warm + timed)][warm:]
+        return [sum(self.step()) for _ in range(warm + timed)][warm:]
 
 
-class _Streamer:
-    """A streamer that times the steps between the tokens that `generate` hands it, and has other work done between."""
+class LibrarySteps:
+    """Steps of transformers on a KV cache of its own kind.
 
-    def __init__(self, clock: Clock, warm: int, timed: int, between: Callable[[list[float]], None]) -> None:
-        self._clock, self._warm, self._steps, self._between = clock, warm, warm + timed, between
-        self._times: list[float] = []
-        self._tokens = -1  # the prompt comes first
-        self._resumed = 0.0
+    A row of a session is a step of its greedy `generate`; of several rows it makes the pass by which its assisted
+    generation verifies them.
+    """
 
-    def put(self, _: torch.Tensor) -> None:
+    def __init__(self, model: Any, case: Case, clock: Clock) -> None:
+        """Step on `model`, whose texts no end token ends from now on."""
+        vocab_size = model.config.vocab_size
+        self._model, self._case, self._clock = model, case, clock
+        model.generation_config.eos_token_id = None
+        self._cache = DynamicCache(config=model.config)
+        text = case.text(vocab_size)
+        if text:
+            self._forward(torch.tensor([text]), 1)
+            self._cache.batch_repeat_interleave(case.sessions)
+        self._tokens = torch.tensor([[*text, *case.prompt(vocab_size)]]).expand(case.sessions, -1)
+
+    def turn(self, warm: int, timed: int) -> list[float]:
+        """Make `warm` steps and then `timed` ones, and return the seconds of these."""
+        if self._case.decodes:
+            times = _StepTimes(self._clock)
+            self._generate(warm + timed, times)
+            return times.steps[warm:]
+        return [self._step() for _ in range(warm + timed)][warm:]
+
+    def _step(self) -> float:
+        began = self._clock()
+        if self._case.context:
+            self._forward(self._tokens[:, self._case.context :], self._case.logits)
+            self._forget()
+        else:
+            self._generate(1)
+        return self._clock() - began
+
+    @torch.inference_mode()
+    def _forward(self, rows: torch.Tensor, logits: int) -> None:
+        """Make the pass for `rows` [sessions, rows], and choose the tokens after the last `logits` of each session."""
+        self._model(rows, past_key_values=self._cache, logits_to_keep=logits).logits.argmax(-1)
+
+    def _generate(self, count: int, streamer: Any = None) -> None:
+        self._model.generate(
+            self._tokens,
+            attention_mask=torch.ones_like(self._tokens),
+            past_key_values=self._cache,
+            streamer=streamer,
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cache.crop(self._case.context - self._cache.get_seq_length())
+
+
+class _StepTimes:
+    """A streamer that times the steps of `generate`, the first from when it hands over the prompt."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.steps: list[float] = []
+        self._clock, self._last = clock, 0.0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Take the prompt, or the tokens of a step."""
         now = self._clock()
-        self._tokens += 1
-        if self._tokens > 1:  # the first token's step reads the prompt
-            self._times.append(now - self._resumed)
-        if len(self._times) == self._steps:
-            self._between(self._times[self._warm :])
-            self._times = []
-        self._resumed = self._clock()
+        if tokens.dim() == 1:
+            self.steps.append(now - self._last)
+        self._last = now
 
     def end(self) -> None:
         """Do nothing: a streamer needs the method."""
-
-
-def generate_in_turns(
-    model: Any,
-    contexts: Sequence[Sequence[int]],
-    turns: int,
-    warm: int,
-    timed: int,
-    clock: Clock,
-    between: Callable[[list[float]], None],
-) -> None:
-    """Run turns of `warm` and then `timed` steps of transformers' greedy `generate` for a batch of `contexts`.
-
-    `between` is called after each turn, with the seconds of the timed steps. An end token does not end the texts.
-    """
-    input_ids = torch.tensor(contexts)
-    model.generation_config.eos_token_id = None
-    model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        streamer=_Streamer(clock, warm, timed, between),
-        max_new_tokens=turns * (warm + timed) + 1,
-        do_sample=False,
-        pad_token_id=0,
-    )
-
-
-def generate_first_s(model: Any, prompt: Sequence[int], clock: Clock) -> float:
-    """Return the seconds in which transformers' `generate` reads a prompt and makes a token."""
-    input_ids = torch.tensor([prompt])
-    began = clock()
-    model.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=1, do_sample=False, pad_token_id=0
-    )
-    return clock() - began

@@ -7,16 +7,19 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group
 
 from outrider.bench.engine.aims import aims
-from outrider.bench.engine.record import CaseResult, EngineRecord, LearningCost, RowPrices
+from outrider.bench.engine.record import CaseResult, EngineRecord, LearningCost, RowPrices, StepParts
 from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
 
 PARTS = ("sessions x rows", "products", "attention", "operators", "Python", "sampling", "planning", "= step", "calls")
 PRICES = "sessions x rows", "context", "row of the chain, ms", "row of a branch, ms", "= rows of the chain"
-LEGEND = (
-    "ms, medians; products: linear layers; operators: all others in the pass, of calls in all; Python: the pass's time "
+PARTS_LEGEND = (
+    "products: linear layers; operators: all others in the pass, of calls in all; Python: the pass's time "
     "in no operator; these are shares by torch's profiler, of the pass's time without it; planning: events, plans and "
-    "commits between two steps, by the engine's own timings (wall clock); engines take turns of a few steps, from "
-    "tokens to tokens, ours without planning; / ours: median over turns"
+    "commits between two steps, by the engine's own timings (wall clock)"
+)
+LEGEND = (
+    "ms, medians; engines take turns of a few steps, from tokens to tokens, ours without planning (--parts times it); "
+    "/ ours: median over turns"
 )
 
 _LEARNING = "step: wall clock; CPU time: of the process; %: CPU time of lessons in either thread over the steps' time"
@@ -36,16 +39,20 @@ def _grids(record: EngineRecord) -> Iterator[Grid]:
         f"{len(record.packed_shapes)} of {len(record.packed_shapes) + len(record.plain_shapes)} shapes packed, "
         f"{record.packed_bytes / 2**20:.0f} MiB; rows {kept} their bits beside others"
     )
-    title = f"Steps of {record.environment.target}, {record.environment.dtype}, context {record.context}"
-    yield Grid(title, PARTS, 1, [[_parts(result) for result in record.results]], caption)
-    engines = dict.fromkeys(engine for result in record.results for engine in result.engines)
-    yield Grid(
-        "Engines in turn",
-        ("engine", "", *(result.name for result in record.results)),
-        2,
-        [_engine(engine, record.results) for engine in engines],
-        "\n".join(_notes(record)),
-    )
+    title = f"Steps of {record.environment.target}, {record.environment.dtype}"
+    if parts := [_parts(result, result.parts) for result in record.results if result.parts]:
+        yield Grid(f"Parts of our steps, {title}", PARTS, 1, [parts], PARTS_LEGEND)
+    contexts = list(dict.fromkeys(result.context for result in record.results))
+    for context in contexts:
+        results = [result for result in record.results if result.context == context]
+        engines = dict.fromkeys(engine for result in results for engine in result.engines)
+        yield Grid(
+            f"{title}, after {context} tokens" if context else f"{title}, prompt",
+            ("engine", "", *(result.name for result in results)),
+            2,
+            [_engine(engine, results) for engine in engines],
+            "\n".join([caption, *_notes(record)]) if context == contexts[-1] else "",
+        )
     if learning := [_learning(result.name, cost) for result in record.results if (cost := result.learning)]:
         columns = "sessions x rows", "step", "CPU time", "engine, %", "beside it, %", "positions", "turns"
         yield Grid("Lessons kept / not kept", columns, 1, [learning], _LEARNING)
@@ -71,11 +78,10 @@ def _clock(clock: str) -> str:
     return "CPU time of the thread, of the process for other engines" if clock == "cpu" else "wall clock"
 
 
-def _parts(result: CaseResult) -> Sequence[str]:
-    parts = result.parts
+def _parts(result: CaseResult, parts: StepParts) -> Sequence[str]:
     times = (parts.products_ms, parts.attention_ms, parts.operators_ms, parts.python_ms, parts.sampling_ms,
              parts.planning_ms, parts.step_ms)  # fmt: skip
-    return (result.name, *(number(time, 2) for time in times), str(parts.operator_calls))
+    return (f"{result.name} @ {result.context}", *(number(time, 2) for time in times), str(parts.operator_calls))
 
 
 def _engine(engine: str, results: Sequence[CaseResult]) -> Block:
@@ -88,13 +94,12 @@ def _engine(engine: str, results: Sequence[CaseResult]) -> Block:
 
 def _notes(record: EngineRecord) -> Iterator[str]:
     for engine, version in record.peers.items():
-        compared = [(result.engines[engine].same_tokens, result.sessions) for result in record.results
-                    if engine in result.engines and result.engines[engine].same_tokens is not None]  # fmt: skip
-        same, sessions = sum(same or 0 for same, _ in compared), sum(count for _, count in compared)
-        yield f"{engine}: {version}; first token as ours in {same} of {sessions} sessions"
+        same = [result.engines[engine].same_token for result in record.results if engine in result.engines]
+        compared = [each for each in same if each is not None]
+        yield f"{engine}: {version}; first token as ours after {sum(compared)} of {len(compared)} contexts"
     yield from (f"{engine}: {why}" for engine, why in record.absent.items())
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in record.results:
         for engine, why in result.absent.items():
-            reasons.setdefault((engine, why), []).append(result.name)
+            reasons.setdefault((engine, why), []).append(f"{result.name} @ {result.context}")
     yield from (f"{engine}, {UNKNOWN} at {', '.join(names)}: {why}" for (engine, why), names in reasons.items())

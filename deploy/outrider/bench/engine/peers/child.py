@@ -27,7 +27,7 @@ def answer(peer: Any, request: dict[str, Any], clock: Callable[[], float]) -> di
     """Return the answer of a loaded peer to one request."""
     try:
         if (steps := request.get("steps")) is not None:
-            return {"tokens": peer.prepare(**steps)}
+            return {"token": peer.prepare(**steps)}
         turn = request["turn"]
         for _ in range(turn["warm"]):
             peer.step()

@@ -78,8 +78,9 @@ def convert(folder: Path, file: Path, dtype: str) -> None:
             elif name.endswith("k_proj.weight"):
                 values = interleaved(values, kv_heads)
             kind = gguf.GGMLQuantizationType[_TYPES[dtype] if values.ndim > 1 else "F32"]
-            packed = gguf.quants.quantize(values, kind)
-            writer.add_tensor(names.get_name(name, (".weight", ".bias")), packed, raw_dtype=kind)
+            if (known := names.get_name(name, (".weight", ".bias"))) is None:
+                raise ValueError(f"GGUF has no name for {name}")
+            writer.add_tensor(known, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -55,32 +55,32 @@ class LlamaPeer:
         flags = " ".join(word.split()[0] for word in built.split("|") if word.strip().endswith("= 1"))
         self.version = f"llama-cpp-python {llama_cpp.__version__} ({flags}; KV cache in its default type, float16)"
 
-    def prepare(self, contexts: list[list[int]], rows: int, logits: int) -> list[int]:
-        """Read `contexts`, and repeat steps of `rows` more tokens each, with logits for the last `logits` of them.
+    def prepare(self, context: list[int], sessions: int, rows: int, logits: int) -> int | None:
+        """Read `context`, give it to each session, and repeat steps of `rows` more tokens, with the last `logits`.
 
-        Returns the greedy token after each context; none where contexts are empty.
+        Returns the greedy token after the context; None where it is empty.
         """
         if self._context is not None:
             llama_cpp.llama_free(self._context)
-        self._length, self._sessions, self._rows, self._logits = len(contexts[0]), len(contexts), rows, logits
+        self._length, self._sessions, self._logits = len(context), sessions, logits
         positions = -(-(self._length + rows) // 256) * 256
         parameters = llama_cpp.llama_context_default_params()
-        parameters.n_ctx = positions * self._sessions
-        parameters.n_batch = parameters.n_ubatch = max(_BATCH, rows * self._sessions)
-        parameters.n_seq_max = self._sessions
+        parameters.n_ctx = positions * sessions
+        parameters.n_batch = parameters.n_ubatch = max(_BATCH, rows * sessions)
+        parameters.n_seq_max = sessions
         parameters.n_threads = parameters.n_threads_batch = self._threads
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         if not self._context:
             raise ValueError("has no memory for these sessions")
-        tokens = []
-        for session, context in enumerate(contexts):
-            for first in range(0, self._length, _BATCH):
-                part = context[first : first + _BATCH]
-                chosen = self._decode([(session, first, part)], 1)
-            tokens += chosen if context else []
+        token = None
+        for first in range(0, self._length, _BATCH):
+            (token,) = self._decode([(0, first, context[first : first + _BATCH])], 1)
+        memory = llama_cpp.llama_get_memory(self._context)
+        for session in range(1, sessions):
+            llama_cpp.llama_memory_seq_cp(memory, 0, session, -1, -1)
         block = [token % self._vocab_size for token in range(3, 3 + rows)]
-        self._block = [(session, self._length, block) for session in range(self._sessions)]
-        return tokens
+        self._block = [(session, self._length, block) for session in range(sessions)]
+        return token
 
     def step(self) -> list[int]:
         """Compute the rows of all sessions, choose the tokens with the highest logits, and forget the rows."""

@@ -40,33 +40,29 @@ class VllmPeer:
             max_num_seqs=_MAX_SESSIONS,
             disable_log_stats=True,
         ).llm_engine
-        self._prefilled: list[list[int]] = []
         self._running: list[str] = []
         self._next = 0
         self.version = f"vllm {vllm.__version__} ({'compiled' if compiled else 'eager'})"
 
-    def prepare(self, contexts: list[list[int]], rows: int, logits: int) -> list[int]:
-        """Read `contexts`, and repeat steps of one more token each; without contexts, repeat prompts of `rows` tokens.
+    def prepare(self, context: list[int], sessions: int, rows: int, logits: int) -> int | None:
+        """Read `context` in each session, and repeat steps of one more token; without it, prompts of `rows` tokens.
 
-        Returns the greedy token after each context; none where contexts are empty.
+        Returns the greedy token after the context; None where it is empty.
         """
-        if rows != logits:
-            if contexts != [[]]:
-                raise ValueError("prompts are read one by one")
-            self._prompt: list[int] = list(range(3, 3 + rows))
-            self._end()
-            return []
-        if rows > 1:
+        if logits > 1:
             raise ValueError("has no plain step of several tokens a session")
-        self._prompt = []
-        self._end()
-        for context in contexts:
+        self._engine.abort_request(self._running)
+        self._running.clear()
+        self._prompt: list[int] = [] if context else list(range(3, 3 + rows))
+        if not context:
+            return None
+        for _ in range(sessions):
             self._add(context, max_tokens=100_000)
         first: dict[str, int] = {}
-        while len(first) < len(contexts):
+        while len(first) < sessions:
             for output in self._engine.step():
                 first.setdefault(output.request_id, output.outputs[0].token_ids[0])
-        return [first[name] for name in self._running]
+        return first[self._running[0]]
 
     def step(self) -> None:
         """Compute the next token of all sessions, or a prompt and its first token."""
@@ -87,7 +83,3 @@ class VllmPeer:
         )
         self._engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
         self._running.append(name)
-
-    def _end(self) -> None:
-        self._engine.abort_request(self._running)
-        self._running.clear()
