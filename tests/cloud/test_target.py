@@ -15,8 +15,11 @@ import torch
 from random_models import VOCAB, save_random_model
 
 from outrider.cloud import chunked_attention
+from outrider.cloud.attention import RaggedBatch
+from outrider.cloud.chunked_attention import ChunkedBatch
 from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
+from outrider.cloud.packed_linear import PACKED_ROWS
 from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target import SessionRows, load_target
 from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
@@ -301,19 +304,40 @@ def need_products_that_keep_bits(folder, dtype="float32"):
     ("rows_differ", "passes"),
     [
         (lambda _: False, TOGETHER[0]),
-        (lambda rows: rows == 1, TOGETHER[1]),
-        (lambda rows: rows < 4, TOGETHER[2]),
+        (lambda rows: rows < 4, TOGETHER[0]),  # a pass of packed products has four at least
+        (lambda rows: rows % 2 > 0, TOGETHER[1]),
+        (lambda rows: rows % 4 > 0, TOGETHER[2]),
         (lambda rows: rows % 8 > 0, TOGETHER[3]),
         (lambda rows: rows > 16, TILES),
         (lambda rows: rows >= 60, TILES),
     ],
-    ids=["never", "alone", "below four", "not in eights", "in more than a tile", "in a crowd"],
+    ids=["never", "below four", "not in twos", "not in fours", "not in eights", "in more than a tile", "in a crowd"],
 )
 def test_the_check_finds_passes_that_keep_a_rows_bits(rows_differ, passes, folders, monkeypatch):
     folder, _ = folders("llama")
     need_products_that_keep_bits(folder, "bfloat16")
     monkeypatch.setattr(torch.nn.Embedding, "forward", unlike_itself(rows_differ))
     assert load(folder, dtype="bfloat16", straight=False).passes == passes
+
+
+def test_rows_that_fill_up_a_pass_attend_to_nothing_and_change_nothing(folders, monkeypatch):
+    target = load(folders("llama")[0])
+    attended = []
+    for kind in (RaggedBatch, ChunkedBatch):
+        attend = kind.attend
+
+        def counted(self, layer, query, *others, attend=attend):
+            seen = attend(self, layer, query, *others)
+            attended.append((query.shape[2], seen.shape[1]))
+            return seen
+
+        monkeypatch.setattr(kind, "attend", counted)
+    tokens = text(7)
+    (whole,) = in_pieces(target, tokens, [len(tokens)])
+    attended.clear()
+    singly = torch.cat(list(in_pieces(target, tokens, [1] * len(tokens))))
+    assert set(attended) == {(PACKED_ROWS, 1)}
+    assert torch.equal(singly, whole)
 
 
 @pytest.mark.parametrize(

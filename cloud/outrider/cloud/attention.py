@@ -65,8 +65,8 @@ class RaggedBatch:
 
     Attributes:
         pool: pages of all sessions.
-        spans: rows of each session, in order.
-        slots: [rows] int64, places of the keys and values of each row.
+        spans: rows of each session, in order; rows of a pass after the last span fill it up, and attend to nothing.
+        slots: [rows of all spans] int64, places of the keys and values of each row.
         block: most positions of a session whose rows attend in one call.
         rest: [n] int64, places after each session's last row that are read with it, which must hold numbers.
         borrowed: [n] int64, places of what branches that begin here have copies of; None: there are none.
@@ -92,11 +92,12 @@ class RaggedBatch:
             self.copies = torch.cat([branch.copies for branch in began])
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `keys` and `values` [rows, kv_heads, head_dim], what branches copy, and zeros after them.
+        """Store `keys` and `values` [rows, kv_heads, head_dim] of the spans, what branches copy, and zeros after them.
 
         Masked keys count for nothing, but what a page's last owner has left there may be no number.
         """
-        self.pool.write(layer, self.slots, keys, values)
+        rows = len(self.slots)
+        self.pool.write(layer, self.slots, keys[:rows], values[:rows])
         if self.borrowed is not None and self.copies is not None:
             self.pool.copy(layer, self.borrowed, self.copies)
         if len(self.rest):
@@ -116,7 +117,7 @@ class RaggedBatch:
             softcap: bound of the scores by tanh; None: none.
 
         Returns:
-            [1, rows, heads, head_dim].
+            [1, rows of all spans, heads, head_dim].
         """
         group = query.shape[1] // kv_heads  # its heads become rows of their key head
         attended = []
@@ -217,7 +218,9 @@ def paged_attention(
         raise ModelRefused("attention sinks are not supported", field="target")
     batch, layer = outrider_batch, module.layer_idx
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap).contiguous(), None
+    attended = batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap)
+    missing = query.shape[2] - attended.shape[1]
+    return (functional.pad(attended, (0, 0, 0, 0, 0, missing)) if missing else attended).contiguous(), None
 
 
 def _attend(

@@ -181,7 +181,7 @@ class ChunkedBatch(RaggedBatch):
                 seen.append(results.reshape(-1, results.shape[-1]))
                 sums.append(logarithms.reshape(-1))
             bands.append(_together(_joined(seen), _joined(sums), band))
-        return _joined(bands).view(1, rows, num_heads, -1)
+        return _joined(bands).view(1, len(self.slots), num_heads, -1)
 
     @property
     def _unit(self) -> int:

@@ -16,7 +16,7 @@ class Passes:
 
     Attributes:
         guarantee: promise that it keeps, where the check at load finds so.
-        multiple: a pass takes a multiple of it; copies of the last row fill it up.
+        multiple: a pass takes a multiple of it; rows whose results nobody reads fill it up.
         limit: most rows of a pass.
         block: most positions of a session whose rows attend in one call.
         chunk: keys of a session that are one entry in a call of many sessions; 0: each session has calls of its own.

@@ -14,7 +14,7 @@ import torch
 
 from outrider.cloud import attention
 from outrider.cloud.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
-from outrider.cloud.attention import RaggedBatch, RowSpan
+from outrider.cloud.attention import RaggedBatch, RowSpan, rounded_up
 from outrider.cloud.automatic_dtype import load_automatically
 from outrider.cloud.call_source import Pass
 from outrider.cloud.chunked_attention import ChunkedBatch
@@ -22,7 +22,7 @@ from outrider.cloud.config import AUTO
 from outrider.cloud.family_index import embedded_targets, find_target, load_tokenizer, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import check_memory, kv_tokens_by_memory
-from outrider.cloud.packed_linear import Packing, pack_linears, replace_conv1d
+from outrider.cloud.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
 from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
 from outrider.cloud.precision import precision_of, quantization_of
 from outrider.cloud.steering import Taps
@@ -137,18 +137,24 @@ class Target:
             tokens += piece.rows.tokens[piece.begin : piece.end]
             spans.append(RowSpan(piece.rows.cache, first, piece.end - piece.begin, piece.start))
             wanted += range(first + piece.first_wanted - piece.begin, len(tokens))
-        last, multiple = spans[-1], self.passes.multiple
-        for row in range(len(tokens), len(tokens) + -len(tokens) % multiple):
-            tokens.append(tokens[-1])
-            spans.append(RowSpan(last.cache, row, 1, last.context - 1))  # writes what the last row writes
-        filled = (wanted or [0]) + [wanted[-1] if wanted else 0] * (-max(1, len(wanted)) % multiple)
+        tokens += tokens[-1:] * (self._filled(len(tokens)) - len(tokens))
+        filled = (wanted or [0]) + [wanted[-1] if wanted else 0] * (self._filled(len(wanted)) - max(1, len(wanted)))
         logits = self._run(tokens, spans, filled)[: len(wanted)]
         self._keep_tapped(wanted)
         return logits
 
+    def _filled(self, rows: int) -> int:
+        """Return the rows that a product of `rows` takes: a multiple of what passes need, and four if packed.
+
+        oneDNN's products of four rows in its own layout take less time than those of one or two.
+        """
+        least = PACKED_ROWS if self.packing.packed else 1
+        return rounded_up(max(rows, least), self.passes.multiple)
+
     def _run(self, tokens: list[int], spans: list[RowSpan], wanted: list[int]) -> torch.Tensor:
         slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
         positions = [p for span in spans for p in range(span.start, span.context)]
+        positions += positions[-1:] * (len(tokens) - len(positions))
         given = PassInputs(
             torch.tensor([tokens], device=self.device),
             torch.tensor([positions], device=self.device),
