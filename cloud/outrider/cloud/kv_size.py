@@ -36,12 +36,12 @@ def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, m
 
 
 def check_memory(kv_tokens: int, config: Any, dtype: torch.dtype) -> None:
-    """Raise ModelRefused where a CPU has no memory for that many positions, since pages take theirs only when written."""
+    """Raise ModelRefused where a CPU has no memory for so many positions, whose pages take theirs when written."""
     needed, available = kv_tokens * bytes_per_token(config, dtype), available_bytes()
     if needed > available:
         raise ModelRefused(
-            f"{kv_tokens:,} positions take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB of memory are left; "
-            "give fewer, or 0 for as many as fit",
+            f"{kv_tokens:,} positions take {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB of memory are "
+            "left; give fewer, or 0 for as many as fit",
             field="kv_tokens",
         )
 
