@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from all_architectures import NAMES, NOT_SMALL, SERVED, VOCAB, small_model
 
-from outrider.cloud.architecture import check_architecture
+from outrider.cloud.architecture import _check_kinds, check_architecture
 from outrider.cloud.target import load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter
 from outrider.proto.errors import ModelRefused
@@ -91,6 +94,12 @@ def test_a_state_in_the_modules_is_refused_by_its_name(monkeypatch) -> None:
     monkeypatch.setattr(mlp, "forward", remembering)
     with pytest.raises(ModelRefused, match=r"LlamaMLP\.last_seen"):
         check_architecture(model)
+
+
+def test_layers_are_told_by_name_since_not_every_transformers_has_all_kinds(monkeypatch) -> None:
+    config = small_model("llama").config
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", ModuleType("without_layers"))
+    _check_kinds(config)
 
 
 def test_a_hybrid_is_refused_when_it_is_loaded(tmp_path) -> None:

@@ -92,29 +92,33 @@ def test_another_tokenizer_and_logits_that_are_capped_are_refused(target: Path, 
         assert refused.value.field == "source"
 
 
-def test_a_pruned_model_is_distilled_with_a_small_head_and_exported(target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("small", "head"), [({"head_rank": 16}, {"rank": 16}), ({"vocabulary": 60}, {"tokens": 60})], ids=["rank", "tokens"]
+)
+def test_a_pruned_model_is_distilled_with_a_small_head_and_exported(
+    target: Path, tmp_path: Path, small: dict[str, int], head: dict[str, int]
+) -> None:
     source = tmp_path / "source"
-    saved(source, "qwen3")
+    saved(source, "qwen3", tie_word_embeddings=True)
     corpus = tmp_path / "text.txt"
     corpus.write_text("\n\n".join(" ".join(f"{i * j}" for j in range(40)) for i in range(1, 60)))
     config = DrafterTraining(
         target=str(target),
         source=str(source),
         keep_layers=(2,),
-        head_rank=16,
-        head_tokens=60,
         corpus=(corpus,),
         output=tmp_path / "out",
         shape=DrafterShape(context=64),
         steps=2,
         block=32,
         held_out_tokens=128,
+        **small,
     )
     result = train_drafter(config)
     written = json.loads((result.folder / "config.json").read_text())
     assert (written["model_type"], written["num_hidden_layers"], written["max_position_embeddings"]) == ("qwen3", 2, 64)
     manifest = export_drafter(result.folder, tmp_path / "package", name="p", candidates=8, target_id="big")
-    assert manifest["head"] == {"rank": 16, "tokens": 60}
+    assert manifest["head"] == head
     with pytest.raises(ConfigError, match="one of the two"):
         replace(config, start="general")
     with pytest.raises(ConfigError, match="not given"):

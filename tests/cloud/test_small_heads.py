@@ -19,7 +19,8 @@ from outrider.cloud.export import export_drafter
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.quantised import QuantisedMatrix, quantise
 from outrider.cloud.family_index import load_causal_lm
-from outrider.cloud.heads import MISSING_NATS, SmallHead, loss_terms, reduce_head
+from outrider.cloud.heads import MISSING_NATS, SmallHead, head_terms, reduce_head, reduce_vocabulary
+from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.corpus import Source, most_frequent
@@ -28,7 +29,9 @@ from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.small_head import fit_head
 from outrider.drafters import find_package
+from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import LearnedFrom
 from outrider.drafters.proposals import ProposalRule
 from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument, ModelRefused
@@ -74,7 +77,6 @@ def config(target: Path, tmp_path: Path) -> DrafterTraining:
         warm_up_steps=1,
         held_out_tokens=256,
         head_rank=6,
-        head_tokens=90,
     )
 
 
@@ -106,12 +108,12 @@ def test_with_moments_a_reduced_head_is_the_nearest_in_the_logits_of_such_states
 def test_a_fitted_head_of_low_rank_says_more_of_what_the_whole_one_says() -> None:
     model = tied_llama()
     whole = model.lm_head.weight.detach().clone()
-    states = torch.randn(9000, HIDDEN, generator=torch.Generator().manual_seed(0)) * torch.linspace(4, 1, HIDDEN)
-    reduce_head(model, rank=RANK, tokens=KEPT, moments=states.T @ states / len(states))
+    states = torch.randn(9000, HIDDEN, generator=torch.Generator().manual_seed(0)) * torch.linspace(8, 1, HIDDEN)
+    reduce_head(model, rank=RANK, moments=states.T @ states / len(states))
 
     def divergence(of: torch.Tensor) -> float:
-        terms = loss_terms(model.lm_head, of, of @ whole.T)
-        return float(forward_kl(*terms, positions_per_chunk=500).detach())
+        terms = head_terms(model.lm_head, of)
+        return float(forward_kl(*terms, of @ whole.T, positions_per_chunk=500).detach())
 
     seen, unseen = states[:8000], states[8000:]
     before = divergence(unseen)
@@ -121,16 +123,36 @@ def test_a_fitted_head_of_low_rank_says_more_of_what_the_whole_one_says() -> Non
     assert divergence(unseen) < 0.98 * before
 
 
-def test_a_trimmed_head_has_the_whole_heads_logits_and_finds_the_rest_impossible() -> None:
-    model = tied_llama()
-    whole = model(torch.arange(2, 20)[None]).logits[0].detach()
-    reduce_head(model, tokens=KEPT)
-    trimmed = model(torch.arange(2, 20)[None]).logits[0].detach()
-    torch.testing.assert_close(trimmed[:, KEPT], whole[:, KEPT])
-    log_q, of_kept = trimmed.log_softmax(-1), whole[:, KEPT].log_softmax(-1)
+def test_a_small_vocabulary_has_the_whole_heads_logits_and_no_other_tokens() -> None:
+    model, read = tied_llama(), KEPT[2:20][None]
+    whole = model(read).logits[0].detach()
+    reduce_vocabulary(model, KEPT)
+    small = model(read).logits[0].detach()
+    torch.testing.assert_close(small[:, KEPT], whole[:, KEPT])
+    log_q, of_kept = small.log_softmax(-1), whole[:, KEPT].log_softmax(-1)
     torch.testing.assert_close(log_q[:, KEPT], of_kept, atol=1e-4, rtol=0)
     missing = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, KEPT, False)
     torch.testing.assert_close(log_q[:, missing], torch.full_like(log_q[:, missing], -MISSING_NATS), atol=1e-4, rtol=0)
+
+
+def test_tokens_that_a_drafter_does_not_know_are_read_as_the_nearest_that_it_knows() -> None:
+    model = tied_llama()
+    whole = model.lm_head.weight.detach().clone()
+    reduce_vocabulary(model, KEPT)
+    unit = torch.nn.functional.normalize(whole, dim=-1)
+    nearest = KEPT[(unit @ unit[KEPT].T).argmax(-1)]
+    assert torch.equal(model.get_input_embeddings()(torch.arange(VOCAB)), whole[nearest])
+    assert torch.equal(nearest[KEPT], KEPT)
+    once, fewer = model.get_input_embeddings()(torch.arange(VOCAB)), KEPT[::2]
+    reduce_vocabulary(model, fewer)
+    assert torch.equal(model.get_input_embeddings()(fewer), once[fewer])
+    assert model.lm_head.up.weight.shape == (len(fewer), HIDDEN)
+
+
+def test_a_drafter_whose_head_is_not_its_embedding_keeps_its_vocabulary() -> None:
+    with pytest.raises(InvalidArgument, match="head is not its embedding") as refused:
+        reduce_vocabulary(tiny_llama(seed=0, **BYTE_LLAMA, tie_word_embeddings=False), KEPT)
+    assert refused.value.field == "vocabulary"
 
 
 def test_kept_tokens_are_ends_of_texts_then_the_most_read_then_the_lowest() -> None:
@@ -139,6 +161,8 @@ def test_kept_tokens_are_ends_of_texts_then_the_most_read_then_the_lowest() -> N
     unread = Source("c", np.array([8] * 100, dtype=np.uint32), 0.0)
     assert most_frequent([often, rare, unread], 10, 3, {9}).tolist() == [4, 7, 9]
     assert most_frequent([often, rare, unread], 10, 6, {9}).tolist() == [0, 1, 4, 5, 7, 9]
+    among = np.array([2, 3, 5, 8, 9])
+    assert most_frequent([often, rare, unread], 10, 4, {9}, among=among).tolist() == [2, 3, 5, 9]
 
 
 def test_a_saved_small_head_is_loaded_again_and_other_tensors_are_refused(low_rank: Path, tmp_path: Path) -> None:
@@ -164,21 +188,23 @@ def test_a_rank_that_saves_nothing_and_a_second_reduction_are_refused() -> None:
         reduce_head(model, rank=8)
 
 
-@pytest.mark.parametrize("tokens", [None, KEPT], ids=["all tokens", "kept tokens"])
-def test_the_terms_of_the_loss_are_the_logits_of_head_and_target(tokens: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("known", [None, KEPT], ids=["low rank", "small vocabulary"])
+def test_the_terms_of_a_head_are_those_of_its_logits(known: torch.Tensor | None) -> None:
     model = tied_llama()
-    reduce_head(model, rank=RANK, tokens=tokens)
-    hidden, logits = torch.randn(2, 5, HIDDEN), torch.randn(2, 5, VOCAB)
-    states, weight, of_target = loss_terms(model.lm_head, hidden, logits)
-    shown = slice(None) if tokens is None else tokens
+    if known is None:
+        reduce_head(model, RANK)
+    else:
+        reduce_vocabulary(model, known)
+    hidden = torch.randn(2, 5, HIDDEN)
+    states, weight = head_terms(model.lm_head, hidden)
+    shown = slice(None) if known is None else known
     torch.testing.assert_close(states @ weight.T, model.lm_head(hidden)[..., shown])
-    assert torch.equal(of_target, logits[..., shown])
 
 
 def test_a_drafter_trains_with_a_small_head_and_a_resumed_run_is_the_same_run(config: DrafterTraining) -> None:
     whole = train_drafter(config)
     written = json.loads((whole.folder / "config.json").read_text())
-    assert written["outrider_head"] == {"rank": 6, "tokens": 90}
+    assert written["outrider_head"] == {"rank": 6}
     begun = train_drafter(replace(config, steps=1, output=config.output.with_name("begun")))
     weights = load_file(whole.folder / "model.safetensors")
     for name in ("lm_head.down.weight", "lm_head.up.weight", "model.embed_tokens.weight"):
@@ -243,7 +269,7 @@ def trimmed_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_exported_trimmed_head_proposes_and_scores_by_the_targets_tokens(trimmed_package: Path) -> None:
     model = trimmed_llama()
     manifest = json.loads((trimmed_package / "manifest.json").read_text())
-    assert manifest["head"] == {"rank": None, "tokens": len(KEPT)}
+    assert manifest["head"] == {"tokens": len(KEPT)}
     drafter = OnnxDrafter(find_package(trimmed_package))
     prefix = (0, 5, 9)
     logits = model(torch.tensor([prefix])).logits[0, -1].detach()
@@ -283,19 +309,46 @@ def test_four_bits_are_packed_two_a_byte_and_lookups_read_the_same(package: Path
 
 def trimmed_llama(seed: int = 0) -> Any:
     model = tiny_llama(seed=seed, **BYTE_LLAMA, tie_word_embeddings=True)
-    reduce_head(model, tokens=KEPT)
+    reduce_vocabulary(model, KEPT)
     return model
 
 
-def test_learning_refuses_a_drafter_whose_head_is_not_its_embedding(
-    package: Path, trimmed_package: Path, tmp_path: Path
-) -> None:
+def test_learning_refuses_a_drafter_whose_head_is_not_its_embedding(package: Path, tmp_path: Path) -> None:
     untied = tiny_llama(seed=1, **BYTE_LLAMA, tie_word_embeddings=False)
     source = save_with_byte_tokenizer(untied, tmp_path / "untied")
     export_drafter(source, tmp_path / "package", name="small", candidates=8, target_id="big")
-    for folder in (package, trimmed_package, tmp_path / "package"):
+    for folder in (package, tmp_path / "package"):
         with pytest.raises(ModelRefused, match="head is not its embedding"):
             load_parent(find_package(folder))
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_a_package_of_a_small_vocabulary_is_learned_from_and_its_update_drafts(tmp_path: Path, precision: str) -> None:
+    known = torch.arange(0, VOCAB, 2)  # of fewer the exporter writes a second, transposed matrix
+    model = tied_llama()
+    reduce_vocabulary(model, known)
+    source = save_with_byte_tokenizer(model, tmp_path / "source")
+    export_drafter(source, tmp_path / "package", name="small", candidates=16, target_id="big", precision=precision)
+    package = find_package(tmp_path / "package")
+    parent = load_parent(package)
+    tokens = torch.from_numpy(np.random.default_rng(3).integers(0, VOCAB, (1, 40)))
+    exact, close = model(tokens).logits[0].detach(), parent.model(tokens).logits[0]
+    assert torch.equal(parent.model.lm_head.tokens, known)
+    assert float((close - exact).abs().mean()) <= (1e-4 if precision == "float32" else 0.05 * float(exact.std()))
+
+    drafter = AdaptedDrafter(parent, rank=4)
+    torch.testing.assert_close(drafter(tokens, torch.arange(40)), close.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    zeros, rng = drafter.matrices(), np.random.default_rng(1)
+    loud = {name: (a, 0.1 * rng.normal(size=b.shape)) for name, (a, b) in zeros.items()}
+    drafter.load({name: (a.astype(np.float16), b.astype(np.float16)) for name, (a, b) in loud.items()})
+    learned = LearnedFrom(1, 0, {})
+    write_adapter_package(package.folder, tmp_path / "update", loud, sequence=1, learned_from=learned)
+    state = OnnxDrafter(find_package(tmp_path / "update")).open(ProposalRule(Sampling()))
+    row = tokens[0].tolist()
+    state.extend(row[:1])
+    expected = drafter(tokens, torch.arange(39)).detach().numpy()[np.arange(39), row[1:]]
+    np.testing.assert_allclose(state.score(row[1:]), expected, atol=1e-3 if precision == "float32" else 0.3)
+    assert np.abs(expected - close.log_softmax(-1).numpy()[np.arange(39), row[1:]]).max() > 0.3
 
 
 def test_learning_refuses_weights_of_four_bits_and_names_the_remedy(package: Path, tmp_path: Path) -> None:
@@ -305,18 +358,19 @@ def test_learning_refuses_weights_of_four_bits_and_names_the_remedy(package: Pat
         load_parent(replace(find_package(package), folder=tmp_path))
 
 
-def test_a_trained_small_head_is_trained_on_but_not_made_small_again(config: DrafterTraining, tmp_path: Path) -> None:
+def test_a_trained_small_vocabulary_is_trained_on_and_no_low_rank_head_is_put_on_it(
+    config: DrafterTraining, tmp_path: Path
+) -> None:
     trimmed = save_with_byte_tokenizer(trimmed_llama(seed=1), tmp_path / "trimmed")
-    further = replace(config, start=str(trimmed), head_rank=None, head_tokens=None, steps=1, warm_up_steps=0)
+    further = replace(config, start=str(trimmed), head_rank=None, steps=1, warm_up_steps=0)
     result = train_drafter(further)
     assert json.loads((result.folder / "config.json").read_text())["outrider_head"]["tokens"] == len(KEPT)
     before, after = (load_file(each / "model.safetensors") for each in (trimmed, result.folder))
     assert torch.equal(before["lm_head.tokens"], after["lm_head.tokens"])
     assert not torch.equal(before["lm_head.up.weight"], after["lm_head.up.weight"])
-    for field, value in (("head_rank", 6), ("head_tokens", 40)):
-        with pytest.raises(InvalidArgument, match="small head already") as refused:
-            train_drafter(replace(further, output=tmp_path / field, **{field: value}))
-        assert refused.value.field == field
+    with pytest.raises(InvalidArgument, match="small head already") as refused:
+        train_drafter(replace(further, output=tmp_path / "rank", head_rank=6))
+    assert refused.value.field == "head_rank"
 
 
 def test_more_candidates_than_a_trimmed_head_predicts_are_refused(tmp_path: Path) -> None:

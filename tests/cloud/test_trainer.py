@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from lessons_for_tests import bigram_target, text_record
+from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 
+from outrider.cloud.export import export_drafter
+from outrider.cloud.heads import reduce_vocabulary
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.cpu_share import CpuShare
@@ -20,6 +23,7 @@ from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
+from outrider.cloud.testing import tiny_llama
 from outrider.drafters.packages import embedded_packages, find_package, load_package
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
@@ -45,7 +49,7 @@ def records(first: int, count: int, **kind: object) -> list[LessonRecord]:
 
 def feed(trainer: Trainer, count: int = 6, first: int = 0, **kind: object) -> None:
     for record in records(first, count, key=f"key-{first}", **kind):
-        trainer.buffer.add(trainer.decode(record.encode()))
+        trainer.buffer.add(trainer.decode(replace(record, model=trainer.package.target).encode()))
 
 
 def publish(trainer: Trainer) -> Path:
@@ -342,6 +346,21 @@ def test_a_package_with_an_adapter_is_trained_on_from_it(tmp_path: Path) -> None
     feed(later)
     later.step()
     assert load_package(publish(later)).sequence == 2
+
+
+def test_a_drafter_that_knows_a_part_of_the_vocabulary_learns_and_is_published(tmp_path: Path) -> None:
+    model = tiny_llama(seed=0, **BYTE_LLAMA | {"vocab_size": VOCAB}, tie_word_embeddings=True)
+    reduce_vocabulary(model, torch.arange(200))
+    source = save_with_byte_tokenizer(model, tmp_path / "source")
+    export_drafter(source, tmp_path / "package", name="small", target_id="reference")
+    trainer = Trainer(settings(tmp_path / "state", drafter=str(tmp_path / "package")))
+    fresh = records(1000, 6)
+    before = hits(trainer, fresh)
+    for number in range(24):
+        feed(trainer, first=10 * number)
+        trainer.step()
+    assert hits(trainer, fresh) > before + 0.15
+    assert load_package(publish(trainer)).parent == trainer.package.version
 
 
 @pytest.mark.parametrize("name", embedded_packages())

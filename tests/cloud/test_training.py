@@ -19,8 +19,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 from outrider.cloud.family_index import load_tokenizer, resolve_target
@@ -31,7 +29,6 @@ from outrider.cloud.training.corpus import BlockSampler, Source, join_documents,
 from outrider.cloud.training.drafter import build_drafter, read_drafter, start_embedding, train_drafter
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.optimizers import Budget, cosine_fall, linear_fall, orthogonalised
-from outrider.cloud.training.self_text import SelfTextPlan, continue_rows, write_self_text
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
 from outrider.proto.errors import InvalidArgument
@@ -116,7 +113,6 @@ class Crash(Exception):
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit(config: DrafterTraining) -> None:
-    config = replace(config, self_text_tokens=2000, self_text_fraction=0.5, self_text_rows=16, self_text_new_tokens=24)
     whole = train_drafter(config)
 
     def crash_at_five(step: int) -> None:
@@ -141,21 +137,12 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit
 
 
 def test_a_trained_drafter_agrees_with_its_target_far_better_than_a_fresh_one(config: DrafterTraining) -> None:
-    config = replace(config, steps=120, self_text_tokens=4000, self_text_fraction=0.5, self_text_new_tokens=24)
-    result = train_drafter(config)
+    result = train_drafter(replace(config, steps=120))
     assert result.losses[-1][1] < 0.5 * result.losses[0][1]
     untrained = train_drafter(replace(config, steps=1, output=config.output.with_name("untrained"), warm_start=False))
-    assert set(result.acceptance) == {
-        f"{kind}/{name}" for kind in ("corpus", "self") for name in ("lines", "plain", "mean")
-    }
-    for kind in ("corpus/mean", "self/mean"):
-        assert result.acceptance[kind].overlap > untrained.acceptance[kind].overlap + 0.2
-        assert result.acceptance[kind].greedy > untrained.acceptance[kind].greedy + 0.2
-
-
-def test_greedy_acceptance_is_measured_even_where_the_target_wrote_no_greedy_text(config: DrafterTraining) -> None:
-    config = replace(config, steps=80, self_text_tokens=400, self_text_fraction=0.5, self_text_rows=1)
-    assert train_drafter(config).acceptance["self/mean"].greedy > 0
+    assert set(result.acceptance) == {"corpus/lines", "corpus/plain", "mean"}
+    assert result.acceptance["mean"].overlap > untrained.acceptance["mean"].overlap + 0.2
+    assert result.acceptance["mean"].greedy > untrained.acceptance["mean"].greedy + 0.2
 
 
 def test_a_run_goes_on_from_a_drafter_that_was_trained_before(config: DrafterTraining) -> None:
@@ -305,8 +292,9 @@ def test_a_second_run_into_a_folder_or_a_resumption_with_other_settings_is_refus
         ("steps", {"steps": 0}),
         ("block", {"block": 65}),
         ("blocks_per_pass", {"blocks_per_pass": 3}),
-        ("self_text_tokens", {"self_text_tokens": 10}),
-        ("self_text_fraction", {"self_text_tokens": 10, "self_text_fraction": 1.0}),
+        ("corpus", {"teacher": Path()}),
+        ("teacher", {"corpus": (), "teacher": Path("nowhere")}),
+        ("vocabulary", {"vocabulary": 90, "head_rank": 6}),
         ("decay_fraction", {"decay_fraction": 1.5}),
         ("matrix_lr", {"matrix_lr": float("nan")}),
         ("threads", {"threads": -1}),
@@ -429,79 +417,6 @@ def test_held_out_documents_are_whole_and_never_trained_on() -> None:
     assert len(held_out.tokens) == 30
     assert not set(training.tokens) & set(held_out.tokens)
     assert len(training) + len(held_out) == 50
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_target_continues_rows_exactly_as_its_plain_forward_would(window: int | None) -> None:
-    """Greedy rows are the plain argmax, whatever other rows do, and rows that end are cut at their end."""
-    torch.manual_seed(1)
-    target = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=20,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=4,
-            intermediate_size=24,
-            initializer_range=0.4,
-            sliding_window=window,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-        )
-    ).eval()
-    prefixes = torch.cat([torch.zeros(12, 1, dtype=torch.int64), torch.randint(2, 20, (12, 4))], dim=1)
-    is_greedy = torch.arange(12) % 2 == 0
-    rows = continue_rows(
-        target, prefixes.numpy(), is_greedy.numpy(), new_tokens=20, eos=EOS, seeds=np.arange(12, dtype=np.int64)
-    )
-    assert target.config._attn_implementation != "outrider_paged"
-    for row, prefix, greedy in zip(rows, prefixes, is_greedy.tolist(), strict=True):
-        assert row[:5].tolist() == prefix.tolist()
-        assert EOS not in row[5:-1]
-        assert len(row) == 25 or row[-1] == EOS
-        if greedy:
-            chosen = target(input_ids=torch.from_numpy(row)[None]).logits[0].argmax(-1)
-            assert chosen[4:-1].tolist() == row[5:].tolist()
-    assert len({len(row) for row in rows}) > 1
-
-
-def test_sampled_rows_follow_the_targets_distribution_and_no_other(target_folder: Path) -> None:
-    target = load_target(target_folder)
-    rows = 1000
-    prefixes = torch.tensor([[BOS, 7, 9]]).expand(rows, 3)
-    sampled = continue_rows(
-        target,
-        prefixes.numpy(),
-        np.zeros(rows, dtype=bool),
-        new_tokens=1,
-        eos=EOS,
-        seeds=np.arange(rows),
-    )
-    counts = np.bincount([row[3] for row in sampled], minlength=258) / rows
-    with torch.no_grad():
-        logits = target(input_ids=prefixes[:1]).logits[0, -1]
-
-    def follow(p: np.ndarray) -> bool:
-        return bool(0.5 * np.abs(counts - p).sum() < 0.5 * np.sqrt(2 * p * (1 - p) / np.pi / rows).sum() * 1.5)
-
-    assert follow(logits.softmax(-1).numpy())
-    assert not follow((logits / 1.5).softmax(-1).numpy()), "or so few rows show nothing"
-
-
-def test_self_text_begins_with_corpus_and_counts_what_the_target_wrote(target_folder: Path) -> None:
-    documents = join_documents("d", [np.array([BOS, *range(2, 40), EOS]), np.array([BOS, *range(50, 60), EOS])])
-    plan = SelfTextPlan(tokens=100, rows=8, new_tokens=10, shortest_prefix=4, longest_prefix=6)
-    reported: list[int] = []
-    text = write_self_text(
-        load_target(target_folder), documents, plan, bos=BOS, eos=EOS, seed=3, report=reported.append
-    )
-    assert len(text.tokens) - text.prefix_lengths.sum() == reported[-1] >= 100
-    assert text.greedy.mean() == pytest.approx(0.5)
-    for index in range(len(text)):
-        prefix = text[index][: text.prefix_lengths[index]]
-        assert prefix[0] == BOS
-        assert (np.diff(prefix[1:].astype(int)) == 1).all()
 
 
 def measured(target: Any, drafter: Any, rows: list[HeldOutText]) -> MeanAcceptance:

@@ -142,7 +142,7 @@ def _marked(mark: str) -> tuple[str, ...]:
 
 # In the folder that `main` fills.
 SECRET = ["--listen", "127.0.0.1:0", "--lease-secret-file", "secret"]
-LONG = ["--corpus", "corpus.jsonl", "--output", "trained", "--self-text", "2000", "--steps", "9"]
+LONG = ["--corpus", "corpus.jsonl", "--output", "trained", "--steps", "9"]
 STAGES = (
     ("run", ["run", "x"], ("argparse", "rich", "numpy", "torch", "transformers", "onnxruntime"), ("⟦",)),
     ("bench", ["bench", "--per-domain", "1"], ("rich", "subprocess.Popen"), ()),
@@ -157,6 +157,7 @@ STAGES = (
         ("coordinator on",),
     ),
     ("train", ["train", "drafter", *LONG], ("torch", "transformers", "safetensors"), ()),
+    ("train", ["train", "teacher", "--texts", "corpus.jsonl", "--output", "teacher"], (), ("teacher",)),
     ("submit", ["submit", "--address", "http://127.0.0.1:1", "--", "run", "x"], ("ray", "aiohttp"), ()),
 )
 

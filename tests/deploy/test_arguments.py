@@ -30,10 +30,11 @@ TEXTS = {
     "selector": "exp3",
     "window": "7",
     "patience": "5,2",
+    "read": "0.25",
+    "greedy": "0.25",
     "steering": "/p",
     "arms": "frozen,block",
     "trace-endpoint": "http://a:1",
-    "self-text-greedy": "0.25",
     "kv-tokens": "4096",
     "queue": "8",
     "loss": "2:100",
@@ -93,6 +94,7 @@ def test_every_option_has_help_a_flag_a_variable_and_a_key(command, tmp_path, mo
     table, arguments = entry.table or command, entry.load().arguments
     needed = required(arguments)
     file = tmp_path / "outrider.toml"
+    monkeypatch.delenv(f"OUTRIDER_{table.upper()}_TARGET", raising=False)  # of all tests
     with pytest.raises(SystemExit, match="0"):
         parse([*command.split(), "--help"])
     shown = capfd.readouterr().out

@@ -168,3 +168,11 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     os.close(writing)
     assert ended.stderr == ""
     assert ended.returncode == 141
+
+
+def test_a_teacher_that_is_stopped_says_what_is_kept_and_that_the_command_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "One two three four."}')
+    words = ["train", "teacher", "--texts", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "says")]
+    ending = interrupted(words, after="^teacher", number=signal.SIGTERM)
+    assert ending.lines == ["outrider train teacher: stopped; 0 tokens are kept, and the same command goes on"]
+    assert not ending.survivors

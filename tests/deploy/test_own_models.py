@@ -12,7 +12,7 @@ from outrider.deploy.cli import main
 
 FILES = {"manifest.json", "model.onnx", "tokenizer.json"}
 SMALL = ["--hidden", "32", "--layers", "1", "--mlp", "32"]
-SHORT = ["--steps", "1", "--self-text", "0", "--threads", "1"]
+SHORT = ["--steps", "1", "--threads", "1"]
 
 
 @pytest.fixture

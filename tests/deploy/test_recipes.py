@@ -13,8 +13,6 @@ import torch
 from safetensors import safe_open
 
 from outrider.cloud.testing import save_byte_tokenizer
-from outrider.cloud.training import texts
-from outrider.cloud.training.self_text import SelfTextPlan
 from outrider.deploy.cli import main
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
@@ -43,15 +41,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Values of a recipe's options, and what stands for them here.
-SMALLER = {"--minutes": ("--steps", "2"), "--self-text": ("--self-text", "1500"), "--device": ("--device", "cpu")}
-SMALLER |= {"--head-rank": ("--head-rank", "24"), "--head-tokens": ("--head-tokens", "120")}
+SMALLER = {"--minutes": ("--steps", "2"), "--tokens": ("--tokens", "1500"), "--device": ("--device", "cpu")}
+SMALLER |= {"--head-rank": ("--head-rank", "24"), "--vocabulary": ("--vocabulary", "120"), "--rows": ("--rows", "8")}
 
 
 def commands(root: Path) -> list[list[str]]:
     """The arguments of each recipe's commands, in the order of the page."""
     lines = (root / "docs" / "models.md").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     first = next(
-        index for index, line in enumerate(lines) if line.startswith("outrider train drafter") and "--from" in line
+        index for index, line in enumerate(lines) if line.startswith("outrider train teacher") and "qwen-says" in line
     )
     recipe = lines[first : lines.index("```", first)]
     return [shlex.split(line)[1:] for line in recipe]
@@ -65,11 +63,6 @@ def run_here(arguments: Sequence[str], folder: Path) -> None:
             words[index : index + 2] = SMALLER[word]
     words = [str(folder / word) if word in MODELS else word for word in words]
     assert main(words) == 0, words
-
-
-def few_short_rows(tokens: int, _rows: int, _new_tokens: int, *more: Any) -> SelfTextPlan:
-    """A plan of the target's own text that is written in a second."""
-    return SelfTextPlan(tokens, 8, 64, *more)
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +86,16 @@ def test_the_recipes_train_and_export_drafters_of_the_models_that_they_name(
     root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(texts, "SelfTextPlan", few_short_rows)
-    qwen, llama, export, *more = commands(root)
+    qwen_says, qwen, llama_says, llama, export, *more = commands(root)
     assert not more
-    for train, name, layers in ((qwen, "qwen", 4), (llama, "llama", 2)):
+    for write, train, name, layers in ((qwen_says, qwen, "qwen", 4), (llama_says, llama, "llama", 2)):
+        run_here([*write, "--new-tokens", "64", "--threads", "1"], folder)
         run_here([*train, "--threads", "1"], folder)
         config = json.loads((folder / name / "config.json").read_text())
         assert config["num_hidden_layers"] == layers
         with safe_open(folder / name / "model.safetensors", "pt") as tensors:
-            assert tensors.get_slice("model.embed_tokens.weight").get_shape() == [258, 64]
+            matrix, rows = ("model.embed_tokens.weight", 258) if name == "qwen" else ("lm_head.up.weight", 120)
+            assert tensors.get_slice(matrix).get_shape() == [rows, 64]
         words = [word.replace("qwen", name) for word in export]
         run_here([*words, "--candidates", "16"], folder)
         package = find_package(folder / "package")

@@ -17,7 +17,7 @@ from command_processes import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
 
-TINY = ["--hidden", "32", "--layers", "1", "--mlp", "64", "--self-text", "0", "--threads", "1"]
+TINY = ["--hidden", "32", "--layers", "1", "--mlp", "64", "--threads", "1"]
 
 
 class RayHead:
@@ -142,7 +142,7 @@ def test_a_place_that_the_node_cannot_write_ends_the_job_before_its_command(head
 
 
 def test_a_cluster_in_a_job_joins_the_one_that_runs_it(head: RayHead, tmp_path: Path) -> None:
-    up = ["up", "--listen", "127.0.0.1:0", "--target-threads", "1"]
+    up = ["up", "--listen", "127.0.0.1:0", "--target", "reference", "--target-threads", "1"]
     sent = head.outrider("--wheel", "none", "--name", "up", "--no-wait", "--", *up, folder=tmp_path)
     assert sent.returncode == 0, sent.stderr
     head.wait_for_log("up", "outrider generate")

@@ -31,6 +31,7 @@ _PAGE = 16
 # These scale by the longest session of the step, so that one session would change another's text.
 _ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 _KEPT = {"keys", "values"}
+_PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}  # not every transformers has the last
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _NARROW = (torch.bfloat16, torch.float16)
 _ANSWERS = {"loss", "aux_loss", "logits", "past_key_values", "hidden_states", "attentions", "router_logits"}
@@ -152,11 +153,9 @@ def _check_positions(config: Any) -> None:
 def _check_kinds(config: Any) -> None:
     """Refuse a config whose layers, by the cache that transformers builds for it, keep more than keys and values."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
     others = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
-    plain = {each.__name__ for each in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)}
-    if kinds := sorted(set(others) - plain):
+    if kinds := sorted(set(others) - _PLAIN_LAYERS):
         types = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES)
         raise _more_is_kept(config, f"layers of type {', '.join(types or kinds)} ({', '.join(kinds)})")
 

@@ -1,8 +1,8 @@
-"""Small output heads of drafters: of low rank, over the most frequent tokens alone, or both.
+"""Small output heads of drafters: of low rank, or over the tokens that a drafter knows.
 
 A drafter reads all of its head for every token, and one row of its embedding. So a head of its own, hidden -> rank ->
-vocabulary (SlimSpec) or over a part of the vocabulary (FastDraft; VocabTrim, arXiv 2506.22694), costs a token less than
-a whole tied one, though the file holds both.
+vocabulary (SlimSpec), costs a token less than a whole tied one, though the file holds both. A drafter that knows a part
+of the vocabulary alone (FastDraft; VocabTrim, arXiv 2506.22694) has one small matrix for both.
 
 A model with such a head is saved as any other; `HEAD` in its config.json says how to load it.
 """
@@ -29,7 +29,7 @@ MISSING_NATS = 20.0
 
 
 class SmallHead(nn.Module):
-    """The product of two matrices, `down` [rank, hidden] and `up` [tokens, rank], in the place of `lm_head`.
+    """The head in the place of `lm_head`: `down` [rank, hidden] and `up` [vocab, rank], or `up` [tokens, hidden] alone.
 
     Attributes:
         vocab: tokens of the model, for all of which `forward` answers.
@@ -63,53 +63,94 @@ def spread(logits: torch.Tensor, log_normalizer: torch.Tensor, tokens: torch.Ten
     return missing.scatter(-1, tokens.expand(*shape, len(tokens)), logits)
 
 
-@torch.no_grad()
-def reduce_head(
-    model: PreTrainedModel,
-    *,
-    rank: int | None = None,
-    tokens: torch.Tensor | None = None,
-    moments: torch.Tensor | None = None,
-) -> None:
-    """Replace a model's head by one of `rank` (truncated SVD) over `tokens`; the embedding stays as it is.
+class SmallEmbedding(nn.Module):
+    """The embedding of a drafter that knows `head.tokens` alone: the rows of that head, which it does not own.
 
-    A head W of low rank is the nearest in the logits of states h of these moments, E |W h - W' h|^2, which the SVD of
+    Attributes:
+        rows: int32 [vocab], the row of each token: its own, or the one of the nearest token that has one.
+    """
+
+    rows: torch.Tensor
+
+    def __init__(self, vocab: int, head: SmallHead) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(vocab, dtype=torch.int32))
+        self._head = [head]  # in a list, so that its weights are not listed twice
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return float [..., hidden] of tokens int64 [...]."""
+        return nn.functional.embedding(self.rows[tokens], self._head[0].up.weight)
+
+
+@torch.no_grad()
+def reduce_vocabulary(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """Leave `tokens` (int64, ascending) alone in a model, with one matrix for embedding and head.
+
+    Other tokens are read as the kept one whose embedding has the greatest cosine with theirs. A model that knows a part
+    of its vocabulary already, `tokens` among them, is left with fewer.
+
+    Raises:
+        InvalidArgument: its head is not its embedding.
+    """
+    if tokens_of(model) is None and not model.config.tie_word_embeddings:
+        raise InvalidArgument("the drafter's head is not its embedding; begin with another drafter", field="vocabulary")
+    vocab, device = model.config.vocab_size, model.device
+    weight = model.get_input_embeddings()(torch.arange(vocab, device=device)).float()
+    tokens = tokens.to(device)
+    unit = nn.functional.normalize(weight, dim=-1)
+    rows = torch.cat([(part @ unit[tokens].T).argmax(-1) for part in unit.split(1024)])
+    rows[tokens] = torch.arange(len(tokens), device=device)
+    set_vocabulary(model, vocab, weight[tokens], tokens, rows)
+
+
+@torch.no_grad()
+def set_vocabulary(model: Any, vocab: int, weight: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    """Give a model of `vocab` tokens the embedding and head `weight` [tokens, hidden].
+
+    `tokens` are those of `SmallHead`, `rows` those of `SmallEmbedding`.
+    """
+    head = SmallHead(weight.shape[1], vocab, rank=None, tokens=len(tokens))
+    embedding = SmallEmbedding(vocab, head)
+    head.load_state_dict({"tokens": tokens, "up.weight": weight})
+    embedding.rows.copy_(rows)
+    model.model.embed_tokens, model.lm_head = embedding.to(weight.device), head.to(weight.device)
+    model.config.vocab_size, model.config.tie_word_embeddings = vocab, False
+    setattr(model.config, HEAD, {"tokens": len(tokens)})
+
+
+@torch.no_grad()
+def reduce_head(model: PreTrainedModel, rank: int, *, moments: torch.Tensor | None = None) -> None:
+    """Replace a model's head by one of `rank` (truncated SVD); the embedding stays as it is.
+
+    The head W' is the nearest to W in the logits of states h of these moments, E |W h - W' h|^2, which the SVD of
     W M^(1/2) gives; without them, the nearest in its weights.
 
     Args:
         model: model with a head of full rank over its vocabulary.
-        rank: rank of the new head; None: as before.
-        tokens: int64 [tokens], ascending, that it can predict; None: all.
+        rank: rank of the new head.
         moments: M = E h h^T [hidden, hidden] of the states that the head sees; None: all directions alike.
 
     Raises:
         InvalidArgument: the head is small already, or would save nothing.
     """
     lm_head: Any = model.get_output_embeddings()
-    field = "head_tokens" if rank is None else "head_rank"
     if isinstance(lm_head, SmallHead):
-        raise InvalidArgument("the drafter has a small head already; leave this out to train it on", field=field)
+        raise InvalidArgument("the drafter has a small head already; leave this out to train it on", field="head_rank")
     vocab, hidden = lm_head.weight.shape
-    if rank is not None and rank >= hidden:
+    if rank >= hidden:
         raise InvalidArgument(f"{rank} saves nothing of a head of rank {hidden}; give less", field="head_rank")
     weight = lm_head.weight.detach().float().cpu()
-    if tokens is not None:
-        weight = weight[tokens]
-    head = SmallHead(hidden, vocab, rank=rank, tokens=None if tokens is None else len(tokens))
-    if rank is not None:
-        root, inverse = _root(torch.eye(hidden) if moments is None else moments.float().cpu())
-        _, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending: right singular vectors
-        kept = directions.flip(1)[:, :rank]
-        down, weight = kept.T @ inverse, weight @ root @ kept
-        even = (weight.norm() / weight.numel() ** 0.5 / down.norm() * down.numel() ** 0.5).sqrt()
-        head.down.get_parameter("weight").copy_(down * even)  # of one size, so that one learning rate suits both
-        weight = weight / even
-    head.up.weight.copy_(weight)
-    if head.tokens is not None and tokens is not None:
-        head.tokens.copy_(tokens)
+    root, inverse = _root(torch.eye(hidden) if moments is None else moments.float().cpu())
+    _, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending: right singular vectors
+    kept = directions.flip(1)[:, :rank]
+    down, up = kept.T @ inverse, weight @ root @ kept
+    even = (up.norm() / up.numel() ** 0.5 / down.norm() * down.numel() ** 0.5).sqrt()
+    head = SmallHead(hidden, vocab, rank=rank, tokens=None)
+    head.down.get_parameter("weight").copy_(down * even)  # of one size, so that one learning rate suits both
+    head.up.weight.copy_(up / even)
     model.lm_head = head.to(lm_head.weight.device)
     model.config.tie_word_embeddings = False
-    setattr(model.config, HEAD, {"rank": rank, "tokens": None if tokens is None else len(tokens)})
+    setattr(model.config, HEAD, {"rank": rank})
 
 
 def _root(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,6 +199,8 @@ def load_with_small_head(folder: Path, *, dtype: str, attention: str | None) -> 
     made: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model: PreTrainedModel = made
     model.lm_head = SmallHead(config.hidden_size, config.vocab_size, rank=shape.get("rank"), tokens=shape.get("tokens"))
+    if shape.get("tokens"):
+        made.model.embed_tokens = SmallEmbedding(config.vocab_size, made.lm_head)
     state: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("model*.safetensors")):  # steering lies beside them
         state |= load_file(shard)
@@ -169,19 +212,11 @@ def load_with_small_head(folder: Path, *, dtype: str, attention: str | None) -> 
     return model
 
 
-def loss_terms(
-    head: nn.Module, hidden: torch.Tensor, logits_by_target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return states, matrix and target's logits whose `forward_kl` is that of a head of any kind.
+def head_terms(head: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return states and the matrix whose product with them are the logits of a head of any kind, of `tokens_of` alone.
 
-    A head over a part of the vocabulary learns the target's distribution over that part.
-
-    Args:
-        head: the drafter's `lm_head`.
-        hidden: [rows, block, hidden], after the last norm.
-        logits_by_target: [rows, block, vocab].
+    `hidden` is [..., hidden], after the last norm.
     """
     if isinstance(head, SmallHead):
-        of_kept = logits_by_target if head.tokens is None else logits_by_target[..., head.tokens]
-        return head.down(hidden), head.up.weight, of_kept
-    return hidden, head.get_parameter("weight"), logits_by_target
+        return head.down(hidden), head.up.weight
+    return hidden, head.get_parameter("weight")

@@ -21,7 +21,7 @@ from outrider.cloud.export.contract import MODEL_FILE
 from outrider.cloud.export.graph import write_graph
 from outrider.cloud.export.model import ATTENTION, CacheScales, look_at, offer_attention
 from outrider.cloud.export.quantised import quantise
-from outrider.cloud.heads import reduce_head
+from outrider.cloud.heads import reduce_head, reduce_vocabulary
 from outrider.drafters.packages import DrafterPackage
 
 TRACED_VOCABULARY, TRACED_TOKENS, TRACED_POSITIONS = 1009, 509, 251  # sizes that nothing else in a graph has
@@ -38,7 +38,7 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class MeasuredDrafter:
-    """A drafter to measure: `bits` of all weights, rank and tokens of the head as in `outrider.cloud.heads`.
+    """A drafter to measure: `bits` of all weights, and rank or tokens of the head as in `outrider.cloud.heads`.
 
     Attributes:
         kv: type of its KV cache, as in `CacheShape`.
@@ -54,8 +54,8 @@ class MeasuredDrafter:
     @property
     def name(self) -> str:
         """Name of the head in a table."""
-        parts = [f"rank {self.rank}"] * (self.rank is not None) + [f"{self.tokens} tokens"] * (self.tokens is not None)
-        return f"{', '.join(parts) or 'whole'}, {self.bits}-bit"
+        head = f"rank {self.rank}" if self.rank else f"{self.tokens} tokens" if self.tokens else "whole"
+        return f"{head}, {self.bits}-bit"
 
 
 def add_numbers(parser: argparse.ArgumentParser, *numbers: tuple[str, int, str]) -> None:
@@ -79,8 +79,10 @@ def write_drafter(shape: argparse.Namespace, drafter: MeasuredDrafter, vocabular
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval().requires_grad_(False)
-    if drafter.rank is not None or drafter.tokens is not None:
-        reduce_head(model, rank=drafter.rank, tokens=torch.arange(TRACED_TOKENS) if drafter.tokens else None)
+    if drafter.rank is not None:
+        reduce_head(model, drafter.rank)
+    elif drafter.tokens is not None:
+        reduce_vocabulary(model, torch.arange(TRACED_TOKENS))
     anatomy = look_at(model)
     if drafter.kv == "int8":
         scale = torch.full((1, shape.kv_heads, 1, shape.head_dim), 0.01)
@@ -130,6 +132,8 @@ def _widen(graph: Path, sizes: Mapping[int, int]) -> None:
             shape = (sizes[tensor.dims[0]], *tensor.dims[1:])
             if array.dtype == np.int64:
                 array = np.arange(shape[0])
+            elif array.dtype == np.int32:
+                array = np.zeros(shape, dtype=np.int32)
             elif array.dtype == np.uint8:
                 array = random.integers(0, 256, shape, dtype=np.uint8)
             else:

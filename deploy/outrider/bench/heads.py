@@ -28,7 +28,6 @@ def heads(rank: int, tokens: int) -> tuple[MeasuredDrafter, ...]:
         MeasuredDrafter(8),
         MeasuredDrafter(8, rank=rank),
         MeasuredDrafter(8, tokens=tokens),
-        MeasuredDrafter(8, rank=rank, tokens=tokens),
         MeasuredDrafter(4),
         MeasuredDrafter(4, rank=rank),
     )
@@ -80,7 +79,7 @@ def main() -> None:
         parser,
         *SHAPE,
         ("head-rank", 128, "rank of the low-rank head"),
-        ("head-tokens", 32_768, "tokens of the trimmed head, half of the vocabulary at most"),
+        ("head-tokens", 32_768, "tokens that the trimmed drafter knows, half of the vocabulary at most"),
         ("threads", 2, "threads of ONNX Runtime"),
         ("rounds", 20, f"turns of {DRAFTS} drafts each"),
     )

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.family_index import find_target
-from outrider.cloud.training.settings import AdapterTraining, DrafterShape, DrafterTraining, SteerTraining, Training
+from outrider.cloud.training.settings import (
+    AdapterTraining,
+    DrafterShape,
+    DrafterTraining,
+    SteerTraining,
+    TeacherWriting,
+    Training,
+)
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ExportSettings, RateSettings
 from outrider.deploy.progress import waiting
@@ -37,6 +44,20 @@ def train_drafter(given: Given) -> int:
         result = train_drafter(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
     _say_next(result.folder, given.values["target"])
+    return 0
+
+
+def train_teacher(given: Given) -> int:
+    """Run `outrider train teacher`."""
+    with waiting("starting"):
+        from outrider.cloud.training.teacher_writing import write_teacher
+
+    writing = given(TeacherWriting, target=find_target(given.values["target"]))
+    with StopAtStep().listening() as stop:
+        tokens = write_teacher(writing, on_step=stop.stepped, stopping=stop.stopping)
+    print(f"{tokens:,} tokens of the target in {writing.output}")
+    words = ["outrider", "train", "drafter", "--target", given.values["target"], "--teacher", str(writing.output)]
+    print("next:", shlex.join([*words, "--output", "DRAFTER", "--steps", "N"]))
     return 0
 
 
@@ -80,10 +101,7 @@ def _common(given: Given, kind: type[Training]) -> dict[str, Any]:
     fields = given.fields(kind)
     if (fields["minutes"] is None) == (fields["steps"] is None):
         raise ConfigError("give either --minutes or --steps", field="minutes")
-    return {
-        "target": find_target(fields["target"]),
-        "self_text_fraction": 0.5 if fields["self_text_tokens"] else 0.0,
-    }
+    return {"target": find_target(fields["target"])}
 
 
 def _shape(given: Given) -> DrafterShape:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from outrider.cloud.heads import SmallEmbedding, head_terms, spread, tokens_of
 from outrider.cloud.learning.parent import Parent
 from outrider.cloud.learning.settings import RANK
 
@@ -47,6 +48,9 @@ class AdaptedDrafter(nn.Module):
     """A parent in torch, and a change of rank `rank` of each of its products and of the embedding, which is the head.
 
     Queries, keys and values are one matrix in the graph, so they share their A.
+
+    Attributes:
+        known: int64, ascending, the tokens that it knows; None: all.
     """
 
     def __init__(self, parent: Parent, *, rank: int = RANK, seed: int = 0) -> None:
@@ -55,7 +59,9 @@ class AdaptedDrafter(nn.Module):
         self.vocab_size: int = parent.model.config.vocab_size
         self.context_length = parent.package.context_length
         self._body = deepcopy(parent.model.model)
-        self._embedding = parent.model.get_input_embeddings().get_parameter("weight")
+        embedding, self.known = parent.model.get_input_embeddings(), tokens_of(parent.model)
+        _, self._embedding = head_terms(parent.model.lm_head, torch.empty(0))
+        self._rows = embedding.rows if isinstance(embedding, SmallEmbedding) else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._changes = dict(self._put_into(parent))
@@ -91,11 +97,19 @@ class AdaptedDrafter(nn.Module):
             tokens: int64 [rows, length]; what is to the right of a prefix changes nothing.
             picked: int64 [n], `row * length + place` of the last token of each prefix.
         """
-        hidden = self.hidden(tokens).flatten(0, 1)[picked]
-        return (functional.linear(hidden, self._embedding) + self._head.of(hidden)).log_softmax(-1)
+        return self.logits(self.hidden(tokens).flatten(0, 1)[picked]).log_softmax(-1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., vocab] of states after the last norm [..., hidden]."""
+        logits: torch.Tensor = functional.linear(hidden, self._embedding) + self._head.of(hidden)
+        if self.known is None:
+            return logits
+        return spread(logits, logits.logsumexp(-1, keepdim=True), self.known, self.vocab_size)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the states after the last norm, float32 [rows, length, hidden], of tokens int64 [rows, length]."""
+        if self._rows is not None:
+            tokens = self._rows[tokens].long()
         embedded = functional.embedding(tokens, self._embedding)
         if self._head.active:
             embedded = embedded + functional.embedding(tokens, self._head.B) @ self._head.A
@@ -114,7 +128,7 @@ class AdaptedDrafter(nn.Module):
                 change.active = True
 
     def head(self) -> torch.Tensor:
-        """Return the head with its change, float32 [vocab, hidden]; logits are `hidden @ head.T`."""
+        """Return the head with its change, float32 [known or vocab, hidden]; logits are `hidden @ head.T`."""
         return self._embedding + self._head.B @ self._head.A
 
     def learned(self) -> list[nn.Parameter]:
@@ -124,7 +138,7 @@ class AdaptedDrafter(nn.Module):
     def matrices(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return copies of A [rank, columns] and B [rows, rank] of each matrix, float32, by its name in the graph."""
         return {
-            name: (change.A.detach().numpy().copy(), change.B.detach().numpy().copy())
+            name: (change.A.detach().cpu().numpy().copy(), change.B.detach().cpu().numpy().copy())
             for name, change in self._changes.items()
         }
 

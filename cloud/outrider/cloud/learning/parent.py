@@ -16,12 +16,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.cloud.export.quantised import ROWS
+from outrider.cloud.heads import set_vocabulary
 from outrider.drafters.adapters import weights_of
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import ModelRefused
 
 PRODUCTS = ("qkv", "o", "gate", "up", "down")  # of a layer, in a graph's order
-MAX_ROTATION_ERROR = 1e-4
+MAX_ROTATION_ERROR = 2.0**-22  # of an angle, a position: some times what float32 rounds
 
 SmallModel = LlamaForCausalLM | MistralForCausalLM
 
@@ -33,7 +34,7 @@ class Parent:
     Attributes:
         model: float32, on the CPU.
         layers: names of each layer's matrices, by `PRODUCTS`.
-        head: name of the head's matrix, which is the embedding's too.
+        head: name of the head's matrix, which is the embedding's too; of the tokens alone that the drafter knows.
     """
 
     package: DrafterPackage
@@ -54,7 +55,7 @@ def load_parent(package: DrafterPackage) -> Parent:
     except ModelRefused as error:
         raise ModelRefused(f"drafter {package.name} cannot be trained on: {error.message}", field="drafter") from error
     names, layers = list(weights), package.cache.layers
-    lookup = next((node.input[0] for node in graph.node if "tokens" in node.input), "")
+    lookup, rows = _lookup(graph)
     if lookup.removesuffix(ROWS) != names[-1]:
         raise _refusal(package, "its head is not its embedding but a matrix of its own, or two of low rank")
     if len(names) != layers * len(PRODUCTS) + 1:
@@ -65,10 +66,33 @@ def load_parent(package: DrafterPackage) -> Parent:
     )
     model = _empty_model(package, graph, weights, by_layer)
     _fill(model, package, graph, [{part: weights[name] for part, name in layer.items()} for layer in by_layer])
-    with torch.no_grad():
-        model.get_input_embeddings().get_parameter("weight").copy_(torch.tensor(weights[names[-1]]))
+    embedding = torch.tensor(weights[names[-1]])
+    if rows is None:
+        with torch.no_grad():
+            model.get_input_embeddings().get_parameter("weight").copy_(embedding)
+    else:
+        set_vocabulary(model, package.vocab_size, embedding, _known_tokens(graph), rows)
     model.requires_grad_(False)
     return Parent(package, model, by_layer, names[-1])
+
+
+def _lookup(graph: Any) -> tuple[str, torch.Tensor | None]:
+    """Return the name of the matrix that tokens are looked up in, and the row of each token where a table says it."""
+    tables = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 1}
+    name, rows = "tokens", None
+    while (node := next((node for node in graph.node if name in node.input), None)) is not None:
+        if node.input[0] in tables:
+            rows = torch.from_numpy(_array(graph, node.input[0]).astype(np.int64))
+        elif node.input[0] != name:
+            return node.input[0], rows
+        name = node.output[0]
+    return "", None
+
+
+def _known_tokens(graph: Any) -> torch.Tensor:
+    """Return the tokens of the head's rows, which candidates are translated by."""
+    translation = next(node for node in graph.node if "candidate_tokens" in node.output)
+    return torch.from_numpy(_array(graph, translation.input[0]).astype(np.int64))
 
 
 def _refusal(package: DrafterPackage, why: str) -> ModelRefused:
@@ -89,9 +113,9 @@ def _empty_model(
     heads, head_dim = attributes["num_heads"], package.cache.head_dim
     norms = [node for node in graph.node if node.op_type.endswith("SimplifiedLayerNormalization")]
     epsilon = next(a.f for a in norms[0].attribute if a.name == "epsilon") if norms else 0.0
-    vocab, hidden = list(weights.values())[-1].shape
+    known, hidden = list(weights.values())[-1].shape
     settings: dict[str, Any] = {
-        "vocab_size": vocab,
+        "vocab_size": known,
         "hidden_size": hidden,
         "num_hidden_layers": len(layers),
         "num_attention_heads": heads,
@@ -128,7 +152,7 @@ def _rope_theta(package: DrafterPackage, graph: Any, attention: Any, head_dim: i
     theta = float(angles[1] ** (-head_dim / 2)) if len(angles) > 1 else 10000.0
     theta = float(f"{theta:.4g}")
     expected = np.arange(len(cos))[:, None] * theta ** (-2 * np.arange(head_dim // 2) / head_dim)
-    if np.abs(np.cos(expected) - cos).max() > MAX_ROTATION_ERROR:
+    if np.abs(np.cos(expected) - cos).max() > MAX_ROTATION_ERROR * len(cos):
         raise _refusal(package, "it rotates positions as no plain Llama does")
     return theta
 
@@ -159,5 +183,5 @@ def _fill(model: SmallModel, package: DrafterPackage, graph: Any, layers: list[M
 
 def _array(graph: Any, name: str) -> np.ndarray:
     tensor = next(tensor for tensor in graph.initializer if tensor.name == name)
-    array: np.ndarray = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+    array: np.ndarray = onnx.numpy_helper.to_array(tensor)
     return array

@@ -54,8 +54,8 @@ def compare_students(
     target: PreTrainedModel, students: Mapping[str, Student], rows: Sequence[HeldOutText], *, seed: int
 ) -> dict[str, MeanAcceptance]:
     """Measure several students on the same text with the same noise, and return their acceptance by name."""
-    generator = torch.Generator().manual_seed(seed)
-    sums = {name: torch.zeros(4, dtype=torch.float64) for name in students}
+    generator = torch.Generator(target.device).manual_seed(seed)
+    sums = {name: torch.zeros(4, dtype=torch.float64, device=target.device) for name in students}
     positions = 0
     for first in range(0, len(rows), ROWS_PER_PASS):
         batch = rows[first : first + ROWS_PER_PASS]
@@ -81,7 +81,7 @@ def compare_students(
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float().cpu().log_softmax(-1)
+    return logits.float().log_softmax(-1)
 
 
 def _sums(log_p: torch.Tensor, log_q: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

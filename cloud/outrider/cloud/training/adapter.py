@@ -92,10 +92,13 @@ class _AdapterRun(TrainingRun):
             fall=linear_fall(config.decay_fraction),
         )
 
-    def backward(self, tokens: torch.Tensor, *, share: float) -> float:
-        with torch.no_grad():
-            logits_by_target = self.target(input_ids=tokens, use_cache=False).logits
-        return self.learn(self.adapted.hidden(tokens), self.adapted.head(), logits_by_target, share=share)
+        self.cache(self.adapted.known)
+
+    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
+        return self.distil(blocks, self._terms, known=self.adapted.known, share=share)
+
+    def _terms(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.adapted.hidden(tokens), self.adapted.head()
 
     def write_models(self, folder: Path) -> None:
         tensors = {
@@ -117,5 +120,4 @@ class _AdapterRun(TrainingRun):
         return {**super().facts(name, acceptance), "tokens_by_source": by_source}
 
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.adapted.hidden(tokens) @ self.adapted.head().T
-        return logits
+        return self.adapted.logits(self.adapted.hidden(tokens))

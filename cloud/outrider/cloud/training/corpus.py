@@ -117,16 +117,21 @@ class Source:
     weight: float
 
 
-def most_frequent(sources: Sequence[Source], vocab: int, count: int, always: Collection[int]) -> np.ndarray:
+def most_frequent(
+    sources: Sequence[Source], vocab: int, count: int, always: Collection[int], *, among: np.ndarray | None = None
+) -> np.ndarray:
     """Return `count` tokens of a vocabulary, ascending int64: `always`, then those most read of `sources`.
 
-    Among tokens that no text has the lower ids come first, which byte-pair encodings merged earlier.
+    Among tokens that no text has the lower ids come first, which byte-pair encodings merged earlier. With `among`
+    (int64) there are these alone.
     """
     shares = np.zeros(vocab)
     for source in sources:
         if source.weight and len(source.tokens):
             shares += source.weight * np.bincount(source.tokens, minlength=vocab) / len(source.tokens)
     shares[sorted(always)] = np.inf
+    if among is not None:
+        shares[np.setdiff1d(np.arange(vocab), among)] = -1
     return np.sort(np.argsort(-shares, kind="stable")[:count])
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm
-from outrider.cloud.heads import loss_terms, reduce_head
+from outrider.cloud.heads import head_terms, reduce_head, reduce_vocabulary, tokens_of
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.training.acceptance import logits_of
 from outrider.cloud.training.corpus import BlockSampler, most_frequent
@@ -20,7 +20,6 @@ from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
-from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.small_head import fit_head
 from outrider.cloud.training.texts import Texts
@@ -78,8 +77,8 @@ def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: b
     else:
         drafter = MistralForCausalLM(MistralConfig(**settings, sliding_window=shape.window))
     if warm_start:
-        embedding = embedding_weight(drafter)
-        embedding.copy_(start_embedding(embedding_weight(target), embedding))
+        embedding, by_target = (m.get_input_embeddings().get_parameter("weight").detach() for m in (drafter, target))
+        embedding.copy_(start_embedding(by_target, embedding))
     moved: SmallLlama = drafter.to(target.device)
     return moved
 
@@ -143,38 +142,31 @@ def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> 
     return start
 
 
-def _head_tokens(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor | None:
-    """Return the tokens of a trimmed head: those that end a text, and the most frequent of what is trained on."""
-    count = config.head_tokens
-    if count is None:
-        return None
-    vocab = drafter.config.vocab_size
-    if count >= vocab:
-        raise InvalidArgument(f"{count} saves nothing of a vocabulary of {vocab}; give less", field="head_tokens")
+def _kept_tokens(count: int, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
+    """Return those that end a text, and the most frequent of what is trained on; `count` in all, int64 ascending."""
+    vocab, known = drafter.config.vocab_size, tokens_of(drafter)
+    knows = vocab if known is None else len(known)
+    if count >= knows:
+        raise InvalidArgument(f"{count} saves nothing of a vocabulary of {knows}; give less", field="vocabulary")
     special = [getattr(drafter.config, name) for name in SPECIAL_TOKENS]
     always = {token for each in special for token in (each if isinstance(each, list) else [each]) if token is not None}
-    return torch.from_numpy(most_frequent(texts.sources, vocab, count, always))
+    among = None if known is None else known.cpu().numpy()
+    return torch.from_numpy(most_frequent(texts.read(), vocab, count, always, among=among))
 
 
 @torch.no_grad()
 def _states(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
     """Return float32 [n, hidden], the states before the head on blocks of the text to train on."""
-    blocks = BlockSampler(texts.sources, config.block, config.seed).draw(FITTED_BLOCKS)
-    states = [
-        drafter.model(input_ids=torch.from_numpy(block[None]).to(drafter.device), use_cache=False).last_hidden_state[0]
-        for block in blocks
-    ]
+    blocks = torch.from_numpy(BlockSampler(texts.sources, config.block, config.seed).draw(FITTED_BLOCKS))
+    tokens = texts.tokens_of(blocks).to(drafter.device)
+    states = [drafter.model(input_ids=block[None], use_cache=False).last_hidden_state[0] for block in tokens]
     return torch.cat(states).float()
 
 
-def _make_head_small(config: DrafterTraining, drafter: Any, texts: Texts, reporter: Reporter) -> None:
-    """Give the drafter the head that the settings ask for, as near to its whole one as its rank allows."""
-    tokens, rank = _head_tokens(config, drafter, texts), config.head_rank
-    if rank is None:
-        reduce_head(drafter, tokens=tokens)
-        return
+def _make_head_small(rank: int, config: DrafterTraining, drafter: Any, texts: Texts, reporter: Reporter) -> None:
+    """Give the drafter a head of low rank, as near to its whole one as it allows."""
     states, whole = _states(config, drafter, texts), drafter.lm_head
-    reduce_head(drafter, rank=rank, tokens=tokens, moments=states.T @ states / len(states))
+    reduce_head(drafter, rank, moments=states.T @ states / len(states))
     reporter.stage("fitting the head")
     fit_head(drafter.lm_head, whole.weight.detach(), states, seed=config.seed)
 
@@ -189,8 +181,10 @@ class _DrafterRun(TrainingRun):
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         else:
             drafter = read_start(config.start, target)
-        if config.head_rank is not None or config.head_tokens is not None:
-            _make_head_small(config, drafter, texts, reporter)
+        if config.vocabulary is not None:
+            reduce_vocabulary(drafter, _kept_tokens(config.vocabulary, drafter, texts))
+        if config.head_rank is not None:
+            _make_head_small(config.head_rank, config, drafter, texts, reporter)
         matrices, others = matrices_and_others(drafter)
         super().__init__(
             config,
@@ -205,9 +199,12 @@ class _DrafterRun(TrainingRun):
             fall=linear_fall(config.decay_fraction),
         )
         self.drafter = drafter
+        self.known = tokens_of(drafter)
+        self.cache(self.known)
 
-    def backward(self, tokens: torch.Tensor, *, share: float) -> float:
-        with torch.no_grad():
-            logits_by_target = self.target(input_ids=tokens, use_cache=False).logits
+    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
+        return self.distil(blocks, self._terms, known=self.known, share=share)
+
+    def _terms(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return self.learn(*loss_terms(self.drafter.lm_head, hidden, logits_by_target), share=share)
+        return head_terms(self.drafter.lm_head, hidden)

@@ -31,6 +31,7 @@ from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
 from outrider.cloud.training.same_tokenizer import save_tokenizer
 from outrider.cloud.training.settings import Training
+from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.texts import Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
 
@@ -50,8 +51,8 @@ class TrainingResult:
         parameters: number in a drafter, tied ones counted once.
         tokens_seen: tokens trained on, the same for every arm.
         losses: (step, mean KL in nats a token since the entry before) of the first arm.
-        acceptance: results on held-out text; keys `corpus/<domain>` and `self/<domain>`, after `<arm>/<none or age>/`
-            where there are arms.
+        acceptance: results on held-out text; keys `corpus/<domain>` or `teacher`, and `mean`, after
+            `<arm>/<none or age>/` where there are arms.
         elapsed_s: seconds of training, over all resumes.
     """
 
@@ -71,6 +72,8 @@ class TrainingResult:
 
 class TrainingRun(ABC):
     """A training run: target, drafters, optimizers, text and progress."""
+
+    cached: CachedTeacher | None = None
 
     def __init__(
         self,
@@ -117,8 +120,11 @@ class TrainingRun(ABC):
     # --- the subclasses' ---
 
     @abstractmethod
-    def backward(self, tokens: torch.Tensor, *, share: float) -> float:
-        """Add the gradient of `share` times the loss on `tokens` (int64 [rows, block]), and return that loss."""
+    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
+        """Add the gradient of `share` times the loss on `blocks`, and return that loss.
+
+        `blocks` is int64 [rows, block], drawn of a source of `texts`, whose `tokens_of` has the tokens.
+        """
 
     def write_models(self, folder: Path) -> None:
         """Write the drafters of a checkpoint."""
@@ -196,8 +202,8 @@ class TrainingRun(ABC):
         blocks = torch.from_numpy(self.sampler.draw(config.blocks_per_step)).to(config.device)
         passes = blocks.split(config.blocks_per_pass)
         loss = 0.0
-        for tokens in passes:
-            loss += self.backward(tokens, share=1 / len(passes))
+        for part in passes:
+            loss += self.backward(part, share=1 / len(passes))
         for parameters in self.trained:
             torch.nn.utils.clip_grad_norm_(parameters, config.clip)
         for optimizer in self.optimizers:
@@ -207,6 +213,41 @@ class TrainingRun(ABC):
         progress.tokens_seen += blocks.numel()
         return loss
 
+    def cache(self, known: torch.Tensor | None) -> None:
+        """Let `distil` do without the target where a teacher's folder is given, for a drafter of the tokens `known`."""
+        if self.config.teacher is None or self.texts.rows is None:
+            return
+        best, vocab = TeacherFolder(self.config.teacher).best(), self.target.config.get_text_config().vocab_size
+        self.cached = CachedTeacher(self.texts.rows, best, vocab=vocab, known=known, device=self.target.device)
+
+    def distil(
+        self,
+        blocks: torch.Tensor,
+        student: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        *,
+        known: torch.Tensor | None,
+        share: float,
+    ) -> float:
+        """Do what `backward` does.
+
+        Args:
+            blocks: those of `backward`.
+            student: returns states [rows, block, hidden] and head [tokens, hidden] of the drafter on tokens.
+            known: int64, tokens of that head; None: all.
+            share: share of the loss.
+        """
+        tokens = self.texts.tokens_of(blocks)
+        if self.cached is None:
+            with torch.no_grad():
+                logits = self.target(input_ids=tokens, use_cache=False).logits
+            return self.learn(*student(tokens), logits if known is None else logits[..., known], share=share)
+        device = tokens.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            chunk = self.config.positions_per_chunk
+            loss = share * self.cached.loss(blocks, *student(tokens), positions_per_chunk=chunk)
+        loss.backward()
+        return float(loss.detach())
+
     def learn(self, hidden: torch.Tensor, head: torch.Tensor, logits_by_target: torch.Tensor, *, share: float) -> float:
         """Do what `backward` does for a drafter's `hidden` states [rows, block, hidden]; see `forward_kl`."""
         chunk = self.config.positions_per_chunk
@@ -215,19 +256,20 @@ class TrainingRun(ABC):
         return float(loss.detach())
 
     def measure(self) -> dict[str, MeanAcceptance]:
-        """Measure all students on the same held-out text, acceptance at T = 0 on what the target wrote at T = 0."""
+        """Measure all students on the same held-out text, at T = 0 on what the target wrote at T = 0, if any.
+
+        The mean is over texts, each with the same weight.
+        """
         for model in self.models.values():
             model.eval()
         measured: dict[str, dict[str, MeanAcceptance]] = {name: {} for name in self.students}
         for text, (rows, greedy_rows) in self.texts.held_out.items():
-            sampled = self._compare(rows)
-            greedy = self._compare(greedy_rows) if greedy_rows else sampled
+            sampled = self._compare(rows or greedy_rows)
+            greedy = self._compare(greedy_rows) if rows and greedy_rows else sampled
             for name, by_text in measured.items():
                 by_text[text] = replace(sampled[name], greedy=greedy[name].greedy)
         for by_text in measured.values():
-            for kind in ("corpus", "self"):
-                if of_kind := [a for text, a in by_text.items() if text.startswith(f"{kind}/")]:
-                    by_text[f"{kind}/mean"] = _mean_acceptance(of_kind)
+            by_text["mean"] = _mean_acceptance([*by_text.values()])
         for model in self.models.values():
             model.train()
         return {f"{name}{text}": a for name, by_text in measured.items() for text, a in by_text.items()}
@@ -240,9 +282,7 @@ class TrainingRun(ABC):
         return compare_students(self.target, self.students, rows, seed=self.config.seed)
 
     def _held_out_kl(self, acceptance: Mapping[str, MeanAcceptance]) -> float:
-        """Return the decisive student's KL on the target's text, else on the corpus."""
-        kind = "self" if f"{self.decisive}self/mean" in acceptance else "corpus"
-        return acceptance[f"{self.decisive}{kind}/mean"].kl
+        return acceptance[f"{self.decisive}mean"].kl
 
     def _has_stopped_learning(self, acceptance: Mapping[str, MeanAcceptance]) -> bool:
         """Count measurements without a better one, and keep the weights of the best."""
@@ -339,9 +379,10 @@ def carry_out(
     transformers.utils.logging.disable_progress_bar()  # one bar is enough
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high")  # on a GPU its tensor cores; nothing changes on a CPU
     with reporter_for_stdout() as reporter:
         target = load_target(config)
-        run = begin(target, gather_texts(config, target, reporter), reporter)
+        run = begin(target, gather_texts(config, target), reporter)
         if newest := checkpoints(folder)[-1:]:
             run.resume(newest[0])
         acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))

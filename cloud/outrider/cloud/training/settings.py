@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from outrider.cloud.config import DTYPES
 from outrider.proto.errors import ConfigError
@@ -15,6 +16,9 @@ from outrider.proto.settings import REQUIRED, Settings, above, at_least, between
 def _require_drafter(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no config.json; `train drafter` writes one", field=name)
+
+
+TARGET = "target: known name, folder, GGUF file or hub name"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +50,13 @@ class Training(Settings):
     layers' matrices; `other_lr` is AdamW's, for embedding and norms.
     """
 
-    target: str = option(REQUIRED, "target: embedded name, folder or hub name", metavar="NAME", check=no_empty_text)
-    corpus: tuple[Path, ...] = option(
-        REQUIRED, '.jsonl of {"id","text"}, or text files; each is one domain', many="words"
+    target: str = option(REQUIRED, TARGET, metavar="NAME", check=no_empty_text)
+    corpus: tuple[Path, ...] = option((), '.jsonl of {"id","text"}, or text files; each is one domain', many="words")
+    teacher: Path | None = option(
+        None, "folder of `outrider train teacher` to learn from in place of a corpus", metavar="DIR"
     )
     output: Path = option(REQUIRED, "folder for drafter, checkpoints and caches", metavar="DIR")
     domain_weights: Mapping[str, float] = field(default_factory=dict)
-    self_text_tokens: int = option(
-        0, "tokens that the target writes itself before training", flag="self-text", check=at_least(0)
-    )
-    self_text_fraction: float = option(
-        0.0, "share of blocks taken from that text instead of the corpus", check=between(0, 1)
-    )
-    self_text_greedy: float = option(0.5, "share of that text written at T = 0, the rest at T = 1", check=between(0, 1))
-    self_text_rows: int = option(192, "rows of it written at once", check=at_least(1))
-    self_text_new_tokens: int = option(256, "tokens of it per row", check=at_least(1))
     block: int = option(512, "tokens in a training sequence", check=at_least(2))
     blocks_per_step: int = option(4, "sequences per optimizer step", check=at_least(1))
     blocks_per_pass: int = option(4, "sequences that go through the models at once", check=at_least(1))
@@ -84,8 +80,10 @@ class Training(Settings):
 
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
-        if not self.corpus:
-            raise ConfigError("name at least one .jsonl or text file", field="corpus")
+        if bool(self.corpus) == (self.teacher is not None):
+            raise ConfigError("name at least one .jsonl or text file, or give --teacher instead", field="corpus")
+        if self.teacher is not None and not self.teacher.is_dir():
+            raise ConfigError(f"{self.teacher} is no folder; `outrider train teacher` writes one", field="teacher")
         for path in self.corpus:
             if not path.is_file():
                 raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field="corpus")
@@ -95,13 +93,53 @@ class Training(Settings):
             raise ConfigError("give a budget by either steps or minutes", field="steps")
         if self.blocks_per_step % self.blocks_per_pass:
             raise ConfigError(f"does not divide blocks_per_step ({self.blocks_per_step})", field="blocks_per_pass")
-        if (self.self_text_fraction > 0) != (self.self_text_tokens > 0):
-            raise ConfigError("give self_text_tokens and self_text_fraction, or neither", field="self_text_tokens")
         for name, weight in self.domain_weights.items():
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigError(
                     f"the weight of {name!r} is {weight}; weights are finite and not negative", field="domain_weights"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherWriting(Settings):
+    """What the target is to write, once, for all drafters that learn from it."""
+
+    target: str = option(REQUIRED, TARGET, metavar="NAME", check=no_empty_text)
+    texts: tuple[Path, ...] = option(
+        (),
+        '.jsonl of {"prompt"} or {"messages"}, which the target answers, or of {"text"}, which it continues or reads, '
+        "as it does text files; conversations that end with an answer are read; all files are drawn alike often",
+        many="words",
+    )
+    output: Path = option(REQUIRED, "folder to write to; where it has rows, the same command goes on", metavar="DIR")
+    tokens: int = option(1_000_000, "tokens of the target to keep, 384 bytes each", check=at_least(1))
+    own_questions: float = option(
+        0.0, "share of the rows that answer questions which the target thinks up (Magpie)", check=between(0, 1)
+    )
+    read: float = option(
+        0.5, "share of the documents that the target reads; it continues the others", check=between(0, 1)
+    )
+    greedy: float = option(0.5, "share of the rows written at T = 0, the rest at T = 1", check=between(0, 1))
+    rows: int = option(64, "rows written at once; as many as memory holds", check=at_least(1))
+    new_tokens: int = option(384, "most tokens that the target writes in a row", check=at_least(1))
+    longest: int = option(512, "most tokens of an opening; its last ones are kept", check=at_least(2))
+    threads: int = option(0, "torch threads on the CPU; 0: one per core", check=at_least(0))
+    device: str = option("cpu", "torch device, such as cpu, cuda or cuda:1", metavar="DEVICE")
+    dtype: str = option("bfloat16", "type of the target's weights", choices=DTYPES)
+    seed: int = option(0, "seed of all random numbers", check=at_least(0))
+
+    def check_together(self) -> None:
+        """Refuse settings that do not go together."""
+        if not self.texts and not self.own_questions:
+            raise ConfigError("name a file of texts, or give --own-questions 1", field="texts")
+        for path in self.texts:
+            if not path.is_file():
+                raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field="texts")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the settings that rows depend on, as plain JSON values, and the target's name."""
+        names = ("own_questions", "read", "greedy", "rows", "new_tokens", "longest", "dtype", "seed")
+        return {"target": Path(self.target).name, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +173,10 @@ class DrafterTraining(Training):
         "of full rank",
         check=at_least(1),
     )
-    head_tokens: int | None = option(
+    vocabulary: int | None = option(
         None,
-        "tokens that the output head can predict, the most frequent of the corpus; not set: the whole vocabulary",
+        "tokens that the drafter knows at all, the most frequent of the text, with one matrix for embedding and head; "
+        "it reads others as the nearest that it knows; not set: the whole vocabulary",
         check=at_least(1),
     )
     decay_fraction: float = option(
@@ -150,6 +189,8 @@ class DrafterTraining(Training):
         super().check_together()
         if self.source is not None and self.start is not None:
             raise ConfigError("begins with another model than --start; give one of the two", field="source")
+        if self.vocabulary is not None and self.head_rank is not None:
+            raise ConfigError("makes the head small already; leave out --head-rank", field="vocabulary")
         if self.keep_layers and self.source is None:
             raise ConfigError("keeps layers of --from, which is not given", field="keep_layers")
         if self.start is not None:
@@ -159,8 +200,6 @@ class DrafterTraining(Training):
                 _require_drafter(Path(self.start), "start")
         if self.block > self.shape.context:
             raise ConfigError(f"{self.block} exceeds the context, {self.shape.context}", field="block")
-        if self.self_text_fraction == 1:
-            raise ConfigError("leaves nothing of the corpus; give less than 1", field="self_text_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)

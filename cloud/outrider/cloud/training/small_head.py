@@ -25,8 +25,6 @@ def fit_head(head: SmallHead, whole: torch.Tensor, states: torch.Tensor, *, seed
         states: float32 [n, hidden], which the head sees on text.
         seed: seed of the order of the states.
     """
-    if head.tokens is not None:
-        whole = whole[head.tokens]
     generator = torch.Generator().manual_seed(seed)
     optimizer = adam(list(head.parameters()), FIT_RATE)
     budget = Budget(FIT_STEPS, None, WARM_UP_STEPS, linear_fall(FALL))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from outrider.cloud.heads import loss_terms
+from outrider.cloud.heads import head_terms, tokens_of
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.acceptance import MeanAcceptance, Student
 from outrider.cloud.training.drafter import matrices_and_others, read_drafter
@@ -75,9 +75,9 @@ class _SteerRun(TrainingRun):
             fall=cosine_fall,
         )
 
-    def backward(self, tokens: torch.Tensor, *, share: float) -> float:
+    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
         """Train every arm, and return the first arm's loss."""
-        config = self.config
+        config, tokens = self.config, self.texts.tokens_of(blocks)
         with torch.no_grad():
             logits_by_target = self.target(input_ids=tokens, use_cache=False).logits
             taps = self.taps.joined().float()
@@ -91,8 +91,9 @@ class _SteerRun(TrainingRun):
                     steered.arm, tokens, max_age=config.max_age, unsteered=config.unsteered, generator=generator
                 )
             hidden = steered.hidden(tokens, taps, sources)
-            terms = loss_terms(steered.drafter.lm_head, hidden, logits_by_target)
-            losses.append(self.learn(*terms, share=share))
+            known = tokens_of(steered.drafter)
+            logits = logits_by_target if known is None else logits_by_target[..., known]
+            losses.append(self.learn(*head_terms(steered.drafter.lm_head, hidden), logits, share=share))
         return losses[0]
 
     def _logits(self, steered: SteeredDrafter, age: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -119,11 +120,10 @@ class _SteerRun(TrainingRun):
         """Return the arm's acceptance, and the gain in tokens a round of vectors of each age over none."""
         own = {key.removeprefix(f"{name}/"): a for key, a in acceptance.items() if key.startswith(f"{name}/")}
         facts: dict[str, Any] = {"arm": name, "held_out_acceptance": as_json(own)}
-        text = "self/mean" if "none/self/mean" in own else "corpus/mean"
         if ARMS[name].steered:
-            without = tokens_a_round(own[f"none/{text}"].sampled)
+            without = tokens_a_round(own["none/mean"].sampled)
             facts["steering_gain"] = {
-                str(age): round(tokens_a_round(own[f"{age}/{text}"].sampled) / without - 1, 4) for age in AGES
+                str(age): round(tokens_a_round(own[f"{age}/mean"].sampled) / without - 1, 4) for age in AGES
             }
         return facts
 

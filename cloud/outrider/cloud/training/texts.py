@@ -1,23 +1,23 @@
-"""The inputs of a training run: the frozen target, the corpus and the text that the target writes itself."""
+"""The inputs of a training run: the frozen target, and a corpus or what the target has said."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.acceptance import HeldOutText
 from outrider.cloud.training.corpus import Documents, Source, load_domain, split_held_out
-from outrider.cloud.training.report import Reporter
-from outrider.cloud.training.self_text import SelfText, SelfTextPlan, stored_self_text
 from outrider.cloud.training.settings import Training
+from outrider.cloud.training.teacher import TeacherFolder, TeacherRows
 from outrider.proto.errors import InvalidArgument
 
-HELD_OUT_ROWS, HELD_OUT_NEW_TOKENS = 32, 128
+HELD_OUT_ROWS = 64  # of a teacher's, a tenth at most
 
 
 def load_target(config: Training) -> PreTrainedModel:
@@ -32,15 +32,31 @@ def load_target(config: Training) -> PreTrainedModel:
 class Texts:
     """The texts of a run: sources to train on, and rows to measure on by name.
 
-    The target's own rows of T = 0 are apart, after all others.
+    What the target wrote at T = 0 is apart, after all else. Of a teacher's rows the source has places, not tokens.
     """
 
     sources: list[Source]
     held_out: Mapping[str, tuple[list[HeldOutText], list[HeldOutText]]]
+    rows: TeacherRows | None = None
+
+    def tokens_of(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of blocks of a source, int64 [rows, block]."""
+        return blocks if self.rows is None else self.rows.tokens[blocks.cpu()].long().to(blocks.device)
+
+    def read(self) -> list[Source]:
+        """Return the sources with their tokens."""
+        if self.rows is None:
+            return self.sources
+        tokens = self.rows.tokens.numpy()
+        return [Source(source.name, tokens[source.tokens], source.weight) for source in self.sources]
 
 
-def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) -> Texts:
-    """Tokenise the corpus, let the target write its own text, and set some of both aside."""
+def gather_texts(config: Training, target: PreTrainedModel) -> Texts:
+    """Tokenise the corpus or read a teacher's rows, and set some aside."""
+    if config.teacher is not None:
+        folder = TeacherFolder(config.teacher)
+        folder.check_target(target)
+        return _teacher_texts(folder.rows(), config.seed)
     tokenizer = load_tokenizer(config.target)
     if not tokenizer.is_fast:
         raise InvalidArgument("its tokenizer has no tokenizer.json", field="target")
@@ -55,18 +71,23 @@ def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) 
     for domain in domains:
         weight = config.domain_weights.get(domain.name, 1.0 if not config.domain_weights else 0.0)
         training, held_out = split_held_out(domain, config.held_out_tokens, config.seed)
-        sources.append(Source(f"corpus/{domain.name}", training.tokens, weight * (1 - config.self_text_fraction)))
+        sources.append(Source(f"corpus/{domain.name}", training.tokens, weight))
         rows[f"corpus/{domain.name}"] = _held_out_rows(held_out, config.block, config.held_out_tokens), []
-        if not (config.self_text_tokens and weight):
-            continue
-        written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), reporter)
-        sources.append(Source(f"self/{domain.name}", written.tokens, weight * config.self_text_fraction))
-        sampled, greedy = (
-            [HeldOutText(kept[i], first=int(kept.prefix_lengths[i])) for i in np.flatnonzero(of_kind).tolist()]
-            for of_kind in (~kept.greedy, kept.greedy)
-        )
-        rows[f"self/{domain.name}"] = sampled, greedy
     return Texts(sources, rows)
+
+
+def _teacher_texts(rows: TeacherRows, seed: int) -> Texts:
+    """Return places in the rows to train on, and some rows to measure on, drawn by `seed`."""
+    drawn = np.random.default_rng([seed, 0]).permutation(len(rows))
+    held = np.sort(drawn[: max(1, min(HELD_OUT_ROWS, len(rows) // 10))])
+    trained = np.setdiff1d(drawn, held)
+    starts = rows.starts.numpy()
+    places = np.concatenate([np.arange(starts[i], starts[i + 1], dtype=np.uint32) for i in trained])
+    measured: tuple[list[HeldOutText], list[HeldOutText]] = ([], [])
+    for index in held.tolist():
+        text = HeldOutText(rows[index].numpy().astype(np.uint32), first=int(rows.firsts[index]))
+        measured[bool(rows.greedy[index])].append(text)
+    return Texts([Source("teacher", places, 1.0)], {"teacher": measured}, rows)
 
 
 def _frame(tokenizer: Any, target: PreTrainedModel) -> tuple[int, int]:
@@ -78,41 +99,6 @@ def _frame(tokenizer: Any, target: PreTrainedModel) -> tuple[int, int]:
     if max(bos, eos, len(tokenizer) - 1) >= target.config.vocab_size:
         raise InvalidArgument("its tokenizer has more tokens than the model", field="target")
     return bos, eos
-
-
-def _self_text(
-    config: Training,
-    target: PreTrainedModel,
-    training: Documents,
-    held_out: Documents,
-    domains: int,
-    frame: tuple[int, int],
-    reporter: Reporter,
-) -> list[SelfText]:
-    """Return text to train on, and text to measure on, which continues held-out documents."""
-    longest = min(128, config.block // 2)
-    plan = SelfTextPlan(
-        config.self_text_tokens // domains,
-        config.self_text_rows,
-        config.self_text_new_tokens,
-        min(32, longest),
-        longest,
-        config.self_text_greedy,
-    )
-    small = replace(
-        plan,
-        tokens=1,
-        rows=min(HELD_OUT_ROWS, plan.rows),
-        new_tokens=min(HELD_OUT_NEW_TOKENS, plan.new_tokens),
-        greedy=0.5,
-    )
-    cache = config.output / "cache"
-    return [
-        stored_self_text(
-            target, documents, part, cache=cache, frame=frame, seed=config.seed + offset, reporter=reporter
-        )
-        for offset, (documents, part) in enumerate([(training, plan), (held_out, small)])
-    ]
 
 
 def _held_out_rows(held_out: Documents, block: int, tokens: int) -> list[HeldOutText]:

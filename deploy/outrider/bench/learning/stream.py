@@ -18,7 +18,6 @@ from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.target import Target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.training.corpus import Documents, domain_name, load_domain, split_held_out
-from outrider.cloud.training.self_text import choose_prefixes
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
@@ -119,3 +118,24 @@ class StreamWriter:
             prompt_class=prompt_class,
             teacher=(top_ids, top_logp, rest.float().numpy()),
         )
+
+
+def choose_prefixes(
+    documents: Documents, rows: int, length: int, new_tokens: int, bos: int, choose: np.random.Generator
+) -> np.ndarray:
+    """Choose prefixes `<bos>` + window of a document, int64 [rows, length].
+
+    A document shorter than one whole row (`length + new_tokens`) is continued from its beginning, a longer one from
+    anywhere inside it. Documents too short for the prefix are passed over; if all are, the prefix is shortened.
+    """
+    inner = np.diff(documents.starts) - 2
+    length = min(length, int(inner.max()) + 1)
+    eligible = np.flatnonzero(inner >= length - 1)
+    weights = np.where(inner[eligible] < length + new_tokens, length + new_tokens, inner[eligible]).astype(float)
+    picked = choose.choice(eligible, size=rows, p=weights / weights.sum())
+    prefixes = np.full((rows, length), bos, dtype=np.int64)
+    for row, index in enumerate(picked):
+        room = inner[index] - (length - 1)
+        first = 0 if inner[index] < length + new_tokens else int(choose.integers(room + 1))
+        prefixes[row, 1:] = documents[int(index)][1 + first : first + length]
+    return prefixes

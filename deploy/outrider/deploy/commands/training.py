@@ -5,26 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.training.settings import AdapterTraining, DrafterShape, DrafterTraining, SteerTraining
+from outrider.cloud.training.settings import (
+    AdapterTraining,
+    DrafterShape,
+    DrafterTraining,
+    SteerTraining,
+    TeacherWriting,
+)
 from outrider.deploy.arguments import Command, part
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, option
 
 TRAINING = (
     "target",
     "corpus",
+    "teacher",
     "output",
     "minutes",
     "steps",
     "patience",
     "resume",
-    "self_text_tokens",
-    "self_text_greedy",
     "threads",
     "device",
     "seed",
 )
-BEGINNING = ("start", "source", "keep_layers", "head_rank", "head_tokens")
-DEFAULTS = {"target": "reference", "self_text_tokens": 1_000_000, "threads": 0}
+BEGINNING = ("start", "source", "keep_layers", "head_rank", "vocabulary")
+PACE = ("block", "blocks_per_step", "blocks_per_pass", "positions_per_chunk", "measure_every_minutes")
+DEFAULTS = {"target": "reference", "threads": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +69,21 @@ class ModelsSettings(Settings):
 TRAIN_DRAFTER = Command(
     "outrider.deploy.training:train_drafter",
     (
-        part(DrafterTraining, *TRAINING, *BEGINNING, defaults=DEFAULTS),
+        part(DrafterTraining, *TRAINING, *BEGINNING, *PACE, defaults=DEFAULTS),
         part(RateSettings),
         part(DrafterShape, "hidden", "layers", "mlp", "window"),
     ),
 )
+TRAIN_TEACHER = Command(
+    "outrider.deploy.training:train_teacher", (part(TeacherWriting, defaults={"target": "reference"}),)
+)
 TRAIN_ADAPTER = Command(
     "outrider.deploy.training:train_adapter",
-    (part(AdapterTraining, *TRAINING, "parent", "name", "rank", defaults=DEFAULTS), part(RateSettings)),
+    (part(AdapterTraining, *TRAINING, *PACE, "parent", "name", "rank", defaults=DEFAULTS), part(RateSettings)),
 )
 TRAIN_STEER = Command(
     "outrider.deploy.training:train_steer",
-    (part(SteerTraining, *TRAINING, "drafter", "arms", "rank", "layers", "max_age", defaults=DEFAULTS),),
+    (part(SteerTraining, *TRAINING, *PACE, "drafter", "arms", "rank", "layers", "max_age", defaults=DEFAULTS),),
 )
 EXPORT = Command("outrider.deploy.training:export", (part(ExportSettings),))
 MODELS = Command("outrider.deploy.models:models", (part(ModelsSettings),))
