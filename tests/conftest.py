@@ -21,6 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
+# What is embedded serves most tests; commands of these would fetch another target.
+for command in ("RUN", "UP", "DEMO"):
+    os.environ.setdefault(f"OUTRIDER_{command}_TARGET", "reference")
+
 # Tests' own clients reach servers of this machine past any proxy.
 for name in ("no_proxy", "NO_PROXY"):
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))

@@ -125,7 +125,7 @@ def serving(url: str | None) -> Iterator[str]:
         processes = [
             subprocess.Popen([outrider, *arguments], stdout=log, stderr=log)
             for arguments in (
-                ("up", "--listen", address),
+                ("up", "--target", "reference", "--listen", address),
                 ("edge", "--coordinator", address, "--listen", listen),
             )
         ]

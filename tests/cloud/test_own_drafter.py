@@ -33,6 +33,9 @@ def test_the_embedded_drafter_for_any_subject_is_taken_by_default() -> None:
     own = load_own_drafter("", FACTS)
     assert own.name == f"general@{PACKAGE.version}"
     assert own.position_bytes > 0
+    smol = find_package("smol")
+    facts = replace(FACTS, tokenizer_sha256=smol.tokenizer_sha256, vocab_size=smol.vocab_size)
+    assert load_own_drafter("", facts).name == f"smol@{smol.version}", "another target has its own"
     assert load_own_drafter("ngram", OTHERS).name.startswith("ngram@")
 
 

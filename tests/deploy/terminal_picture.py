@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 100
-CHAT = ("What is 2 + 3?", "/stats")
+CONTINUED = "Once upon a time, a fox"
+CHAT = ("What is the capital of Italy, and what is it famous for?", "List five fruits.", "/stats")
 # What moves the cursor or switches a mode of the terminal, and so is no part of a still picture.
 MODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]|\x1b[>=]|\x1b\][^\x07]*\x07|\r(?!\n)|\x07")
 
@@ -75,8 +76,9 @@ class RecordedCommand:
 
 def record(state: str, address: str) -> list[tuple[str, str]]:
     """Return commands and what they printed."""
-    where = ["--coordinator", address, "--max-tokens", "64"]
-    generated = RecordedCommand(["generate", *where, "def main(argv):"], state).rest()
+    where = ["--coordinator", address]
+    generate = ["generate", *where, "--max-tokens", "48"]
+    generated = RecordedCommand([*generate, CONTINUED], state).rest()
     chat = RecordedCommand(["chat", *where], state)
     for line in CHAT:
         chat.until("> ")
@@ -84,13 +86,14 @@ def record(state: str, address: str) -> list[tuple[str, str]]:
     chat.until("> ")
     chat.type("\x04")
     return [
-        (f"outrider generate {' '.join(where)} 'def main(argv):'", generated),
+        (f"outrider {' '.join(generate)} '{CONTINUED}'", generated),
         (f"outrider chat {' '.join(where)}", chat.rest()),
     ]
 
 
 def _last_of_each_line(shown: str) -> str:
-    """Return what stays of each line where progress was written over it."""
+    """Return what stays of each line where progress was written over it, or erased."""
+    shown = re.sub(r"[^\n]*\n(?:\x1b\[\?25h)?\x1b\[1A\x1b\[2K", "", shown)
     return "\n".join(re.split(r"\r|\x1b\[2K", line)[-1] for line in shown.replace("\r\n", "\n").split("\n"))
 
 

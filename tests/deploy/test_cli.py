@@ -132,6 +132,7 @@ def test_models_lists_what_is_known_by_name(capfd) -> None:
     for name in ("reference", "general", "ngram"):
         assert name in out
     assert "smollm2 is SmolLM2-135M-Instruct (Apache-2.0): 93 MB, fetched on first use" in out
+    assert "made of it, and Apache-2.0: smol\n" in out
 
 
 def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_path, capfd, tokenizer_file) -> None:

@@ -13,6 +13,7 @@ from echo_server import connected, echo_server
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.deploy.cli import parse
 from outrider.deploy.commands.conditions import Cable, ConditionSettings, parse_cable
+from outrider.deploy.demo import demo_conditions
 from outrider.deploy.link.shape import LinkShape
 
 RTT_S = 0.05
@@ -41,10 +42,14 @@ def test_what_is_no_link_is_refused_by_its_form(text: str, capsys) -> None:
     assert "--link" in capsys.readouterr().err
 
 
-def test_the_demo_has_a_realistic_target_unless_told_otherwise() -> None:
-    assert parse(["demo"])(ConditionSettings) == ConditionSettings(pace=30, link=Cable(20))
+def test_the_demo_paces_what_is_too_quick_unless_told_otherwise() -> None:
+    assert demo_conditions(parse(["demo"]), "reference") == ConditionSettings(pace=30, link=Cable(20))
+    assert demo_conditions(parse(["demo"]), "smollm2") == ConditionSettings(link=Cable(30))
+    given = parse(["demo", "--pace", "0", "--link", "5"])
+    assert demo_conditions(given, "reference") == ConditionSettings(link=Cable(5))
+    assert demo_conditions(parse(["demo", "--pace", "9"]), "smollm2") == ConditionSettings(pace=9, link=Cable(30))
     assert parse(["up"])(ConditionSettings) == ConditionSettings()
-    assert parse(["demo"])(ConditionSettings).words == "target paced at 30 ms, link 20 ms"
+    assert ConditionSettings(pace=30, link=Cable(20)).words == "target paced at 30 ms, link 20 ms"
 
 
 def test_edges_see_each_verifier_behind_a_link_of_its_own(monkeypatch) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
+
 import pytest
+from tokenizers import Tokenizer
 
 from outrider.deploy import demo
 from outrider.deploy.commands.conditions import Cable, ConditionSettings
+from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.demo import ComparedTexts
 from outrider.edge import Completion
+from outrider.edge.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, FinishReason
 
@@ -45,6 +52,31 @@ def test_without_pace_and_link_the_reason_stands_alone() -> None:
     ratio, reason = demo._reasons(compared(1.0), None, ConditionSettings(), 6.2)
     assert ratio.startswith("target at its own speed, no link between: 1.00 times")
     assert "larger targets" in reason
+    assert len(list(demo._reasons(compared(1.0), None, ConditionSettings(), 30.0))) == 1, (
+        "that is a target's usual step"
+    )
+
+
+@pytest.mark.parametrize("target", ["reference", "another"])
+def test_a_target_with_a_chat_template_is_asked_and_an_embedded_one_goes_on(target, tokenizer_file, tmp_path) -> None:
+    template = "{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}"
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    ready = Ready(None, target, tokenizer, "", None, "", template)
+    client = SimpleNamespace(find=AsyncMock(return_value=ready))
+    prompts = asyncio.run(demo._prompts(BuiltInPrompts(per_domain=1), target, client))
+    for prompt, shown, tokens in prompts:
+        text = tokenizer.decode(list(tokens), skip_special_tokens=False)
+        if target == "reference":
+            assert text == prompt.text
+            assert text.endswith(shown)
+        else:
+            assert (shown, text) == (f"{prompt.text}\n", f"<|user|>{prompt.text}<|end|>")
+    assert len({prompt.domain for prompt, _, _ in prompts}) == len(prompts) == (4 if target == "reference" else 8)
+    own = tmp_path / "own.txt"
+    own.write_text("A question?")
+    ((prompt, _, tokens),) = asyncio.run(demo._prompts(BuiltInPrompts(prompts=own), target, client))
+    assert prompt.text == "A question?"
+    assert (tokenizer.decode(list(tokens)) == prompt.text) or target == "another"
 
 
 def test_a_busy_machine_is_named_as_what_slows_drafts(monkeypatch) -> None:

@@ -11,15 +11,17 @@ import shlex
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.deploy import progress
+from outrider.deploy import progress, targets
 from outrider.deploy.cli import main, parse
 from outrider.deploy.next_steps import next_steps
 from outrider.deploy.ports import check_port
-from outrider.proto.errors import ConfigError
+from outrider.deploy.targets import with_target
+from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.plumbing.logs import STAGES, JsonLines, StandardError
 
 
@@ -83,6 +85,27 @@ def test_an_unknown_target_is_refused_before_anything_loads(command, monkeypatch
     assert "target: there is no target 'nosuch'" in line
     assert "reference" in line
     assert "Qwen/Qwen3-8B" in line
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_without_a_named_target_smollm2_serves_or_a_line_says_why_not(there, monkeypatch, caplog) -> None:
+    def find(target: str) -> str:
+        if there or target != "smollm2":
+            return target
+        raise NotFound("smollm2 is not on this machine, and there is no network", field="target")
+
+    monkeypatch.setattr(targets, "find_target", find)
+    for command in ("RUN", "UP", "DEMO"):
+        monkeypatch.delenv(f"OUTRIDER_{command}_TARGET", raising=False)
+        words = [command.lower(), *(["text"] if command == "RUN" else [])]
+        found = with_target(parse(words)(VerifierConfig))
+        assert found.target == ("smollm2" if there else "reference")
+    lines = [record.getMessage() for record in caplog.records]
+    line = "going on with the embedded target reference: smollm2 is not on this machine, and there is no network"
+    assert lines == ([] if there else [line] * 3)
+    named = parse(["up", "--target", "smollm2"])(VerifierConfig)
+    with nullcontext() if there else pytest.raises(NotFound):
+        assert with_target(named) == named
 
 
 def test_a_log_has_a_line_for_what_takes_long_and_none_for_what_does_not(monkeypatch, capfd) -> None:
@@ -168,7 +191,7 @@ def test_what_to_type_next_fits_the_options_and_is_understood(options, needed) -
     address = "0.0.0.0:7000" if "--listen" in options else "127.0.0.1:7000"
     lines = list(next_steps(address, "reference", "verifier-0", parse(["up", *options])))
     typed = [shlex.split(line) for line in lines if line.startswith("  outrider")]
-    assert [words[1] for words in typed] == ["edge", "generate", "status", "drain"]
+    assert [words[1] for words in typed] == ["edge", "chat", "generate", "status", "drain"]
     assert f"  outrider generate {needed} 'Once upon a time'" in lines
     assert f"  outrider drain verifier-0 {needed}" in lines
     assert f"  outrider edge {needed.replace('--tls-', '--cloud-tls-')}" in lines

@@ -489,7 +489,7 @@ def test_whatever_is_wrong_is_one_line_that_says_what_to_do(
         (["--follow", "j", "--", "models"], 1, "give a command after --"),
         (["--", "submit", "--", "models"], 1, "must be another command"),
         (["--", "fly"], 2, "'fly'"),
-        (["--", "train", "drafter"], 2, "--corpus"),
+        (["--", "train", "drafter"], 2, "--output"),
         (["--address", "127.0.0.1:8265", "--", "models"], 1, "is not http://HOST:PORT"),
         ([*nobody, "--", "models"], 1, "no job server answers at http://127.0.0.1:1"),
         ([*nobody, "--stop", "j"], 1, "no job server answers"),

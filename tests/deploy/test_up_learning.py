@@ -17,7 +17,7 @@ from outrider.cloud.learning import actor
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.catalogue import Catalogue
-from outrider.deploy import cluster, servers
+from outrider.deploy import cluster, servers, targets
 from outrider.deploy.cli import main, parse
 from outrider.deploy.cluster import LocalCluster, catalogue_folders
 from outrider.drafters import find_package
@@ -34,7 +34,7 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
 
     @asynccontextmanager
     async def running(config, *, verifiers, coordinator, trainer, link) -> AsyncIterator[LocalCluster]:
-        asked.append((config.learn, trainer))
+        asked.append((config.target, config.learn, trainer))
         yield LocalCluster("127.0.0.1:7000", {}, {})
 
     def at_once() -> asyncio.Event:
@@ -46,8 +46,11 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(servers, "local_cluster", running)
     monkeypatch.setattr(servers, "set_when_asked_to_end", at_once)
+    monkeypatch.setattr(targets, "find_target", str)
+    monkeypatch.delenv("OUTRIDER_UP_TARGET", raising=False)
     assert servers.up(parse(["up", *options, "--learn-folder", "here", "--learn-loss", "opd"])) == 0
-    ((learns, trainer),) = asked
+    ((target, learns, trainer),) = asked
+    assert target == ("reference" if learns else "smollm2"), "the drafter that learns is for the former"
     assert learns is (min_keys is not None)
     if learns:
         assert (trainer.min_keys, trainer.folder, trainer.loss) == (min_keys, Path("here"), "opd")

@@ -49,6 +49,7 @@ MB = 10**6
 SIZE = 100 * MB  # of each drafter: far more than this process takes meanwhile
 WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
 WORD_TOKENIZER = word_tokenizer(1)
+FAMILY = [name for name in embedded_packages() if find_package(name).target == "reference"]
 
 
 class Clock:
@@ -542,7 +543,7 @@ def test_an_offered_drafter_for_another_tokenizer_is_passed_over(tmp_path, caplo
 def test_all_drafters_are_the_embedded_family_and_ngrams_where_the_tokenizer_fits(tmp_path):
     tokenizer = find_package("general").tokenizer_path
     ready = prepared("all", tokenizer=tokenizer)
-    assert ready.drafters.names == (*embedded_packages(), "ngram")
+    assert ready.drafters.names == (*FAMILY, "ngram")
     ready.drafters.close()
     (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
     ready = prepared("all", tokenizer=tmp_path / "tokenizer.json")
@@ -552,8 +553,8 @@ def test_all_drafters_are_the_embedded_family_and_ngrams_where_the_tokenizer_fit
 def test_by_default_all_that_fit_are_one_pool_and_none_but_the_first_is_steered(tmp_path):
     tokenizer = find_package("general").tokenizer_path
     ready = prepared("auto", tokenizer=tokenizer)
-    plain = [name for name in embedded_packages() if find_package(name).steering is None]
-    assert len(plain) < len(embedded_packages())
+    plain = [name for name in FAMILY if find_package(name).steering is None]
+    assert len(plain) < len(FAMILY)
     assert ready.drafters.names == (*plain, "ngram")
     assert ready.drafter.name == "general"
     until(lambda: loaded(ready.drafters) == list(range(len(plain) + 1)))
@@ -562,6 +563,9 @@ def test_by_default_all_that_fit_are_one_pool_and_none_but_the_first_is_steered(
     few = prepared("auto", tokenizer=tokenizer, drafter_memory_mb=memory_mb)
     assert few.drafters.names == ("general",), "it alone would fill the memory for several"
     few.drafters.close()
+    ready = prepared("auto", tokenizer=find_package("smol").tokenizer_path)
+    assert ready.drafters.names == ("smol", "ngram"), "another target has its own"
+    ready.drafters.close()
     (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
     ready = prepared("auto", tokenizer=tmp_path / "tokenizer.json")
     assert ready.drafters.names == ("ngram",)

@@ -16,6 +16,9 @@ import psutil
 import pytest
 from command_processes import END_WITHIN_S, Command, free_port
 
+from outrider.cloud.family_index import find_target
+from outrider.proto.errors import OutriderError
+
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
 
 WITHIN_S = 180.0
@@ -40,14 +43,22 @@ def said(events: str) -> str:
     return "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
 
 
+@pytest.mark.parametrize("target", ["reference", "smollm2"])
 def test_from_nothing_to_a_streamed_chat_in_three_minutes_and_nothing_remains(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, daemon = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     readme, python = (
         (root / page).read_text(encoding="utf-8").replace(COORDINATOR, coordinator).replace(DAEMON, daemon)
         for page in ("README.md", "docs/python.md")
     )
+    readme = readme.replace('"model": "smollm2"', f'"model": "{target}"')
+    if target == "smollm2":
+        monkeypatch.delitem(os.environ, "OUTRIDER_UP_TARGET")
+        try:
+            monkeypatch.setitem(os.environ, "OUTRIDER_MODELS", str(Path(find_target(target)).parent))
+        except OutriderError as error:
+            pytest.skip(f"needs SmolLM2-135M-Instruct: {error.message}")
     monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path))  # as empty as a new machine's
     monkeypatch.setitem(os.environ, "OUTRIDER_EDGE_LISTEN", daemon)
     up = Command(*shell_command(readme, "outrider up")[1:], log=tmp_path / "up.log")
@@ -62,6 +73,7 @@ def test_from_nothing_to_a_streamed_chat_in_three_minutes_and_nothing_remains(
         if shutil.which(curl[0]):
             talked = subprocess.run(curl, capture_output=True, text=True, check=True, timeout=WITHIN_S)
             assert said(talked.stdout)
+            assert target != "smollm2" or "Paris" in said(talked.stdout)
         program = [sys.executable, "-c", openai_example(python)]
         talked = subprocess.run(program, capture_output=True, text=True, check=False, timeout=WITHIN_S)
         seconds = time.monotonic() - began

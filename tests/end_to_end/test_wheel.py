@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
 
 SECRET = b"a secret of the two of them"
 MAX_MEGABYTES = 250
-MAX_WHEEL_BYTES = 55_000_000
+MAX_WHEEL_BYTES = 72_000_000
 MAX_EDGE_BYTES = 400_000_000
 
 EDGE_PROGRAM = r"""

@@ -145,7 +145,7 @@ class VerifierConfig(GrpcServerSettings):
     )
     draft_with: str = option(
         "",
-        "drafter beside the target: embedded name, `ngram` or folder; empty: the embedded family's first",
+        "drafter beside the target: embedded name, `ngram` or folder; empty: the first embedded one for its tokens",
         metavar="NAME",
         group=HERE,
         parse=parse_draft_with,

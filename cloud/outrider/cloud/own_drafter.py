@@ -12,6 +12,7 @@ from outrider.cloud.draft_threads import DraftThreads
 from outrider.cloud.drafted_text import OwnDrafter
 from outrider.cloud.local_source import LocalSource
 from outrider.drafters import NgramDrafter, embedded_packages, find_package
+from outrider.drafters.packages import FAMILY, read_manifest
 from outrider.drafters.search import NGRAM
 from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
 from outrider.proto.plumbing.cores import available_cores
@@ -49,7 +50,7 @@ def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | N
 
 
 def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
-    """Return the drafter `name`, `ngram`, or where that is empty the first of the embedded family, hashes checked.
+    """Return the drafter `name`, `ngram`, or where that is empty the first embedded one of the target, hashes checked.
 
     Raises:
         NotFound, DataLoss, InvalidArgument, ModelRefused: it cannot be had; ONNX Runtime may be missing (ImportError).
@@ -57,7 +58,7 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
     """
     if name == NGRAM:
         return OwnDrafter(NgramDrafter(vocab_size=target.vocab_size), target.vocab_size)
-    package = find_package(name or next(iter(embedded_packages()), "general"))
+    package = find_package(name or _embedded_for(target))
     if package.tokenizer_sha256 != target.tokenizer_sha256:
         raise TokenizerMismatch(
             f"{package.name!r} was made for another tokenizer, and only edges draft by text", field="draft_with"
@@ -66,6 +67,13 @@ def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
 
     drafter = OnnxDrafter(package, threads=1)
     return OwnDrafter(drafter, target.vocab_size, package.reach, package.cache.bytes_of(1))
+
+
+def _embedded_for(target: TargetFacts) -> str:
+    """Return the name of the first embedded drafter that reads the target's tokens, or else of the first of all."""
+    names = embedded_packages()
+    fitting = (name for name in names if read_manifest(FAMILY / name).tokenizer_sha256 == target.tokenizer_sha256)
+    return next(fitting, names[0])
 
 
 def spare_cores(config: VerifierConfig, target: TargetFacts) -> int:

@@ -12,7 +12,7 @@ import itertools
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -165,6 +165,7 @@ def part(
     required: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    helps: Mapping[str, str] | None = None,
 ) -> Part:
     """Choose the fields of a settings class that a command takes.
 
@@ -174,11 +175,12 @@ def part(
         required: fields without which the command does not run.
         flags: flags that replace the declared ones, by field.
         defaults: defaults that replace the declared ones, or functions that make them, by field.
+        helps: help texts that replace the declared ones, by field.
     """
     return tuple(
         Argument(
             kind,
-            field,
+            replace(field, option=replace(field.option, help=(helps or {}).get(field.name, field.option.help))),
             (flags or {}).get(field.name, field.flag),
             REQUIRED if field.name in required else (defaults or {}).get(field.name, field.default),
         )

@@ -66,6 +66,7 @@ COMMANDS = {
     "chat": Entry("chat with a running cluster in this terminal", f"{EDGE}:CHAT"),
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
     "train": Entry("train drafters, or rules for the length of drafts"),
+    "train teacher": Entry("write what a target says, for its drafters to learn", f"{TRAINING}:TRAIN_TEACHER", "train"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),
     "train adapter": Entry(
         "distil a low-rank update of a drafter, for texts of one subject", f"{TRAINING}:TRAIN_ADAPTER", "train"

@@ -34,10 +34,9 @@ def generate(given: Given) -> int:
 @asynccontextmanager
 async def _local_client(given: Given) -> AsyncIterator[Client]:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.family_index import find_target
+    from outrider.deploy.targets import with_target
 
-    config = given(VerifierConfig)
-    find_target(config.target)
+    config = with_target(given(VerifierConfig))
     with waiting(f"loading the target {config.target}"):
         from outrider.cloud.server import VerifierServer  # imports torch
 
@@ -99,7 +98,7 @@ async def _decode_live(
     for prompt in prompts:
         if len(prompts) > 1:
             notes.rule(f"{prompt.domain} {prompt.id}".strip())
-        await live.decode(client, prompt, sampling, stop, prompt.text)
+        await live.decode(client, prompt.text, sampling, stop, prompt.text)
     legend = f"{live.legend}; " if live.legend else ""
     notes.print(f"({legend}drafter {client.drafter_name})")
 

@@ -7,25 +7,30 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import find_target
+from outrider.cloud.family_index import embedded_targets
 from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import local_cluster
-from outrider.deploy.commands.conditions import ConditionSettings
+from outrider.deploy.commands.conditions import Cable, ConditionSettings
 from outrider.deploy.commands.decoding import BuiltInPrompts, DemoSettings
 from outrider.deploy.commands.edge import StopSettings
 from outrider.deploy.progress import waiting
-from outrider.deploy.prompts import Prompt, held_out, read_prompts
+from outrider.deploy.prompts import Prompt, choose_prompts, held_out, read_prompts
 from outrider.deploy.show import LiveText
+from outrider.deploy.targets import with_target
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
+from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.control import CoordinatorClient
 from outrider.proto.types import VerifierStatus
 
+QUESTIONS = Path(__file__).parent / "questions.jsonl"
+CHEAP_STEP_MS = 15.0
 BUSY = 2.0  # load of each core, from which results say more about the machine
 
 
@@ -73,22 +78,24 @@ def demo(given: Given) -> int:
 
 async def _demo(given: Given) -> int:
     console = Console(highlight=False)
-    config, conditions = given(VerifierConfig), given(ConditionSettings)
-    find_target(config.target)
-    console.print(f"Outrider and plain cloud streaming: {conditions.words}", style="bold")
-    emulated = bool(conditions.pace or conditions.link)
-    if emulated:
+    config = with_target(given(VerifierConfig))
+    conditions = demo_conditions(given, config.target)
+    console.print(f"Outrider and plain cloud streaming of {config.target}: {conditions.words}", style="bold")
+    if conditions.pace:
         console.print("(emulated, in place of a larger target far away; --pace 0 --link 0: neither)")
+    elif conditions.link:
+        console.print("(the link is emulated; --link 0: none)")
     config = replace(config, min_step_s=conditions.pace / 1e3)
     bare = None
     async with local_cluster(config, verifiers=given(DemoSettings).verifiers, link=conditions.link) as cluster:
-        compared = await _compare(cluster.coordinator, given, console)
-        if emulated and cluster.near is not None:
+        compared = await _compare(cluster.coordinator, config.target, given, console)
+        if conditions.pace and cluster.near is not None:
             with waiting("the same on bare loopback, at the target's own speed"):
                 near = await cluster.near()
-                bare = _together(await _compare(near, given, None))
+                bare = _together(await _compare(near, config.target, given, None))
         verifiers = await _verifiers(cluster.coordinator)
-    console.print(_table(compared, bare, given, ", ".join(sorted({each.precision for each in verifiers}))))
+    precision = ", ".join(sorted({each.precision for each in verifiers}))
+    console.print(_table(compared, bare, given(Sampling), f"{conditions.words}; {precision}"))
     if not all(texts.identical == len(texts.outrider) for texts in (*compared.values(), *([bare] if bare else []))):
         console.print("the texts differ from cloud streaming", style="bold red")
         return 1
@@ -99,6 +106,15 @@ async def _demo(given: Given) -> int:
     return 0
 
 
+def demo_conditions(given: Given, target: str) -> ConditionSettings:
+    """Return the conditions that are asked for; an embedded target is paced, since its own steps are too quick."""
+    pace, link = (30.0, Cable(20.0)) if target in embedded_targets() else (0.0, Cable(30.0))
+    asked = given.fields(ConditionSettings)
+    return ConditionSettings(
+        pace=pace if asked["pace"] is None else asked["pace"], link=link if asked["link"] is None else asked["link"]
+    )
+
+
 def _reasons(
     compared: ComparedTexts, bare: ComparedTexts | None, conditions: ConditionSettings, step_ms: float
 ) -> Iterator[str]:
@@ -106,8 +122,8 @@ def _reasons(
     yield f"{conditions.words}: {compared.ratio:.2f} times the speed of cloud streaming"
     if bare is not None:
         yield f"bare loopback, target at its own speed: {bare.ratio:.2f} times"
-    cheap = not conditions.pace if bare is None else bare.ratio < compared.ratio
-    if cheap:
+    no_gain = not conditions.pace if bare is None else bare.ratio < compared.ratio
+    if no_gain and step_ms < CHEAP_STEP_MS:
         yield (
             f"A step of this small target takes about {step_ms:.0f} ms on these cores, which drafts share: little to "
             "save. Those of larger targets take tens of ms, on cores of their own, which is what --pace stands for."
@@ -117,7 +133,7 @@ def _reasons(
         yield f"This machine is busy, which slows drafts more than paced steps: load {load:.1f} on {cores} cores."
 
 
-async def _compare(coordinator: str, given: Given, console: Console | None) -> dict[str, ComparedTexts]:
+async def _compare(coordinator: str, target: str, given: Given, console: Console | None) -> dict[str, ComparedTexts]:
     """Decode all prompts both ways, and show them on `console`; None: nowhere."""
     live = LiveText(console) if console is not None and not given(DemoSettings).quiet else None
     compared: dict[str, ComparedTexts] = {}
@@ -125,19 +141,20 @@ async def _compare(coordinator: str, given: Given, console: Console | None) -> d
     speculating = given(EdgeConfig, coordinator=coordinator)
     streaming = EdgeConfig(coordinator=coordinator, drafter="none", drafts_here=0, cache=speculating.cache)
     async with Client(speculating) as ours, Client(streaming) as cloud:
-        await ours.complete("warming up", Sampling(max_tokens=16))
-        await cloud.complete("warming up", Sampling(max_tokens=16))
+        for client in (ours, cloud):
+            await client.complete("warming up", Sampling(max_tokens=16))
         if live is not None and console is not None:
             console.print(f"drafter {ours.drafter_name}" + (f"; {live.legend}" if live.legend else ""))
-        for prompt in _prompts(given(BuiltInPrompts)):
+        for prompt, shown, tokens in await _prompts(given(BuiltInPrompts), target, ours):
             texts = compared.setdefault(prompt.domain or "prompts", ComparedTexts())
             if live is None or console is None:
-                texts.outrider.append(await ours.complete(prompt.text, sampling, stop=stop))
+                texts.outrider.append(await ours.complete(tokens, sampling, stop=stop))
             else:
                 console.rule(f"{prompt.domain} {prompt.id}".strip())
-                texts.outrider.append(await live.decode(ours, prompt, sampling, stop, prompt.text[-400:]))
+                console.print(shown, style="dim", end="", markup=False, soft_wrap=True)
+                texts.outrider.append(await live.decode(ours, tokens, sampling, stop, ""))
             with waiting("the same by cloud streaming") if live is not None else nullcontext():
-                texts.cloud.append(await cloud.complete(prompt.text, sampling, stop=stop))
+                texts.cloud.append(await cloud.complete(tokens, sampling, stop=stop))
             if live is not None and console is not None:
                 plain = texts.cloud[-1]
                 line = f"by cloud streaming: {plain.seconds:.2f} s ({len(plain.tokens) / plain.seconds:.1f}/s)"
@@ -145,8 +162,25 @@ async def _compare(coordinator: str, given: Given, console: Console | None) -> d
     return compared
 
 
-def _prompts(settings: BuiltInPrompts) -> list[Prompt]:
-    return held_out(settings.per_domain) if settings.prompts is None else read_prompts(settings.prompts)
+async def _prompts(settings: BuiltInPrompts, target: str, client: Client) -> list[tuple[Prompt, str, tuple[int, ...]]]:
+    """Return the prompts, what is shown of each, and their tokens.
+
+    A target with a chat template is asked by it; an embedded one, which knows no chats to speak of, goes on with texts.
+    """
+    ready = await client.find()
+    template = None if target in embedded_targets() else await TemplateProcess.of(ready.chat_template)
+    built_in = held_out(settings.per_domain) if template is None else choose_prompts(QUESTIONS, settings.per_domain)
+    prompts = built_in if settings.prompts is None else read_prompts(settings.prompts)
+    if template is None:
+        return [(each, each.text[-400:], await ready.encode_prompt(each.text, special=True)) for each in prompts]
+    try:
+        asked = [await template.render([{"role": "user", "content": each.text}]) for each in prompts]
+    finally:
+        await template.close()
+    return [
+        (each, f"{each.text}\n", await ready.encode_prompt(text, special=False))
+        for each, text in zip(prompts, asked, strict=True)
+    ]
 
 
 async def _verifiers(address: str) -> Sequence[VerifierStatus]:
@@ -164,13 +198,13 @@ def _together(compared: Mapping[str, ComparedTexts]) -> ComparedTexts:
     )
 
 
-def _table(compared: Mapping[str, ComparedTexts], bare: ComparedTexts | None, given: Given, precision: str) -> Table:
-    sampling = given(Sampling)
+def _table(
+    compared: Mapping[str, ComparedTexts], bare: ComparedTexts | None, sampling: Sampling, conditions: str
+) -> Table:
     table = Table(
         box=box.SIMPLE,
         padding=0,
-        title=f"{given(ConditionSettings).words}; T = {sampling.temperature:g}, "
-        f"{sampling.max_tokens} tokens per prompt, {precision}",
+        title=f"{conditions}; T = {sampling.temperature:g}, at most {sampling.max_tokens} tokens a text",
         caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
         "up, down, cloud B: bytes per token; same: texts identical to cloud streaming",
     )

@@ -31,7 +31,9 @@ def models(given: Given) -> int:
         console.print(_memory())
     for name, model in FETCHED.items():
         size = f"{model.wheel_bytes / 1e6:.0f} MB"
-        console.print(f"{name} is {model.title} ({model.license}): {size}, fetched on first use", highlight=False)
+        made = ", ".join(each.name for each in map(find_package, embedded_packages()) if each.target == name)
+        line = f"{name} is {model.title} ({model.license}): {size}, fetched on first use; "
+        console.print(f"{line}made of it, and {model.license}: {made}", highlight=False, soft_wrap=True)
     console.print("any other --target is a folder, a GGUF file or a hub name, such as Qwen/Qwen3-8B", highlight=False)
     return 0
 

@@ -11,7 +11,7 @@ from outrider.proto.address import is_loopback, join_address, split_address
 from outrider.proto.plumbing.tls import ServerTls
 
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
-ASKED = '{"model": "%s", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}'
+ASKED = '{"model": "%s", "temperature": 0, "messages": [{"role": "user", "content": "What is 2 + 3?"}]}'
 
 
 def next_steps(coordinator: str, model: str, verifier: str, given: Given) -> Iterator[str]:
@@ -30,6 +30,7 @@ def next_steps(coordinator: str, model: str, verifier: str, given: Given) -> Ite
     yield f"  outrider edge {needed.replace(' --tls-', ' --cloud-tls-')}"
     yield f"      the page: {page}/   OpenAI's API: {page}/v1"
     yield f"      curl {page}/v1/chat/completions -H 'Content-Type: application/json' -d '{ASKED % model}'"
+    yield f"  outrider chat {needed}"
     yield f"  outrider generate {needed} 'Once upon a time'"
     yield f"  outrider status {needed}"
     yield f"  outrider drain {verifier} {needed}"

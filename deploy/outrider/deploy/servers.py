@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.config import AUTO, VerifierConfig
 from outrider.cloud.family_index import find_target
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
@@ -28,7 +28,9 @@ from outrider.deploy.descendants import descendants, kill, until_gone
 from outrider.deploy.next_steps import next_steps
 from outrider.deploy.ports import check_port
 from outrider.deploy.progress import waiting
+from outrider.deploy.targets import with_target
 from outrider.deploy.termination import set_when_asked_to_end
+from outrider.drafters.packages import find_package
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
@@ -57,11 +59,13 @@ async def _up(given: Given) -> int:
         min_step_s=conditions.pace / 1e3,
         **given.logging,
     )
-    find_target(config.target)
+    learning = given(TrainerSettings) if config.learn else None
+    if learning is not None and config.target == AUTO:
+        config = replace(config, target=find_package(learning.drafter).target)
+    config = with_target(config)
     tls = serving_tls(given)
     if not (asked["relay"] or is_local_address(asked["listen"], "listen")):
         logger.warning("the verifiers listen on 127.0.0.1: edges on other machines need --relay")
-    learning = given(TrainerSettings) if config.learn else None
     if learning is not None and not asked["api_keys"]:
         learning = replace(learning, min_keys=1, key_share=1.0)  # all texts are one key's, and all edges are
     async with local_cluster(

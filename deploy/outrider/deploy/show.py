@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.deploy.commands.edge import MarkSettings
-from outrider.deploy.prompts import Prompt
 from outrider.edge import Client, Completion, Finished, Provenance, Sampling, Tokens
 
 DRAFT_STYLE = "green"
@@ -65,13 +64,13 @@ class LiveText:
         return self.marks.value
 
     async def decode(
-        self, client: Client, prompt: Prompt, sampling: Sampling, stop: Sequence[str], shown: str
+        self, client: Client, prompt: str | Sequence[int], sampling: Sampling, stop: Sequence[str], shown: str
     ) -> Completion:
-        """Decode a prompt and print its `shown` part on a terminal, the text, a newline, and a line of metrics."""
+        """Decode a prompt and print `shown` on a terminal, the text, a newline, and a line of metrics."""
         if self._console.is_terminal:
             self._console.print(shown, style="dim", end="", markup=False, soft_wrap=True)
-        events = client.generate(prompt.text, sampling, stop=stop)
-        completion = await client.collect(prompt.text, events, self.show)
+        events = client.generate(prompt, sampling, stop=stop)
+        completion = await client.collect(prompt, events, self.show)
         self.summarise(completion)
         return completion
 

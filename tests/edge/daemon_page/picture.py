@@ -1,5 +1,5 @@
-"""Make the README's picture of the page: the shipped models, a link of 20 ms, steps of 30 ms that stand for a larger
-target, and the daemon, in one process but for the link.
+"""Make the README's picture of the page: `smollm2`, its drafter, a link of 30 ms and the daemon, in one process but for
+the link.
 
     .venv/bin/python tests/edge/daemon_page/picture.py docs/figures/page.png
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.async_api import async_playwright
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.family_index import find_target
 from outrider.cloud.server import VerifierServer
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
@@ -22,23 +22,22 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 
-PROMPT = "It was late in the evening when the old man came to the house by the river."
-FIRST = "Describe a journey by train through the mountains."
-SETTINGS = {"temperature": "0.3", "seed": "4", "max-tokens": "80"}
-MIN_STEP_S = 0.03
-LINK = LinkShape.of(rtt_ms=20, up_mbit=20, down_mbit=100)
+PROMPT = "Give me three tips for sleeping well."
+FIRST = "Why is the sky blue?"
+SETTINGS = {"temperature": "0", "max-tokens": "160"}
+LINK = LinkShape.of(rtt_ms=30, up_mbit=20, down_mbit=100)
 
 
 async def picture(file: Path, prompt: str, scheme: str, marks: str, width: int) -> None:
     """Photograph the answer to `prompt` on a page whose daemon and target are set up here."""
-    verifier = VerifierServer(VerifierConfig(threads=1, min_step_s=MIN_STEP_S))
-    target = target_folder("reference")
+    target = Path(find_target("smollm2"))
+    verifier = VerifierServer(VerifierConfig(target="smollm2", threads=1))
     async with LinkProcess(to=await verifier.start(), shape=LINK) as link:
         edge = EdgeConfig(
             verifier=link.address,
-            model="reference",
-            drafter="general",
-            tokenizer=tokenizer_file(target),
+            model="smollm2",
+            drafter="smol",
+            tokenizer=target / "tokenizer.json",
             chat_template=target / "chat_template.jinja",
         )
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))
@@ -55,7 +54,6 @@ async def photograph(url: str, file: Path, prompt: str, scheme: str, marks: str,
         await page.goto(url)
         await page.wait_for_selector("#health[data-state=ok]", timeout=60_000)
         await page.click("#settings-button")
-        await page.select_option("#form", "text")  # the small target knows tales better than chats
         for field, value in SETTINGS.items():
             await page.fill(f"#{field}", value)
         await page.click("#settings-close")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.config import TARGET, VerifierConfig
+from outrider.cloud.config import TARGET
 from outrider.deploy.arguments import Command, part
-from outrider.deploy.commands.conditions import Cable, ConditionSettings
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.edge import TEXTS, StopSettings, edge_part
+from outrider.deploy.commands.serving import found_target
 from outrider.edge.config import DRAFTING
 from outrider.proto.settings import Settings, at_least, option
 from outrider.proto.types import Sampling
@@ -30,17 +31,26 @@ class DemoSettings(Settings):
     verifiers: int = option(1, "number of verifiers", check=at_least(1))
 
 
-RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), part(VerifierConfig, TARGET)))
+RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), found_target(TARGET)))
 DEMO = Command(
     "outrider.deploy.demo:demo",
     (
-        part(ConditionSettings, defaults={"pace": 30.0, "link": Cable(20.0)}),
+        part(
+            ConditionSettings,
+            defaults={"pace": None, "link": None},
+            helps={
+                "pace": "minimum time of a target step, in place of a larger target; 0: its own; not set: 30 for an "
+                "embedded target, else 0",
+                "link": "emulated link to the target: round trip, and rates from and to the edge in Mbit/s; 0: none; "
+                "not set: 20 for an embedded target, else 30",
+            },
+        ),
         part(BuiltInPrompts, defaults={"per_domain": 1}),
         part(DemoSettings),
         edge_part("cache"),
-        part(Sampling, defaults={"max_tokens": 96}),
+        part(Sampling, defaults={"max_tokens": 160}),
         part(StopSettings),
         edge_part(DRAFTING),
-        part(VerifierConfig, TARGET),
+        found_target(TARGET),
     ),
 )

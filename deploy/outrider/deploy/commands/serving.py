@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.config import ENGINE, HERE, LEARNING, TARGET, VerifierConfig
+from outrider.cloud.config import AUTO, ENGINE, HERE, LEARNING, TARGET, VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import ACCESS, CoordinatorConfig
-from outrider.deploy.arguments import Command, part
+from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
@@ -68,6 +68,12 @@ class TrainerActorSettings(Settings):
     cpus: float = option(1.0, "CPUs that Ray reserves for the trainer", metavar="N", check=at_least(0))
 
 
+def found_target(*names: str) -> Part:
+    """Choose the settings of a verifier whose target is found (`outrider.deploy.targets`) unless it is named."""
+    words = "target: known name, folder, GGUF file or hub name; auto: smollm2, or reference where that cannot be had"
+    return part(VerifierConfig, *names, defaults={"target": AUTO}, helps={"target": words})
+
+
 UP = Command(
     "outrider.deploy.servers:up",
     (
@@ -82,7 +88,7 @@ UP = Command(
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
         part(ConditionSettings),
-        part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
+        found_target(TARGET, ENGINE, HERE, LEARNING),
         part(TrainerSettings),
     ),
 )
