@@ -22,7 +22,7 @@ DOCS = (
     "faults",
     "kubernetes",
 )
-DOCS += ("load", "models", "drafters", "vllm", "clients", "tools", "cli", "not-built")
+DOCS += ("load", "models", "drafters", "real-pair", "vllm", "clients", "tools", "cli", "not-built")
 MAX_README_LINES = 200
 MAX_FOLLOWED_FILES = 17
 OUTSIDE = ("http://", "https://")
