@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.cores import computing_cores
 from outrider.proto.plumbing.serving import GrpcServerSettings
 from outrider.proto.settings import above, at_least, between, declared, no_empty_text, option
 from outrider.proto.tracing import trace_endpoint_option
@@ -236,6 +237,11 @@ class VerifierConfig(GrpcServerSettings):
                 "give the host at which edges reach it, or add the name to /etc/hosts"
             )
             raise ConfigError(message, field="advertise") from error
+
+    @property
+    def torch_threads(self) -> int:
+        """Torch threads on the CPU: those asked for, else one core fewer than there are."""
+        return self.threads or computing_cores()
 
     @property
     def model_id(self) -> str:

@@ -35,7 +35,6 @@ from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
-from outrider.proto.plumbing.cores import computing_cores
 from outrider.proto.plumbing.health import BoundedHealth
 from outrider.proto.plumbing.logs import about
 from outrider.proto.plumbing.metrics import MetricsServer
@@ -83,7 +82,7 @@ class VerifierServer:
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
         self._host = config.host  # before weights are read
         _check_learning(config, sink)
-        torch.set_num_threads(config.threads or computing_cores())
+        torch.set_num_threads(config.torch_threads)
         self._config = config
         self._secret = lease_secret
         self._backend = load_backend(config)

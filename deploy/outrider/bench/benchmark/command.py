@@ -437,7 +437,7 @@ class Bench:
             Path(resolve_target(self._config.target)),
             self._sampling,
             assistant_folder=self._assistant(drafter) if mode == "hf-assisted" else None,
-            threads=self._config.threads,
+            threads=self._config.torch_threads,
             dtype=dtype_of(self._verifier.precision),
         )
         await stack.enter_async_context(process)

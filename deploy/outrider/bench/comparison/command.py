@@ -59,8 +59,7 @@ class _Comparing:
         self._verifier = verifier
         self._prompts = choose_prompts(options.prompts, options.per_domain)
         packages = find_packages(options.package, "package")
-        if verifier.threads:
-            torch.set_num_threads(verifier.threads)
+        torch.set_num_threads(verifier.torch_threads)
         with waiting(f"loading the target {verifier.target}"):
             self._target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
         self._drafters = load_drafters(packages, self._target.tokenizer_json, "package")

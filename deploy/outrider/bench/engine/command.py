@@ -59,8 +59,7 @@ class _EngineBench:
     """One measurement from its options to its record."""
 
     def __init__(self, options: EngineSettings, verifier: VerifierConfig, stack: ExitStack) -> None:
-        if verifier.threads:
-            torch.set_num_threads(verifier.threads)
+        torch.set_num_threads(verifier.torch_threads)
         self._options, self._verifier = options, verifier
         one_thread = torch.get_num_threads() == 1
         self._clock: Clock = time.thread_time if one_thread else time.perf_counter

@@ -64,8 +64,7 @@ class _RuleBench:
         self._options, self._verifier = options, verifier
         self._prompts = choose_prompts(options.prompts, options.per_domain)
         self._package = package = find_package(options.drafter)
-        if verifier.threads:
-            torch.set_num_threads(verifier.threads)
+        torch.set_num_threads(verifier.torch_threads)
         with waiting(f"loading the target {verifier.target}"):
             self._target = load_target(verifier.target, dtype="float32")
             target: Any = load_causal_lm(

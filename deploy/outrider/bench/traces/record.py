@@ -68,8 +68,7 @@ def record(given: Given) -> int:
     packages = find_packages(options.drafter, "drafter", without=(NGRAM, RETRIEVAL))
     check_file(options.output, "output")
     check_file(costs_file, "output")
-    if verifier.threads:
-        torch.set_num_threads(verifier.threads)
+    torch.set_num_threads(verifier.torch_threads)
     with waiting(f"loading the target {verifier.target}"):
         target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
     drafters = load_drafters(packages, target.tokenizer_json, "drafter")
