@@ -53,10 +53,10 @@ def left(targets: Path) -> list[str]:
 
 
 def test_without_a_setting_the_cache_is_where_drafters_are_kept(monkeypatch) -> None:
-    from outrider.edge.config import DEFAULT_CACHE
+    from outrider.edge import EdgeConfig
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cached("model") == DEFAULT_CACHE.expanduser() / "targets" / "model"
+    assert cached("model") == EdgeConfig(coordinator="127.0.0.1:1").cache.expanduser() / "targets" / "model"
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])

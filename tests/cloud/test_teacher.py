@@ -86,7 +86,7 @@ def writing(target: Path, texts: tuple[Path, ...], tmp_path: Path) -> TeacherWri
 
 @pytest.fixture(scope="module")
 def teacher(target: Path, texts: tuple[Path, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the target says, some thousand tokens of it."""
+    """A folder of some thousand tokens of the target's."""
     folder = tmp_path_factory.mktemp("teacher") / "folder"
     write_teacher(
         TeacherWriting(

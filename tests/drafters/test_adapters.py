@@ -15,10 +15,11 @@ from outrider.cloud.export.quantised import BLOCKS, QuantisedMatrix
 from outrider.drafters import adapters, find_package, load_package
 from outrider.drafters.adapters import merged_graph, product_norm, read_adapter, weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import AdapterShape, LearnedFrom, sha256_of
+from outrider.drafters.packages import AdapterShape, LearnedFrom
 from outrider.drafters.tensor_file import read_tensors, write_tensors
 from outrider.edge.testing.tiny_drafter import GREEDY, TABLE, WEIGHT, WIDTH, some_tokens, tiny_graph, write_package
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused
+from outrider.proto.plumbing.files import sha256_of
 
 LEARNED = LearnedFrom(36_600, 8, {"sql": 30_000, "code": 6_600})
 HEAD = "model.lm_head.weight"

@@ -16,7 +16,7 @@ import pytest
 from outrider.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
 from outrider.drafters import pool as pool_module
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import DrafterPackage, SteeringShape, sha256_of
+from outrider.drafters.packages import DrafterPackage, SteeringShape
 from outrider.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member, give_back, own_bytes
 from outrider.drafters.search import DrafterSearch, on_trial_here
 from outrider.edge import Client, EdgeConfig
@@ -41,6 +41,7 @@ from outrider.proto.errors import (
     TokenizerMismatch,
     Unavailable,
 )
+from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease, RemoteFile

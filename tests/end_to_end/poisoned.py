@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.drafters.packages import sha256_of
 from outrider.drafters.tensor_file import write_tensors
+from outrider.proto.plumbing.files import sha256_of
 
 HEAD = "model.lm_head.weight"
 BAD_VERSION = "bad0bad0bad0"

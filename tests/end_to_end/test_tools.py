@@ -13,13 +13,12 @@ import jsonschema
 import pytest
 from command_processes import free_port
 from openai import AsyncOpenAI, BadRequestError
+from serving_daemon import client_of
 from tool_templates import QWEN
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
-from outrider.edge import Client, EdgeConfig
-from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge import EdgeConfig
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -49,17 +48,8 @@ async def serving(tokenizer: Path, folder: Path) -> AsyncIterator[AsyncOpenAI]:
     edge = EdgeConfig(
         verifier=await verifier.start(), model="reference", tokenizer=tokenizer, chat_template=template, drafter="ngram"
     )
-    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1), Client(edge))
-    daemon.cloud.every_s = 0.1
-    url = await daemon.start()
-    try:
-        while daemon.cloud.health.status == "unavailable":  # noqa: ASYNC110 - the watch has no event for it
-            await asyncio.sleep(0.02)
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as openai:
-            yield openai
-    finally:
-        await daemon.stop()
-        await verifier.stop(0)
+    async with client_of(verifier, edge) as openai:
+        yield openai
 
 
 def test_what_a_client_insists_on_is_what_a_target_calls(tokenizer_file, tmp_path) -> None:

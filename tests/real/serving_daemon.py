@@ -1,4 +1,4 @@
-"""A real model behind the daemon's API, in this process."""
+"""A verifier behind the daemon's API, in this process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ from outrider.edge.daemon.server import Daemon
 
 
 @asynccontextmanager
+async def client_of(verifier: VerifierServer, edge: EdgeConfig) -> AsyncIterator[AsyncOpenAI]:
+    """Yield a client of a daemon with the settings `edge`; end the daemon and `verifier`, which has started."""
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1), Client(edge))
+    daemon.cloud.every_s = 0.1
+    try:
+        url = await daemon.start()
+        while daemon.cloud.health.status == "unavailable":  # noqa: ASYNC110 - the watch has no event for it
+            await asyncio.sleep(0.02)
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as openai:
+            yield openai
+    finally:
+        await daemon.stop()
+        await verifier.stop(0)
+
+
+@asynccontextmanager
 async def serving(target: str, *, drafter: str = "ngram", **config: Any) -> AsyncIterator[AsyncOpenAI]:
     """Yield a client of the OpenAI API of a verifier of `target`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -30,14 +46,5 @@ async def serving(target: str, *, drafter: str = "ngram", **config: Any) -> Asyn
         edge = EdgeConfig(
             verifier=await verifier.start(), model=target, tokenizer=tokenizer, chat_template=template, drafter=drafter
         )
-        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1), Client(edge))
-        daemon.cloud.every_s = 0.1
-        try:
-            url = await daemon.start()
-            while daemon.cloud.health.status == "unavailable":  # noqa: ASYNC110 - the watch has no event for it
-                await asyncio.sleep(0.02)
-            async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as openai:
-                yield openai
-        finally:
-            await daemon.stop()
-            await verifier.stop(0)
+        async with client_of(verifier, edge) as openai:
+            yield openai

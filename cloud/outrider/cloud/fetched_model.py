@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cloud.gguf_file import convert, folder_name
-from outrider.cloud.model_cache import cached, check_sums, made_once, sha256_of
+from outrider.cloud.model_cache import cached, check_sums, made_once
 from outrider.proto.errors import DataLoss, NotFound, OutriderError, Unavailable
+from outrider.proto.plumbing.files import sha256_of
 
 MODELS = "OUTRIDER_MODELS"
 

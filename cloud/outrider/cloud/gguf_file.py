@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.cloud.model_cache import made_once, sha256_of
+from outrider.cloud.model_cache import made_once
 from outrider.proto.errors import ModelRefused, Unavailable
+from outrider.proto.plumbing.files import sha256_of
 
 VERSION = 1  # of what the conversion writes
 _MAGIC = b"GGUF"

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.proto.errors import DataLoss, Unavailable
+from outrider.proto.plumbing.files import cache_folder, sha256_of
 
 SUMS = "SHA256SUMS"  # in the form that `sha256sum --check` reads
 _PART = ".part"
-_CACHE = "~/.cache"
 
 
 def cached(name: str) -> Path:
     """Return the folder of the model `name`, which may not be there yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or _CACHE).expanduser() / "outrider" / "targets" / name
+    return cache_folder().expanduser() / "targets" / name
 
 
 def made_once(name: str, fill: Callable[[Path], None]) -> Path:
@@ -85,12 +84,6 @@ def check_sums(folder: Path) -> None:
         raise DataLoss(f"{folder} is not whole ({error}); copy it again", field="target") from error
     if damaged or not lines:
         raise DataLoss(f"{folder} is damaged ({', '.join(damaged) or SUMS}); copy it again", field="target")
-
-
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal digits."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @contextmanager

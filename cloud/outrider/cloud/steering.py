@@ -7,7 +7,6 @@ to the up projection of every MLP. Here W_s = U V: the vector V g leaves the clo
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.proto.errors import ModelRefused, NotFound
+from outrider.proto.plumbing.files import sha256_of
 
 PROJECTION_FILE = "projection.safetensors"
 FORMAT = "outrider-projection/2"
@@ -103,7 +103,7 @@ def normalised(taps: torch.Tensor, count: int) -> torch.Tensor:
 
 def projection_id(path: Path) -> str:
     """Return the first twelve hexadecimal digits of the file's SHA-256, which name it in a drafter's manifest."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return sha256_of(path)[:12]
 
 
 class FoldedProjection:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from outrider.bench.record import RECORD, from_json
 from outrider.cloud.config import VerifierConfig
+from outrider.proto.plumbing.cores import available_cores
 
 PACKAGES = ("outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray")
 
@@ -60,7 +60,7 @@ def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environ
         python=platform.python_version(),
         platform=platform.platform(),
         cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        cores=available_cores(),
         packages={name: _version(name) for name in PACKAGES},
         revision=_revision(),
         target=verifier.target,

@@ -47,7 +47,7 @@ def _said(what: str) -> AbstractContextManager[object]:
 
 
 class _Newest(logging.Filter):
-    """What `STAGES` has logged last, which goes on to the log as its level says."""
+    """The newest message of `STAGES`, whose records go on to the log as its level says."""
 
     words = ""
 

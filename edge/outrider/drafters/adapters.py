@@ -35,11 +35,11 @@ from outrider.drafters.packages import (
     DrafterPackage,
     LearnedFrom,
     load_package,
-    sha256_of,
     version_of,
 )
 from outrider.drafters.tensor_file import read_tensors, write_tensors
 from outrider.proto.errors import InvalidArgument, ModelRefused
+from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.types.checks import NAME
 
 MAX_RELATIVE_NORM = 0.5  # of B A to W: beyond, it is another drafter or a broken one, and no update

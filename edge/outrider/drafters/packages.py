@@ -19,6 +19,7 @@ from typing import Any
 from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
 from outrider.proto.near import did_you_mean
+from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
 from outrider.proto.types import RemoteFile
 from outrider.proto.types.checks import NAME, SHA256
@@ -237,12 +238,6 @@ def check_file(path: Path, file: RemoteFile) -> None:
     found = sha256_of(path)
     if found != file.sha256:
         raise DataLoss(f"{file.name} has SHA-256 {found}, not the promised {file.sha256}")
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hash of a file."""
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def version_of(graphs: Iterable[Path]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from outrider.edge.security import Security
 from outrider.proto.address import address_of_server, without_http
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import DEFAULT_CACHE
 from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.settings import Settings, above, at_least, between, option
 from outrider.proto.tracing import trace_endpoint_option
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from outrider.proto.session import RetryRules
     from outrider.proto.types import Patience
 
-DEFAULT_CACHE = Path("~/.cache/outrider")
 ADDRESS = "HOST:PORT"
 DRAFTING, CONNECTION, SHARING = "drafting", "connection", "sharing"
 

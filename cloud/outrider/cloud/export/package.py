@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -38,6 +37,7 @@ from outrider.cloud.heads import HEAD, tokens_of
 from outrider.drafters.packages import GRAPHS, version_of
 from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
 PRECISIONS = ("float32", "int8", "int4")
@@ -133,8 +133,7 @@ def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: 
 def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str, target: str) -> Manifest:
     model, shape = check.plain, check.shape
     files: dict[str, dict[str, Any]] = {
-        path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
-        for path in sorted(folder.iterdir())
+        path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())
     }
     manifest: Manifest = {
         "format": DRAFTER_FORMAT,

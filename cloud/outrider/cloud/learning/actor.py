@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from outrider.proto.errors import ConfigError, Unavailable
+from outrider.proto.plumbing.cores import available_cores
 from outrider.proto.plumbing.logs import configure
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ class TrainerActor:
         self._owners: frozenset[bytes] | None = None  # as a coordinator has said last
         self._retired: frozenset[tuple[str, str]] = frozenset()  # since the last look
         self._share = CpuShare(settings.cpu_share, time.monotonic, time.process_time)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._gate = IdleGate(verifiers_cpu_s, time.monotonic, cores, settings.max_load, settings.patience_s)
+        self._gate = IdleGate(
+            verifiers_cpu_s, time.monotonic, available_cores(), settings.max_load, settings.patience_s
+        )
         self._inbox: deque[bytes] = deque()
         self._inbox_bytes = 0
         self._changed = threading.Condition()

@@ -34,6 +34,7 @@ from outrider.cloud.training.settings import Training
 from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.texts import Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
+from outrider.proto.plumbing.cores import available_cores
 
 TRAINING_FILE = "training.json"
 BEST = "best"
@@ -377,7 +378,7 @@ def carry_out(
             f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
         )
     transformers.utils.logging.disable_progress_bar()  # one bar is enough
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or available_cores())
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # on a GPU its tensor cores; nothing changes on a CPU
     with reporter_for_stdout() as reporter:

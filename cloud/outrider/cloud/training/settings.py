@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,12 @@ from typing import Any
 from outrider.cloud.config import DTYPES
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, no_empty_text, option
+
+
+def _require_files(paths: Sequence[Path], name: str) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field=name)
 
 
 def _require_drafter(folder: Path, name: str) -> None:
@@ -84,9 +90,7 @@ class Training(Settings):
             raise ConfigError("name at least one .jsonl or text file, or give --teacher instead", field="corpus")
         if self.teacher is not None and not self.teacher.is_dir():
             raise ConfigError(f"{self.teacher} is no folder; `outrider train teacher` writes one", field="teacher")
-        for path in self.corpus:
-            if not path.is_file():
-                raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field="corpus")
+        _require_files(self.corpus, "corpus")
         if len({path.name for path in self.corpus}) < len(self.corpus):
             raise ConfigError("two files share a name; a domain is named after its file", field="corpus")
         if (self.steps is None) == (self.minutes is None):
@@ -102,7 +106,7 @@ class Training(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherWriting(Settings):
-    """What the target is to write, once, for all drafters that learn from it."""
+    """The writing of a target's texts and probabilities, once for all drafters that learn from them."""
 
     target: str = option(REQUIRED, TARGET, metavar="NAME", check=no_empty_text)
     texts: tuple[Path, ...] = option(
@@ -132,9 +136,7 @@ class TeacherWriting(Settings):
         """Refuse settings that do not go together."""
         if not self.texts and not self.own_questions:
             raise ConfigError("name a file of texts, or give --own-questions 1", field="texts")
-        for path in self.texts:
-            if not path.is_file():
-                raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field="texts")
+        _require_files(self.texts, "texts")
 
     def facts(self) -> dict[str, Any]:
         """Return the settings that rows depend on, as plain JSON values, and the target's name."""

@@ -1,4 +1,4 @@
-"""What a target says, written once to a folder, from which every drafter of it learns.
+"""A target's texts with its probabilities, written once to a folder, from which every drafter of it learns.
 
 Each row of the folder is a text with the place from which the target's word counts, and the target's most likely tokens
 (`BEST` of them) at each place from there, with their log probabilities: 384 bytes a token.

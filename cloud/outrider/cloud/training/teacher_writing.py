@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,8 @@ from outrider.cloud.training.report import Reporter, duration, reporter_for_stdo
 from outrider.cloud.training.settings import TeacherWriting
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, target_mark
 from outrider.proto.errors import Cancelled, InvalidArgument
+from outrider.proto.plumbing.cores import available_cores
+from outrider.proto.plumbing.files import sha256_of
 
 LONGEST_QUESTION = 192  # tokens of a question that the target thinks up
 PREFIXES = (32, 128)  # tokens of a document that the target continues
@@ -63,13 +63,13 @@ def write_teacher(
         Cancelled: `stopping` returned true; the batches before are kept, and the same command goes on.
     """
     transformers.utils.logging.disable_progress_bar()  # one bar is enough
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or available_cores())
     with reporter_for_stdout() as reporter:
         refusal = f"{config.target!r} is no causal language model with safetensors weights"
         target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype, device=config.device)
         writer = _Writer(config, target.eval().requires_grad_(False), reporter, stopping)
         folder = TeacherFolder(config.output)
-        texts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}" for path in config.texts]
+        texts = [f"{path.name} {sha256_of(path)[:16]}" for path in config.texts]
         folder.begin({**config.facts(), "texts": texts, "mark": target_mark(target)})
         counts = folder.counts()
         on_step(sum(counts))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.deploy.arguments import Command, Part, part, read_text
-from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, SHARING, EdgeConfig
+from outrider.edge.config import CONNECTION, DRAFTING, SHARING, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.files import cache_folder
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, between, option
 from outrider.proto.types import Grammar, GrammarKind, Sampling
@@ -132,15 +132,9 @@ class DoctorSettings(Settings):
     json: bool = option(False, "print one JSON object")
 
 
-def cache() -> Path:
-    """Return the folder for downloads, in XDG_CACHE_HOME if that is set."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home) / "outrider" if home else DEFAULT_CACHE
-
-
 def edge_part(*names: str, required: tuple[str, ...] = ()) -> Part:
     """Choose the fields of an edge's settings that a command takes."""
-    return part(EdgeConfig, *names, required=required, defaults={"cache": cache})
+    return part(EdgeConfig, *names, required=required, defaults={"cache": cache_folder})
 
 
 WHERE = ("coordinator", "verifier", "model", "tokenizer", "cache")
