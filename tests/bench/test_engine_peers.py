@@ -39,7 +39,7 @@ class FakePeer:
             raise ValueError("no such model")
         if model == "fatal":
             sys.exit("a reason in the last line")
-        self.threads = threads + 100 * ("OMP_WAIT_POLICY" in os.environ)
+        self.threads = threads + 100 * ("GOMP_SPINCOUNT" in os.environ)
 
     def prepare(self, context, sessions, rows, logits):
         if rows > 1:
@@ -69,7 +69,7 @@ def process(model: str, threads: int = 1) -> PeerProcess:
 
 @pytest.fixture
 def fake(child, monkeypatch) -> Iterator[PeerProcess]:
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # as our own process has it
+    monkeypatch.setenv("GOMP_SPINCOUNT", "30000")  # as our own process has it
     running = process("good", threads=3)
     yield running
     running.close()

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from outrider.proto.plumbing import cores
-from outrider.proto.plumbing.cores import available_cores, computing_cores
+from outrider.proto.plumbing.cores import available_cores, computing_cores, limit_spinning
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,20 @@ def test_a_container_has_no_more_cores_than_its_quota(tmp_path, monkeypatch, cpu
 def test_what_computes_leaves_a_core_to_the_rest(monkeypatch, available, processes, each) -> None:
     monkeypatch.setattr(cores, "available_cores", lambda: available)
     assert computing_cores(processes) == each
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "30000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "passive"}, {"OMP_WAIT_POLICY": "passive"}),
+    ],
+)
+def test_idle_threads_spin_from_product_to_product_unless_the_environment_says_otherwise(
+    monkeypatch, given, left
+) -> None:
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
+    limit_spinning()
+    assert environment == left

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.cloud.family_index import chat_template_json
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.cores import stop_spinning
+from outrider.proto.plumbing.cores import limit_spinning
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.logs import configure
 from outrider.proto.plumbing.loop_watch import end_process
@@ -65,7 +65,7 @@ class VerifierActor:
     ) -> None:
         if config.log_level:
             configure(config.log_level, config.log_format)
-        stop_spinning()
+        limit_spinning()
         self._config = config
         self._lease_secret = lease_secret
         self._ray_options = dict(ray_options or {})

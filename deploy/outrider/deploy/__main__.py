@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from outrider.deploy.end_watch import WATCH
-from outrider.proto.plumbing.cores import stop_spinning
+from outrider.proto.plumbing.cores import limit_spinning
 
 PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 ENDED_BY_RAY = (signal.SIGTERM, 1)  # statuses with which Ray's own handlers of SIGTERM exit
@@ -17,7 +17,7 @@ ENDED_BY_RAY = (signal.SIGTERM, 1)  # statuses with which Ray's own handlers of 
 def main() -> NoReturn:
     """Run one command and end the process with its status."""
     WATCH.begin()  # before the imports below: Ctrl-C may come during them
-    stop_spinning()
+    limit_spinning()
     try:
         status = _status()
     except KeyboardInterrupt:

@@ -63,7 +63,7 @@ def peer_specs(settings: EngineSettings, model: str, dtype: str) -> list[PeerSpe
 
 def _environment(threads: int) -> dict[str, str]:
     """Return the variables of a peer, whose threads wait as it has them wait, and not as ours do."""
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     blocktime_ms = "1"  # for which idle threads of vLLM's spin; by default far into the next engine's turn
     return {"KMP_BLOCKTIME": blocktime_ms, **inherited, "OMP_NUM_THREADS": str(threads)}
 

@@ -23,6 +23,11 @@ def computing_cores(processes: int = 1) -> int:
     return max(1, (available_cores() - 1) // processes)
 
 
-def stop_spinning() -> None:
-    """Let OpenMP's idle threads sleep, in a process that has not imported torch; spinning takes others' cores."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+def limit_spinning() -> None:
+    """Let GNU OpenMP's idle threads spin from one product to the next and no longer, where torch is not imported yet.
+
+    Threads that sleep at once double the time of a step, since each product wakes them; by default they spin ten times
+    as long as here, on cores that others need. What the environment says of either stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
