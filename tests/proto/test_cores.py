@@ -42,9 +42,7 @@ def test_what_computes_leaves_a_core_to_the_rest(monkeypatch, available, process
         ({"OMP_WAIT_POLICY": "passive"}, {"OMP_WAIT_POLICY": "passive"}),
     ],
 )
-def test_idle_threads_spin_briefly_unless_the_environment_says_otherwise(
-    monkeypatch, given, left
-) -> None:
+def test_idle_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch, given, left) -> None:
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
     limit_spinning()
