@@ -8,27 +8,26 @@ DRAFTER is a folder of `outrider train drafter --vocabulary N`. A token that its
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from torch import nn
+
+from outrider.cloud.heads import HEAD, load_with_small_head
 
 
 def whole(drafter: Path, model: Path, output: Path) -> None:
     """Write the drafter of `drafter` to `output`, in bfloat16, with the tokenizer of `model`."""
-    weights = load_file(drafter / "model.safetensors")
-    rows, known = weights.pop("lm_head.up.weight"), weights.pop("lm_head.tokens")
-    of_token = weights.pop("model.embed_tokens.rows").long()
-    weights["model.embed_tokens.weight"] = rows[of_token]
-    weights["lm_head.weight"] = torch.zeros(len(of_token), rows.shape[1]).index_copy(0, known, rows)
-    output.mkdir(parents=True, exist_ok=True)
-    kept = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
-    save_file(kept, output / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((drafter / "config.json").read_text(encoding="utf-8"))
-    del config["outrider_head"]
-    (output / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}), encoding="utf-8")
+    made: Any = load_with_small_head(drafter, dtype="float32", attention=None)
+    vocab, rows, known = made.config.vocab_size, made.lm_head.up.weight.detach(), made.lm_head.tokens
+    embedding = made.model.embed_tokens(torch.arange(vocab)).detach()
+    made.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
+    made.lm_head = nn.Linear(rows.shape[1], vocab, bias=False)
+    made.lm_head.weight = nn.Parameter(torch.zeros_like(embedding).index_copy(0, known, rows))
+    delattr(made.config, HEAD)
+    made.to(torch.bfloat16).save_pretrained(output)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, output)
 

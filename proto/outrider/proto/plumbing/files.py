@@ -1,4 +1,4 @@
-"""Where files that are fetched lie, and the hash by which one is known."""
+"""The folder of fetched files, and the hash by which a file is known."""
 
 from __future__ import annotations
 
