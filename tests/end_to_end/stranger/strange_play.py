@@ -173,7 +173,7 @@ class Play:
             return step(rows)
 
         def sampling(*given: Any) -> Any:
-            if rows_now[0] > 1 and self._rng.random() < 0.2:
+            if rows_now[0] > 1 and self._rng.random() < 0.6:
                 self.counts["failed steps"] += 1
                 raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
             return sample(*given)
