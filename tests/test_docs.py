@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from research import commands as commands_of_research
+
 DOCS = (
     "architecture",
     "exactness",
@@ -25,6 +27,8 @@ DOCS = (
 DOCS += ("load", "models", "drafters", "real-pair", "vllm", "clients", "tools", "cli", "not-built")
 MAX_README_LINES = 200
 MAX_FOLLOWED_FILES = 17
+RESEARCH = "python -m research"
+OLD = "experiments-1"
 OUTSIDE = ("http://", "https://")
 PLACEHOLDERS = {"N": "2", "HOST:PORT": "127.0.0.1:50050", "http://HEAD:8265": "http://127.0.0.1:8265"}
 
@@ -44,17 +48,21 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Commands of Outrider in the page's blocks and inline code; an ellipsis is what a reader fills in."""
+    """Commands in the page's blocks and inline code; an ellipsis is what a reader fills in.
+
+    Those of the tag `experiments-1` are left out: what they ran is not in this tree.
+    """
     text = page.read_text(encoding="utf-8")
-    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
-    lines = re.findall(r"^(?:\.venv/bin/)?(outrider .*)$", blocks, re.MULTILINE)
-    inline = [" ".join(code.split()) for code in re.findall(r"`(outrider [^`]+)`", without_code(text))]
+    found = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = "\n".join(block for block in found if OLD not in block).replace("\\\n", " ")
+    lines = re.findall(rf"^(?:\.venv/bin/)?((?:outrider|{RESEARCH}) .*)$", blocks, re.MULTILINE)
+    inline = [" ".join(code.split()) for code in re.findall(rf"`((?:outrider|{RESEARCH}) [^`]+)`", without_code(text))]
     inline += [f"outrider bench {code}" for code in re.findall(r"`(--rtt \d[^`]*)`", without_code(text))]
     return [command for command in (*lines, *inline) if "…" not in command.replace('"…"', "")]
 
 
 def arguments(command: str) -> list[str]:
-    words = shlex.split(command, comments=True)[1:]
+    words = shlex.split(command.removeprefix(f"{RESEARCH} ").removeprefix("outrider "), comments=True)
     ends = [i for i, word in enumerate(words) if word in ("&", "|", ">")]
     return [PLACEHOLDERS.get(word, word) for word in words[: min(ends, default=len(words))]]
 
@@ -103,7 +111,7 @@ def test_a_token_passes_through_few_files_and_both_halves(root) -> None:
 
 def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:
     """A command that is only named, without arguments, is asked for its help."""
-    from outrider.deploy.cli import parse
+    from outrider.deploy.cli import OUTRIDER, parse
 
     monkeypatch.chdir(root)
     wrong = []
@@ -113,8 +121,9 @@ def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:
             if not (given := arguments(command)):
                 continue
             seen += 1
+            program = commands_of_research.RESEARCH if command.startswith(RESEARCH) else OUTRIDER
             try:
-                parse(given if any(word.startswith("-") for word in given) else [*given, "--help"])
+                parse(given if any(word.startswith("-") for word in given) else [*given, "--help"], program)
             except SystemExit as end:
                 if not end.code:
                     continue

@@ -11,6 +11,7 @@ import pytest
 from near_verifier import NearVerifier
 
 from outrider.bench.benchmark.record import Benchmark
+from outrider.bench.benchmark.table import mode_name
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.record import from_json
 from outrider.cloud.config import DTYPES, VerifierConfig
@@ -23,8 +24,7 @@ from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
 SMALL = ("--min-step", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
-MEASURED = ["cloud", "sync", "pearl", "colocated", "edge", "chains", "outrider"]
-REPLAYED = ["optimum", "cloud", "pearl", "colocated", "edge", "outrider", "chains"]
+MEASURED = ["cloud", "sync 2", "sync 4", "colocated 4", "edge", "outrider"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ def prompt(tmp_path_factory) -> str:
 def folder(prompt, tmp_path_factory) -> Path:
     """Return the folder of a benchmark's output: `record.json` and `report`."""
     path = tmp_path_factory.mktemp("bench")
-    modes = ("--modes", "cloud,sync,pearl,colocated,edge,chains,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
+    modes = ("--sync-length", "2,4", "--colocated-length", "4", "--rtt", "0,20", "--prompts", prompt)
     written = ("--json", str(path / "record.json"), "--report", str(path / "report"))
     assert main(["bench", *SMALL, *modes, *written]) == 0
     return path
@@ -57,14 +57,13 @@ def benchmark(folder) -> Benchmark:
     return from_json(Benchmark, read_text(folder / "record.json", "json"), "json")
 
 
-def test_every_mode_is_measured_and_replayed_on_every_link(benchmark) -> None:
-    by_link: dict[float, list[tuple[str, bool]]] = {}
+def test_every_mode_is_measured_with_every_length_on_every_link(benchmark) -> None:
+    by_link: dict[float, list[str]] = {}
     for run in benchmark.runs:
-        by_link.setdefault(run.link.rtt_ms, []).append((run.mode, run.replayed))
-    expected = [(mode, False) for mode in MEASURED] + [(mode, True) for mode in REPLAYED]
-    assert by_link == {0.0: expected, 20.0: expected}
-    assert {(run.min_step_ms, run.sessions, run.temperature, run.domain) for run in benchmark.runs} == {
-        (5.0, 1, 0.0, "")
+        by_link.setdefault(run.link.rtt_ms, []).append(mode_name(run))
+    assert by_link == {0.0: MEASURED, 20.0: MEASURED}
+    assert {(run.min_step_ms, run.sessions, run.temperature, run.domain, run.replayed) for run in benchmark.runs} == {
+        (5.0, 1, 0.0, "", False)
     }
 
 
@@ -73,8 +72,7 @@ def test_the_record_says_which_type_was_chosen(benchmark) -> None:
 
 
 def test_the_texts_are_those_of_cloud_streaming(benchmark) -> None:
-    assert {run.identical_to_cloud for run in benchmark.runs if not run.replayed} == {True}
-    assert {run.identical_to_cloud for run in benchmark.runs if run.replayed} == {None}
+    assert {run.identical_to_cloud for run in benchmark.runs} == {True}
 
 
 def test_metrics_are_known_and_positive(benchmark) -> None:
@@ -83,36 +81,33 @@ def test_metrics_are_known_and_positive(benchmark) -> None:
         assert run.tokens == TOKENS
         for name in names:
             assert (getattr(run, name) or 0) > 0, f"{run.mode} {run.link.rtt_ms}: {name}"
-        if run.replayed:
-            continue
         assert len(run.session_tokens_per_second or ()) == 1
         assert (run.forward_ms_p50 or 0) > 0
         assert (run.acceptance is None) == (run.mode in ("cloud", "colocated"))
         assert (run.sync_length is not None) == (run.mode == "sync")
-        assert (run.pearl_length is not None) == (run.mode == "pearl")
         assert (run.drafts_here is not None) == (run.mode == "colocated")
-        assert (run.goal == "latency") == (run.mode in ("edge", "chains", "outrider"))
+        assert (run.goal == "latency") == (run.mode in ("edge", "outrider"))
         assert {span.lane for span in run.timeline or ()} >= {"verify", "down"}
         assert run.arrivals_s is None  # only links that change have them
 
 
 def test_each_mode_drafts_where_it_should(benchmark) -> None:
     for run in benchmark.runs:
-        if run.mode in ("cloud", "sync", "pearl", "edge"):
+        if run.mode in ("cloud", "sync", "edge"):
             assert run.cloud_drafting_ms_per_token == 0
         if run.mode in ("cloud", "colocated"):
             assert run.edge_drafting_ms_per_token == 0
         if run.mode == "colocated":
             assert (run.cloud_drafting_ms_per_token or 0) > 0
-            assert (run.drafts_here or 0) >= 1
-        if run.mode in ("sync", "pearl", "edge"):
+            assert run.drafts_here == 4
+        if run.mode in ("sync", "edge"):
             assert (run.edge_drafting_ms_per_token or 0) > 0
         assert (run.rows_per_token or 0) >= (run.steps_per_token or 0) > 0
 
 
 def test_bytes_are_counted_where_there_is_a_link(benchmark) -> None:
     for run in benchmark.runs:
-        counted = run.replayed or run.link.rtt_ms > 0
+        counted = run.link.rtt_ms > 0
         assert [(up or 0) > 0 for up in (run.uplink_bytes_per_token, run.downlink_bytes_per_token)] == [counted] * 2
 
 
@@ -135,14 +130,13 @@ def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark)
 def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
     record = tmp_path / "mixed.json"
     modes = ["cloud", "colocated", "edge", "outrider"]
-    mixed = ("--mixed", "--replay-edges", "--sessions", "3", "--rtt", "0,20", "--modes", ",".join(modes))
+    mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", ",".join(modes), "--colocated-length", "4")
     assert main(["bench", *SMALL, *mixed, "--prompts", prompt, "--json", str(record)]) == 0
     runs = from_json(Benchmark, read_text(record, "json"), "json").runs
-    assert [(run.mode, run.replayed) for run in runs] == [(m, replayed) for replayed in (False, True) for m in modes]
+    assert [run.mode for run in runs] == modes
     for run in runs:
         assert run.sessions == len(run.session_tokens_per_second or ()) == 3
         assert (run.tokens_per_second or 0) > 0
-    for run in runs[:4]:
         assert run.tokens == 3 * TOKENS
         assert all(rate > 0 for rate in run.session_tokens_per_second or ())
         assert run.identical_to_cloud
@@ -153,7 +147,9 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
     ("arguments", "status", "says"),
     [
         (["--up", "1,2", "--rtt", "5"], 1, "up: has 2 entries where --rtt has 1"),
-        (["--replay-edges"], 1, "replay-edges: replays sessions on unlike links; give --mixed, too"),
+        (["--sync-length", "4,4"], 1, "sync-length: names 4 twice; once is enough"),
+        (["--colocated-length", ""], 1, "colocated-length: is empty; name one or more, or leave colocated out of"),
+        (["--sync-length", "0"], 2, "--sync-length: 0 is not in 1..255"),
         (["--draft-here", "off"], 1, "draft-here: is off, but colocated needs it; leave that out of --modes"),
         (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
         (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),
@@ -162,11 +158,6 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
         (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
         (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
         (["--json", "/proc/r/bench.json"], 1, "json: cannot write /proc/r/bench.json"),
-        (
-            ["--modes", "hf-generate", "--rtt", "0", "--top-k", "5"],
-            1,
-            "sampling: the baselines of transformers support",
-        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -183,19 +174,14 @@ def test_stop_strings_are_no_option(capfd) -> None:
 @pytest.mark.usefixtures("_tun_links")
 def test_links_of_packets_lose_some_and_keep_the_text(prompt, tmp_path) -> None:
     written = tmp_path / "record.json"
-    chosen = ("--modes", "cloud,outrider,optimum", "--rtt", "2", "--tun", "--loss", "0,3:20", "--prompts", prompt)
+    chosen = ("--modes", "cloud,outrider", "--rtt", "2", "--tun", "--loss", "0,3:20", "--prompts", prompt)
     assert main(["bench", *SMALL, *chosen, "--json", str(written)]) == 0
     runs = from_json(Benchmark, read_text(written, "json"), "json").runs
-    assert [(run.mode, run.replayed, run.link.tun, run.link.loss_percent, run.link.burst_ms) for run in runs] == [
-        (mode, False, True, loss, burst_ms) for loss, burst_ms in ((0, 0), (3, 20)) for mode in ("cloud", "outrider")
+    assert [(run.mode, run.link.tun, run.link.loss_percent, run.link.burst_ms) for run in runs] == [
+        (mode, True, loss, burst_ms) for loss, burst_ms in ((0, 0), (3, 20)) for mode in ("cloud", "outrider")
     ]
     assert all(run.identical_to_cloud for run in runs)
     assert all((run.uplink_bytes_per_token or 0) > 0 for run in runs)
-
-
-def test_a_drafter_that_transformers_cannot_run_is_refused(prompt, capfd) -> None:
-    arguments = ["--modes", "hf-assisted", "--rtt", "0", "--drafter", "ngram", "--prompts", prompt]
-    check_mistake([*arguments, "--max-tokens", "4"], 1, "hf-drafter: is missing", capfd)
 
 
 def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.commands import LinkListSettings
 from outrider.bench.links import link_name, links_of
+from outrider.bench.settings import LinkListSettings
 from outrider.deploy.link.shape import PacketFaults
 from outrider.deploy.loss import PacketLoss
 from outrider.proto.errors import ConfigError

@@ -17,8 +17,6 @@ import pytest
 import torch
 from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, hashing_target
 
-from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.verifier import Link, SimulatedStream
 from outrider.cloud import draft_threads, engine, recovery, runner, slots
 from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
@@ -37,6 +35,8 @@ from outrider.proto.errors import OutriderError
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open, token_ids
+from research.simulator.clock import VirtualClock
+from research.simulator.verifier import Link, SimulatedStream
 
 PROJECTION, RANK = "0123456789ab", 3
 CONTEXT = 165

@@ -25,11 +25,6 @@ import torch
 from fuzzed_fleet import BROKEN_PLAN, NOTICED_S, PROJECTION, RANK, EngineStream, Fleet, HashedGrammar, allowed_after
 from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
 
-from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.faults import Faults, FaultyLink
-from outrider.bench.simulator.scripted import ScriptedDrafters, drafter_of
-from outrider.bench.simulator.simulation import Simulation
-from outrider.bench.simulator.verifier import SimulatedStream
 from outrider.cloud import recovery, transformers_backend
 from outrider.cloud.drafted_text import DraftedText
 from outrider.cloud.grammar import Allowed
@@ -58,6 +53,11 @@ from outrider.proto.types import (
     SteeringPrecision,
     SteeringRequest,
 )
+from research.simulator.clock import VirtualClock
+from research.simulator.faults import Faults, FaultyLink
+from research.simulator.scripted import ScriptedDrafters, drafter_of
+from research.simulator.simulation import Simulation
+from research.simulator.verifier import SimulatedStream
 
 TEXTS = 7
 ENOUGH_S = 400.0

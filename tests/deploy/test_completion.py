@@ -69,11 +69,11 @@ def bash(tmp_path: Path):
     ("line", "words"),
     [
         ("outrider ver", ["verifier"]),
-        ("outrider tra", ["traces", "train", "trainer"]),
+        ("outrider tra", ["train", "trainer"]),
         ("outrider train st", ["steer"]),
         ("outrider edge --max-r", ["--max-requests"]),
         ("outrider verifier --kv", ["--kv-dtype", "--kv-tokens"]),
-        ("outrider traces replay --pl", ["--play", "--plot"]),
+        ("outrider bench --rt", ["--rtt"]),
         ("outrider verifier --goal ", ["efficiency", "latency"]),
         ("outrider run --dtype b", ["bfloat16"]),
         ("outrider completion ", ["bash", "fish", "zsh"]),

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.bench.chat import measure, table
-from outrider.bench.commands import ChatSettings
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
@@ -46,17 +44,31 @@ class KeyRoute(DirectRoute):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(temperature) -> None:
-    options = ChatSettings(turns=4, max_tokens=9, temperature=temperature)
-    turns = asyncio.run(measure(options, VerifierConfig(threads=1, kv_tokens=4096)))
-    assert [alone.cached_tokens for alone, _ in turns] == [0] * 4
-    before = known = 0
-    for _, shared in turns:
-        assert before <= shared.cached_tokens <= known
-        if not temperature:  # else the answer's text may have other tokens than those that were drawn
-            assert shared.cached_tokens == known, "all but the last token of the answer, which was never computed"
-        before, known = shared.prompt_tokens, shared.prompt_tokens + shared.answer_tokens - 1
-    assert table(turns) is not None
+def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(temperature, tmp_path) -> None:
+    async def chat(shares: bool) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+        """Return the answers of four turns, and the cached tokens of each beside those that were known."""
+        folder = save_tiny_target(tmp_path / str(shares))
+        target, tokenizer = str(folder), folder / "tokenizer.json"
+        server = VerifierServer(VerifierConfig(target=target, threads=1, kv_tokens=4096, no_prefix_cache=not shares))
+        edge = EdgeConfig(verifier=await server.start(), model=target, tokenizer=tokenizer, drafter="none")
+        answers, found, said = [], [], PROMPT
+        known = 0
+        try:
+            async with Client(edge) as client:
+                for turn in range(4):
+                    done = await client.complete(said, max_tokens=9, temperature=temperature, seed=3, ignore_eos=True)
+                    answers.append(done.ids)
+                    found.append((done.statistics.cached_tokens, known))
+                    known = len(said) + len(done.ids) - 1  # the answer's last token was never computed
+                    said = (*said, *done.ids, *PROMPT[turn : turn + 7])
+        finally:
+            await server.stop(0)
+        return answers, found
+
+    (alone, read_alone), (shared, read) = asyncio.run(chat(False)), asyncio.run(chat(True))
+    assert shared == alone
+    assert [cached for cached, _ in read_alone] == [0] * 4
+    assert [cached for cached, _ in read] == [known for _, known in read]
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -7,13 +7,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from outrider.bench.simulator.clock import Costs, VirtualClock
-from outrider.bench.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of
-from outrider.bench.simulator.simulation import Simulation
-from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.proto import codec
 from outrider.proto.session import EdgeSession, TurnBegun, VerifierRules
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Open, Sampling
+from research.simulator.clock import Costs, VirtualClock
+from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of
+from research.simulator.simulation import Simulation
+from research.simulator.verifier import SimulatedVerifier
 
 HASH = "ab" * 32
 VOCAB = 61

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from hand_driven import committed
 
-from outrider.bench.simulator import verifier as simulated_verifier
-from outrider.bench.simulator.clock import Costs, VirtualClock
-from outrider.bench.simulator.faults import Faults, FaultySimulation
-from outrider.bench.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
-from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.proto.policy import Measurements, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
 from outrider.proto.session import verifier as session_verifier
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
+from research.simulator import verifier as simulated_verifier
+from research.simulator.clock import Costs, VirtualClock
+from research.simulator.faults import Faults, FaultySimulation
+from research.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
+from research.simulator.verifier import SimulatedVerifier
 
 HASH = "ab" * 32
 MAX_EVENTS = 60_000

@@ -14,7 +14,6 @@ from typing import Any
 from small_rules import CHOICES, END, LETTERS, PROMPT, Action, Rules, Violation, drafts_of, ignore, target_token, terms
 from small_states import Interned
 
-from outrider.bench.chaos.pages import CountedPages, toy_facts
 from outrider.cloud.admission import Admission
 from outrider.cloud.backend import StepOutput, StepRow
 from outrider.cloud.batching import Share
@@ -42,6 +41,7 @@ from outrider.proto.types import (
     Open,
     token_ids,
 )
+from research.chaos.pages import CountedPages, toy_facts
 
 
 class AtOnce(Executor):

@@ -9,8 +9,6 @@ import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.cloud.inbox import WaitingEvents
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy import Measurements
@@ -31,6 +29,8 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 PROMPT = (3, 1, 2)
 

@@ -11,8 +11,6 @@ from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Leader
 from outrider.proto import codec
@@ -56,6 +54,8 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 # === both halves together =======================================================================================
 

@@ -16,8 +16,6 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.policy import FixedSteering, FixedWindow, Measurements, PricedSteering
 from outrider.proto.policy.steering import SteeringRate, SteeringView
@@ -37,6 +35,8 @@ from outrider.proto.types import (
     SteeringRequest,
     Timing,
 )
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 RANK = 4
 REQUEST = SteeringRequest("0123456789ab")

@@ -10,8 +10,6 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
 from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import Selector
@@ -29,6 +27,8 @@ from outrider.proto.session import (
     VerifierSession,
 )
 from outrider.proto.types import Commit, Draft, Open, Opened, Sampling
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 OPENED = Opened(0, 8, 40, "v", 2048, vocab_size=8)
 PROMPT = tuple(i % 7 + 1 for i in range(600))  # two steps read it, of 512 rows and of the rest

@@ -13,8 +13,6 @@ from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.length import RULES, rule_by_name
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, block_inputs, draft_inputs
 from outrider.edge.policies.length.network import Network, Trained, load_trained, save_trained, shipped
@@ -32,6 +30,8 @@ from outrider.edge.policies.length.rules import (
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow
 from outrider.proto.types import DraftToken, Goal, Patience, Sampling
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 NAN = math.nan
 USUAL = EdgeView(

@@ -13,13 +13,13 @@ from collections import Counter
 
 import pytest
 
-from outrider.bench.simulator.scripted import hashing_oracle
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
 from outrider.proto.session import verifier as verifier_module
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob
 from outrider.proto.types import CommittedToken, Continue, Draft, DraftToken, Open, Report, Sampling, token_ids
+from research.simulator.scripted import hashing_oracle
 
 VOCAB, SEEDS = 6, 60
 RULES = VerifierRules("v", "m", "ab" * 32, VOCAB, 400, frozenset({0}), max_drafts=6, max_credit=12, keep_s=60.0)

@@ -8,8 +8,6 @@ import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules, take_branches_for_text
 from hand_driven import committed
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import FixedWindow, Measurements
 from outrider.proto.policy.branches import OtherShares
@@ -34,6 +32,8 @@ from outrider.proto.types import (
     Timing,
     token_ids,
 )
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 TREES = rules(trees=True)
 LINKS = {

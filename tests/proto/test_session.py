@@ -12,8 +12,6 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import (
     DataLoss,
     Internal,
@@ -52,6 +50,8 @@ from outrider.proto.types import (
     Timing,
     token_ids,
 )
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 PROMPT_LENGTH = 3
 

@@ -12,8 +12,6 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.selection.bandits import Exp3, MetaSdUcb
 from outrider.edge.policies.selection.base import RandomSelector
 from outrider.edge.policies.selection.experts import FixedShare
@@ -23,6 +21,8 @@ from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 SELECTORS = {
     "random": lambda arms, rng: RandomSelector(arms, rng),

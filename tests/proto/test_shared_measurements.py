@@ -11,11 +11,11 @@ from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
 from outrider.proto.session import DraftJob, EdgeSession, Selection, SentMessages, SharedMeasurements, StreamReady
 from outrider.proto.session.events import Drafted, EdgeEvent
 from outrider.proto.types import Commit, Opened, Sampling, Timing
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 
 def measured_text() -> Measurements:

@@ -10,8 +10,6 @@ import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules, take_branches_for_text
 from hand_driven import HandDrivenEdge, committed
 
-from outrider.bench.simulator.faults import Faults
-from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy.branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
 from outrider.proto.policy.measures import Acceptance
@@ -31,6 +29,8 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
+from research.simulator.faults import Faults
+from research.simulator.scripted import drafter_of, hashing_oracle
 
 TREES = rules(trees=True)
 

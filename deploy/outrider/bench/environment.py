@@ -46,7 +46,6 @@ class Environment:
     max_tokens: int
     seed: int
     revision: str | None = None
-    hf_drafter: str | None = None
 
 
 def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environment:
@@ -82,7 +81,9 @@ def environment_of_replay(recorded: Mapping[str, Any]) -> Environment:
 
 def command_line() -> str:
     """Return the running command in the form that one would type."""
-    return shlex.join(["outrider", *sys.argv[1:]])
+    spec = sys.modules["__main__"].__spec__  # None, where a script runs
+    program = f"python -m {spec.parent}" if spec else "outrider"
+    return f"{program} {shlex.join(sys.argv[1:])}"
 
 
 def _now() -> str:

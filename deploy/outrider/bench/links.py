@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
-from outrider.bench.commands import LinkListSettings
 from outrider.bench.record import RECORD, Metric
+from outrider.bench.settings import LinkListSettings
 from outrider.deploy.link.shape import LinkShape, PacketFaults
 from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.deploy.loss import PacketLoss

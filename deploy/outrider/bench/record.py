@@ -91,6 +91,22 @@ def from_json(kind: type[RecordT], text: str, field: str, *, prefix: str = "", r
         raise ConfigError(message, field=prefix + path_of(wrong["loc"]) if wrong["loc"] else field) from error
 
 
+def check_file(path: Path, field: str) -> None:
+    """Make the folder of `path` and check that the file can be written; its content stays.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        path.open("a", encoding="utf-8").close()
+        if not was_there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file", field=field) from error
+
+
 def save(record: DataclassInstance, path: Path, field: str = "json") -> None:
     """Write the JSON file.
 

@@ -10,9 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outrider.bench.metrics import Interval
-
-UNKNOWN, BEST = "-", "*"
+UNKNOWN = "-"
 
 Block = Sequence[Sequence[str]]  # rows [r][c]
 
@@ -64,13 +62,3 @@ def _table(grid: Grid) -> Table:
 def number(value: float | None, digits: int = 3) -> str:
     """Return the number with `digits` after the point; `-` where it is not known."""
     return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
-def interval_of(interval: Interval | None) -> str:
-    """Return `low–high`; `-` where it is not known."""  # noqa: RUF002 - a range
-    return UNKNOWN if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"  # noqa: RUF001 - a range
-
-
-def paced(min_step_ms: float) -> str:
-    """Return what a title says of the shortest target step; empty where there is none."""
-    return f", a target step at least {min_step_ms:g} ms" if min_step_ms else ""

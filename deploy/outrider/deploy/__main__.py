@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from outrider.deploy.end_watch import WATCH
 from outrider.proto.plumbing.cores import limit_spinning
+
+if TYPE_CHECKING:
+    from outrider.deploy.cli import Program
 
 PIPE_CLOSED = 141  # as of a program that SIGPIPE ends
 ENDED_BY_RAY = (signal.SIGTERM, 1)  # statuses with which Ray's own handlers of SIGTERM exit
 
 
-def main() -> NoReturn:
-    """Run one command and end the process with its status."""
+def main(program: Program | None = None) -> NoReturn:
+    """Run one command, of `outrider` unless another program is given, and end the process with its status."""
     WATCH.begin()  # before the imports below: Ctrl-C may come during them
     limit_spinning()
     try:
-        status = _status()
+        status = _status(program)
     except KeyboardInterrupt:
         WATCH.end()
     except BrokenPipeError:  # whoever read standard output has seen enough
@@ -30,11 +33,12 @@ def main() -> NoReturn:
     sys.exit(status)
 
 
-def _status() -> int:
+def _status(program: Program | None) -> int:
+    from outrider.deploy.cli import OUTRIDER
     from outrider.deploy.cli import main as run
 
     try:
-        status = run()
+        status = run(program=program or OUTRIDER)
     except SystemExit as ended:
         if ended.code in ENDED_BY_RAY and WATCH.noted():
             WATCH.end()

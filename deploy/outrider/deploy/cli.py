@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
@@ -49,9 +49,6 @@ DECODING = "outrider.deploy.commands.decoding"
 SERVING = "outrider.deploy.commands.serving"
 TRAINING = "outrider.deploy.commands.training"
 OPERATING = "outrider.deploy.commands.operating"
-MEASURING = "outrider.bench.commands"
-RULES = "outrider.bench.rules.settings"
-TRACES = "outrider.bench.traces.settings"
 
 # Without its completion system, which distributions' files start and an empty .zshrc does not, zsh knows no `compdef`.
 ZSH_COMPLETES = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
@@ -65,7 +62,7 @@ COMMANDS = {
     "generate": Entry("decode prompts on a running cluster", f"{EDGE}:GENERATE"),
     "chat": Entry("chat with a running cluster in this terminal", f"{EDGE}:CHAT"),
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
-    "train": Entry("train drafters, or rules for the length of drafts"),
+    "train": Entry("train drafters"),
     "train teacher": Entry("write what a target says, for its drafters to learn", f"{TRAINING}:TRAIN_TEACHER", "train"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),
     "train adapter": Entry(
@@ -73,9 +70,6 @@ COMMANDS = {
     ),
     "train steer": Entry(
         "teach a drafter to take vectors of the target's hidden states (SD2)", f"{TRAINING}:TRAIN_STEER", "steer"
-    ),
-    "train policy": Entry(
-        "train the length rules specdec++ and speckv on recorded traces", f"{MEASURING}:TRAIN_POLICY", "train_policy"
     ),
     "export": Entry("write a drafter as a checked ONNX package", f"{TRAINING}:EXPORT"),
     "submit": Entry("run a command as a job on a Ray cluster, and follow it", f"{OPERATING}:SUBMIT"),
@@ -97,55 +91,21 @@ COMMANDS = {
         f"{OPERATING}:IMPORT_TRACE",
         "import_trace",
     ),
-    "bench": Entry("measure ways of decoding over emulated links", f"{MEASURING}:BENCH"),
-    "costs": Entry("sum up the cloud's work in a benchmark's record", f"{MEASURING}:COSTS"),
-    "capacity": Entry("simulate how many sessions one verifier holds, by who drafts", f"{MEASURING}:CAPACITY"),
-    "chat-bench": Entry(
-        "time the turns of a chat, with shared KV pages and without",
-        f"{MEASURING}:CHAT_BENCH",
-    ),
-    "copy-bench": Entry("measure texts that repeat a local document", f"{MEASURING}:COPY_BENCH", "copy_bench"),
-    "engine-bench": Entry(
-        "time a target's steps on a CPU by part, and those of other engines",
-        f"{MEASURING}:ENGINE_BENCH",
-        "engine_bench",
-    ),
-    "rule-bench": Entry("judge rules and drafters that are not built", f"{RULES}:RULE_BENCH", "rule_bench"),
-    "learn-bench": Entry(
-        "measure how drafters improve on streams of texts, by loss", f"{MEASURING}:LEARN_BENCH", "learn_bench"
-    ),
-    "learn-demo": Entry(
-        "watch an edge become faster beside a cluster that learns from it", f"{MEASURING}:LEARN_DEMO", "learn_demo"
-    ),
-    "compare": Entry("measure the block efficiency of drafters", f"{MEASURING}:COMPARE"),
-    "traces": Entry("record which drafts would hit, and replay them over any link"),
-    "traces record": Entry(
-        "record a target's texts, and where drafters propose the same tokens",
-        f"{TRACES}:RECORD",
-        "traces_record",
-    ),
-    "traces replay": Entry(
-        "simulate recorded drafters over any link, on a virtual clock",
-        f"{MEASURING}:REPLAY",
-        "traces_replay",
-    ),
-    "traces overhead": Entry(
-        "time the edge's selector and length rule beside its drafting",
-        f"{MEASURING}:OVERHEAD",
-        "traces_overhead",
-    ),
-    "traces ends": Entry(
-        "simulate who drafts, at given times of a drafted token: nobody, verifier, edge, both",
-        f"{MEASURING}:ENDS",
-        "traces_ends",
-    ),
-    "traces trees": Entry(
-        "count the steps of chains, of trees, and of trees merged of several drafters",
-        f"{TRACES}:TREES",
-        "traces_trees",
-    ),
+    "bench": Entry("measure ways of decoding over emulated links", "outrider.bench.settings:BENCH"),
     "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A command line: its name, the sentence that describes it, and its commands."""
+
+    name: str
+    description: str
+    commands: Mapping[str, Entry]
+
+
+OUTRIDER = Program("outrider", "Edge-cloud speculative decoding; the text is exactly the target's.", COMMANDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,53 +119,53 @@ class LogSettings(Settings):
 LOGS = part(LogSettings)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: Program = OUTRIDER) -> int:
     """Run one command and return its exit status; a mistake or a failure is one line on standard error."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    given = parse(sys.argv[1:] if argv is None else argv)
+    given = parse(sys.argv[1:] if argv is None else argv, program)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each retry; our error says it once
     logs = given(LogSettings)
     configure(logs.log_level, logs.log_format)
-    WATCH.command = f"outrider {given.command}"
+    WATCH.command = words = f"{program.name} {given.command}"
     try:
         with handlers_restored():
             return _run(given)
     except OutriderError as error:
         option = given.flag_of(error.field)
-        print(f"outrider {given.command}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
+        print(f"{words}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
         return 1
     except (MemoryError, OSError, RuntimeError) as error:
         line = machine_failure(error)
         if not line:
             raise
         logging.getLogger(__name__).debug("the failure", exc_info=True)
-        print(f"outrider {given.command}: {line}", file=sys.stderr)
+        print(f"{words}: {line}", file=sys.stderr)
         return 1
 
 
-def parse(argv: Sequence[str]) -> Given:
+def parse(argv: Sequence[str], program: Program = OUTRIDER) -> Given:
     """Parse a command line, with environment and config file; a mistake ends the process with status 2."""
-    line = build_parser(argv).parse_args(argv)
+    line = build_parser(argv, program).parse_args(argv)
     command, values = resolve(line, os.environ)
     logs = {argument.name: getattr(line, argument.name, argument.value) for argument in LOGS}
     return Given(line.command, command.run, (*command.arguments, *LOGS), values | logs, parse)
 
 
-def build_parser(words: Iterable[str]) -> Parser:
+def build_parser(words: Iterable[str], program: Program = OUTRIDER) -> Parser:
     """Return the parser of all commands, with the arguments of those alone whose names are among `words`."""
     words = set(words)
     parser = Parser(
-        prog="outrider",
-        usage="outrider [OPTION ...] COMMAND ...",
-        description="Edge-cloud speculative decoding; the text is exactly the target's.",
-        epilog="`outrider COMMAND --help` shows the options of a command.",
+        prog=program.name,
+        usage=f"{program.name} [OPTION ...] COMMAND ...",
+        description=program.description,
+        epilog=f"`{program.name} COMMAND --help` shows the options of a command.",
     )
     for argument in LOGS:
         argument.add_to(parser)
     parser.add_argument("--version", action="version", version=f"outrider {release()}", help="print the release")
     groups = {"": _subcommands(parser, "COMMAND", "command")}
-    for name, entry in COMMANDS.items():
+    for name, entry in program.commands.items():
         group, _, last = name.rpartition(" ")
         sentence = f"{entry.help[0].upper()}{entry.help[1:]}."
         sub = groups[group].add_parser(last, help=entry.help, description=sentence)

@@ -110,7 +110,7 @@ class EdgeConfig(Settings):
     window: int | str | None = option(
         None,
         "limit of unverified tokens, or a rule: survival, fixed:N, threshold[:X], specdec++[:X][@FILE], speckv[@FILE], "
-        "flexspec[:X], aimd, pearl:N, FILE of `outrider train policy`; not set: survival",
+        "flexspec[:X], aimd, pearl:N, FILE of weights; not set: survival",
         metavar="N|RULE",
         group=DRAFTING,
         parse=_number_or_name,

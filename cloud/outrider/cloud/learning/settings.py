@@ -64,8 +64,7 @@ class TrainerSettings(Settings):
     )
     rehearsal: tuple[Path, ...] = option(
         (),
-        "files of records to rehearse, so that what traffic does not have is not forgotten; `outrider learn-bench` "
-        "leaves some in its --output",
+        "files of records to rehearse, so that what traffic does not have is not forgotten",
         flag="learn-rehearsal",
         group=LEARNING,
         many="words",

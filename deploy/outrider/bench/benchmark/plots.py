@@ -12,10 +12,10 @@ from typing import Any
 
 from outrider.bench.benchmark.record import LANES, BenchmarkRun
 from outrider.bench.benchmark.table import Condition, by_link, fastest
-from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, fault_parts, link_name, link_parts
 from outrider.bench.metrics import grouped
 from outrider.bench.plot import FAINT, GREY, HUES, INK, canvas, save_plot, styled
+from outrider.bench.settings import MODES
 from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.proto.errors import ConfigError
 
@@ -26,29 +26,19 @@ LINES: dict[str, dict[str, Any]] = {
     for mode, colour, line, marker in (
         ("cloud", GREY, "--", "s"),
         ("sync", HUES[1], "-", "^"),
-        ("pearl", HUES[4], "-", "<"),
         ("colocated", INK, "-", "v"),
-        ("edge-chains", HUES[5], ":", "."),
         ("edge", HUES[5], "--", "o"),
-        ("chains", HUES[0], ":", "."),
         ("outrider", HUES[0], "-", "o"),
-        ("optimum", HUES[3], ":", "D"),
-        ("hf-generate", HUES[2], "-.", "P"),
-        ("hf-assisted", HUES[4], "-.", "X"),
     )
 }
 NAMES = {mode: mode for mode in MODES} | {
     "sync": "sync (best length)",
-    "pearl": "PEARL",
-    "colocated": "drafter beside target",
-    "edge-chains": "edge alone, chains",
+    "colocated": "drafter beside target (best length)",
     "edge": "edge alone",
-    "chains": "outrider, chains",
-    "optimum": "optimum (replayed)",
 }
 LANE_NAMES = {"draft": "drafting", "up": "uplink", "verify": "verifying", "down": "downlink", "idle": "idle"}
-MEASURED = ("cloud", "sync", "pearl", "colocated", "chains", "outrider")
-DRAFTING = ("sync", "pearl", "colocated", "edge-chains", "edge", "chains", "outrider")
+MEASURED = ("cloud", "sync", "colocated", "outrider")
+DRAFTING = ("sync", "colocated", "edge", "outrider")
 SPEED_WINDOW_S = 0.5
 SPEED_STEP_S = 0.05
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis
@@ -111,7 +101,7 @@ def _speed(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     if len(families) > 1:
         _legend(figure, lines)
     panels[0].set_ylabel("tokens per second")
-    caption = "For synchronous speculation, the best of its lengths at each round-trip time."
+    caption = "Of several lengths, the best at each round-trip time."
     if any(run.link == LinkRecord(0.0) for run in runs):
         caption += " At 0 ms there is no link, and no limit to any rate."
     return "Tokens per second against round-trip time", caption
@@ -216,9 +206,7 @@ def _gaps(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     links = {link: known for link, over in with_gaps.items() if (known := _by_mode(over))}
     if not links:
         return None
-    # A panel for transformers alone, which has no link, compares nothing.
-    shared = [link for link, known in links.items() if not known[0].mode.startswith("hf-")]
-    chosen = _evenly(shared or list(links), MAX_PANELS)
+    chosen = _evenly(list(links), MAX_PANELS)
     figure.set_size_inches(WIDTH_IN if len(chosen) > 1 else 6.0, 4.3)
     panels = figure.subplots(1, len(chosen), sharex=True, sharey=True, squeeze=False)[0]
     longest = max(gap for link in chosen for run in links[link] for gap in run.token_gaps_ms or ())

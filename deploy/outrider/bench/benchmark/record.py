@@ -7,11 +7,12 @@ from typing import Annotated
 from pydantic import AfterValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from outrider.bench.commands import GOALS, MODES
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import RECORD, Count, Metric, one_of, rising
+from outrider.bench.settings import MODES
 
+GOALS = ("latency", "efficiency")
 LANES = ("draft", "up", "verify", "down", "idle")
 QUANTILES = 101  # 0, 1, … 100 %
 
@@ -43,14 +44,13 @@ class BenchmarkRun:
     """One way of decoding the same prompts, over one link, under one load.
 
     Attributes:
-        mode: one of `MODES`; hf-generate and hf-assisted are transformers' own, in one process without any link.
+        mode: one of `MODES`.
         link: link between edge and verifier.
         min_step_ms: shortest time of a target step, in place of a larger target; 0: the target's own time.
         sessions: number of sessions that decoded at the same time.
         domain: domain of the prompts; "": all.
         goal: goal of the policies, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
-        pearl_length: draft tokens a block of PEARL.
         drafts_here: drafts that the verifier's own drafter made before every step, in co-located drafting.
         drafting_ms, drafting_here_ms: emulated times of a drafted token at the edge and beside the target; None: their
             own.
@@ -87,7 +87,6 @@ class BenchmarkRun:
     domain: str = ""
     goal: Annotated[str, one_of(*GOALS)] | None = None
     sync_length: Count | None = None
-    pearl_length: Count | None = None
     drafts_here: Count | None = None
     drafting_ms: Metric | None = None
     drafting_here_ms: Metric | None = None

@@ -71,8 +71,6 @@ def _facts(e: Environment) -> Iterator[tuple[str, str]]:
     yield "packages", f"python {e.python}, {versions}"
     yield "target", f"{e.target}, {e.dtype}, {_threads(e.target_threads)}"
     yield "drafter", f"{e.drafter} {e.drafter_version or ''}".strip() + f", {_threads(e.drafter_threads)}"
-    if e.hf_drafter is not None:
-        yield "drafter of hf-assisted", e.hf_drafter
     yield "prompts", f"{e.prompts}, at most {e.max_tokens} tokens each, seed {e.seed}"
 
 

@@ -1,30 +1,17 @@
-"""Runs from observed texts, and the costs and hit traces that a replay needs."""
+"""Runs from observed texts."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
-from outrider.bench.benchmark.library import LibraryText
 from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
-from outrider.bench.metrics import bytes_per_token, latencies, pooled, work_per_token
-from outrider.bench.replay.crowd import Load
-from outrider.bench.replay.record import HitRecorder
-from outrider.bench.replay.traced import ReplayOutcome
-from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.clock import Costs
+from outrider.bench.metrics import latencies, pooled, work_per_token
 from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.text_writer import TextRequest
-from outrider.drafters.protocol import Drafter
-from outrider.edge import Client, Sampling
-from outrider.proto.policy import Line
-from outrider.proto.types import FinishReason
 
 TIMELINE_S = 1.5
 
@@ -75,47 +62,9 @@ def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
     }
 
 
-def costs_together(costs: Costs, steps: Sequence[StepTiming], sessions: int) -> Costs:
-    """Return the costs with those of usual steps of many sessions, by their rows; without any, unchanged."""
-    usual = _usual(steps, sessions)
-    if not usual:
-        return costs
-    cost = Line(fade=1.0)
-    for step in usual:
-        cost.add(step.rows, step.forward_s + step.sample_s)
-    return replace(costs, step_s=cost.base, row_s=cost.slope, commit_s=median(step.overhead_s for step in usual))
-
-
 def _usual(steps: Sequence[StepTiming], sessions: int) -> list[StepTiming]:
     """Return the steps of at least half of the sessions that read no prompt."""
     return [step for step in steps if 2 * step.sessions >= sessions and step.rows <= 17 * step.sessions]
-
-
-def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[ReplayOutcome], **fields: Any) -> BenchmarkRun:
-    """Return a run that was computed from recorded hits."""
-    metrics = pooled(outcomes) | work_per_token(outcomes) | latencies(outcomes) | bytes_per_token(outcomes)
-    return BenchmarkRun(mode, link, replayed=True, **metrics, **fields)
-
-
-def load_run(mode: str, link: LinkRecord, load: Load, **fields: Any) -> BenchmarkRun:
-    """Return a run of sessions that went on with text after text, computed from recorded hits."""
-    return BenchmarkRun(
-        mode,
-        link,
-        replayed=True,
-        tokens_per_second=sum(load.of_sessions),
-        session_tokens_per_second=load.of_sessions,
-        steps_per_token=load.steps_per_token,
-        rows_per_token=load.rows_per_token,
-        cloud_drafting_ms_per_token=1e3 * load.cloud_drafting_s,
-        edge_drafting_ms_per_token=1e3 * load.edge_drafting_s,
-        **fields,
-    )
-
-
-def library_run(mode: str, texts: Sequence[LibraryText], **fields: Any) -> BenchmarkRun:
-    """Return a run of transformers itself."""
-    return BenchmarkRun(mode, LinkRecord(0.0), **pooled(texts), **latencies(texts), **fields)
 
 
 def timeline_of(text: Measured, one_way_s: float) -> tuple[Span, ...]:
@@ -143,46 +92,3 @@ def _window_mean(texts: Sequence[Measured]) -> float | None:
             if committed:
                 windows.append(draft.start + len(draft.tokens) - committed)
     return fmean(windows) if windows else None
-
-
-def costs_of(
-    texts: Sequence[Measured], steps: Sequence[StepTiming], *, min_step_s: float, round_trip_s: float
-) -> Costs:
-    """Return the costs that drafted texts show.
-
-    Args:
-        texts: texts decoded with drafts, over a link with almost no round trip.
-        steps: the verifier's steps of these texts.
-        min_step_s: shortest step of the verifier.
-        round_trip_s: round trip measured on that link, which gRPC and event loops take, half on either side.
-    """
-    step = Line(fade=1.0)
-    drafting = []
-    for text in texts:
-        for commit, _ in text.commits[1:]:  # the first step reads the prompt
-            step.add(commit.verified + 1, commit.timing.verify_s)
-        drafting += [(ended - began) / tokens for began, ended, tokens in text.jobs if tokens > 1]
-    first_commits = [text.commits[0][0] for text in texts]  # each begins where its prompt ends
-    prefill = median(max(0.0, c.timing.verify_s - step.base) / max(1, c.start) for c in first_commits)
-    return Costs(
-        step_s=step.base,
-        row_s=step.slope,
-        min_step_s=min_step_s,
-        prefill_row_s=prefill,
-        drafting_s=median(drafting) if drafting else Costs().drafting_s,
-        edge_event_s=round_trip_s / 2,
-        cloud_event_s=round_trip_s / 2,
-        commit_s=median(step.overhead_s for step in steps),
-    )
-
-
-def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampling: Sampling) -> list[HitTrace]:
-    """Record where `drafter` hits in texts that the target wrote."""
-    prompts = [text.prompt for text in texts]
-    requests = [TextRequest(client.encode(prompt.text), sampling, prompt.id, prompt.domain) for prompt in prompts]
-    with closing(HitRecorder({drafter.name: drafter}, requests)) as recorder:
-        return [
-            trace
-            for text, request in zip(texts, requests, strict=True)
-            for trace in recorder.record(request, text.tokens, ended=text.commits[-1][0].finish is FinishReason.EOS)
-        ]

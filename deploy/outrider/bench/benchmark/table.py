@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from rich.console import Group
 
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
-from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.metrics import grouped
+from outrider.bench.settings import MODES
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 
 LEGEND = (
@@ -19,13 +19,12 @@ LEGEND = (
     "both ms; same: texts identical to cloud streaming; steps, rows: of the target, a token; cloud ms, edge ms: "
     "drafting at the verifier and at the edge, a token; up B, down B: bytes a token; over: ms of a step beside forward "
     "pass, sampling and waiting. colocated: the same drafter beside the target alone; edge: outrider without drafts of "
-    "the verifier's own; chains, edge-chains: these two without trees"
+    "the verifier's own"
 )
 RATIO_LEGEND = (
     "Ratios are of tokens a second, on the same link; above 1, outrider is faster. drafting: cloud drafting a token, "
     "as a share of colocated's"
 )
-LIBRARY_LEGEND = "hf-generate and hf-assisted are transformers' own, in one process, without any link"
 HEADINGS = ("link", "mode", "tok/s", "ratio", "accept", "ttft", "gap p50", "gap p99", "same")
 WORK_HEADINGS = ("link", "mode", "steps", "rows", "cloud ms", "edge ms", "up B", "down B", "over")
 _EXACT_MS = 100  # from here on, tenths of a millisecond are noise
@@ -82,7 +81,7 @@ def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
 
 def mode_name(run: BenchmarkRun) -> str:
     """Return the mode with its variant: `sync 4`, `colocated 8`, `outrider eff.`, and `*` where it was replayed."""
-    drafts = next((n for n in (run.sync_length, run.pearl_length, run.drafts_here) if n is not None), None)
+    drafts = next((n for n in (run.sync_length, run.drafts_here) if n is not None), None)
     length = f" {drafts}" if drafts is not None else ""
     goal = " eff." if run.goal == "efficiency" else ""
     return run.mode + length + goal + ("*" if run.replayed else "")
@@ -111,7 +110,7 @@ def ratios(runs: Sequence[BenchmarkRun]) -> Grid | None:
     blocks = []
     for link, over_link in by_link(runs).items():
         sync, colocated = fastest(over_link, "sync"), fastest(over_link, "colocated")
-        against = (fastest(over_link, "cloud"), sync, colocated, fastest(over_link, "optimum"))
+        against = (fastest(over_link, "cloud"), sync, colocated)
         best = UNKNOWN if sync is None or sync.sync_length is None else str(sync.sync_length)
         rows = [
             (mode_name(run), *(_ratio(run, other) for other in against), best, _drafting_share(run, colocated))
@@ -121,7 +120,7 @@ def ratios(runs: Sequence[BenchmarkRun]) -> Grid | None:
         if rows:
             names = (link_name(link), *[""] * (len(rows) - 1))
             blocks.append([(name, *row) for name, row in zip(names, rows, strict=True)])
-    headings = ("link", "mode", "/ cloud", "/ best sync", "/ colocated", "/ optimum", "best sync length", "drafting")
+    headings = ("link", "mode", "/ cloud", "/ best sync", "/ best colocated", "best sync length", "drafting")
     return Grid("Ratios", headings, 2, blocks) if blocks else None
 
 
@@ -133,8 +132,6 @@ def notes(condition: Condition, runs: Sequence[BenchmarkRun]) -> Iterator[str]:
         yield "* is replayed: computed from recorded hits on a virtual clock. All else is measured"
     elif runs:
         yield "All metrics are measured"
-    if any(run.mode.startswith("hf-") for run in runs):
-        yield LIBRARY_LEGEND
 
 
 def grids(condition: Condition, runs: Sequence[BenchmarkRun]) -> list[Grid]:
@@ -160,7 +157,7 @@ def _order(run: BenchmarkRun) -> tuple[object, ...]:
         MODES.index(run.mode),
         run.replayed,
         run.goal == "efficiency",
-        run.sync_length or run.pearl_length or run.drafts_here or 0,
+        run.sync_length or run.drafts_here or 0,
     )
 
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST = 0.01  # chance of a draft below which no row is spent on it, whatever a row costs
-# Rows of the chain as dear as a branch's first: mostly 2 to 5 by `outrider engine-bench --steps 1x9+8`, without a trend
-# from 100 to 1,000 tokens of text: only its last chunk of keys, 256 at most, is read once more for each branch.
+# Rows of the chain as dear as a branch's first: mostly 2 to 5 (`python -m research engine --steps 1x9+8`), without a
+# trend from 100 to 1,000 tokens of text: only its last chunk of keys, 256 at most, is read once more for each branch.
 BRANCH_ROWS = 3.0
 
 

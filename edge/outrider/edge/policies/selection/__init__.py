@@ -9,7 +9,7 @@ experts   costs of idle drafters, and weights of drafters with full information
 leader    follow the leader, the default, and Hedge
 bandits   MetaSD-UCB, discounted and sliding-window UCB, Thompson sampling, EXP3, Sequential Halving
 
-Nothing here knows of sessions, links or models. `outrider.bench.traces.stages` plays selectors on hit traces and
+Nothing here knows of sessions, links or models. `research.traces.stages` plays selectors on hit traces and
 compares them with the oracle in hindsight; an edge with several drafters fills the same view from what it measures.
 """
 

@@ -1,1 +1,0 @@
-"""`outrider capacity`: how many sessions one verifier holds, on a virtual clock, by who drafts."""

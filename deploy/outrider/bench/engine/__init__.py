@@ -1,1 +1,0 @@
-"""`outrider engine-bench`: time of a target's steps on a CPU by part, in turn with those of other engines."""

@@ -1,1 +1,0 @@
-"""`outrider train policy`: the networks of the trained length rules, from recorded hit traces."""

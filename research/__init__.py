@@ -1,0 +1,12 @@
+"""What measures the project and is not installed: `python -m research` from a checkout.
+
+commands, settings    the command line
+chaos                 random faults under both machines, on a virtual clock
+simulator, replay     sessions on a virtual clock, and recorded hits in them
+traces                hits of drafters recorded, and replayed over any link
+ends, costs           who drafts, replayed with emulated times; the cloud's work, summed up
+capacity              sessions that one verifier holds
+engine                steps of a target by part
+learning              an edge beside a cluster that learns from it
+systems               whole systems side by side
+"""

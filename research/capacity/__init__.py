@@ -1,0 +1,1 @@
+"""`python -m research capacity`: how many sessions one verifier holds, on a virtual clock, by who drafts."""

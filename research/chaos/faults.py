@@ -1,0 +1,332 @@
+"""The faults of a schedule, and the states of a session that each is aimed at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from outrider.proto.errors import Unavailable
+from research.chaos.call import SimulatedCall
+from research.chaos.coordinator import Coordinator
+from research.chaos.edge import Edge
+from research.chaos.verifier import Verifier
+from research.chaos.world import KEEPALIVE_S, World
+
+
+class State(StrEnum):
+    """A state of a session, as its edge and its verifier together have it."""
+
+    OPENING = "opening"
+    PREFILLING = "prefilling"
+    DRAFTING = "drafting"
+    WAITING = "waiting"
+    RESUMING = "resuming"
+    FINISHING = "finishing"
+    KEPT = "kept"
+
+
+def state_of(edge: Edge) -> State | None:
+    """Return the state of an edge's session; None: it has none."""
+    machine = edge.machine
+    if edge.over:
+        return None
+    if machine.done:
+        return State.KEPT if machine.connected else None
+    if not machine.connected:
+        begun = len(machine.transcript) > machine.prompt_length
+        return State.RESUMING if begun or machine.statistics.resumes else State.OPENING
+    if edge.session_has_ended():
+        return State.FINISHING
+    if len(machine.transcript) == machine.prompt_length:
+        return State.PREFILLING
+    return State.DRAFTING if machine.in_flight else State.WAITING
+
+
+@dataclass(slots=True)
+class AimedFault:
+    """A fault for the session of one edge.
+
+    Attributes:
+        state: when to let it happen.
+        skips: times that the state is let pass before.
+    """
+
+    kind: str
+    state: State
+    edge: int
+    skips: int
+
+
+class Injector:
+    """Lets faults happen to one edge, its stream and the verifier that it is at; each says whether it could."""
+
+    def __init__(self, world: World, coordinator: Coordinator) -> None:
+        self._world = world
+        self._coordinator = coordinator
+        self._rng = world.rng
+
+    def inject(self, kind: str, edge: Edge) -> bool:
+        """Let a fault of this kind happen; return whether there was what it happens to."""
+        return KINDS[kind](self, edge)
+
+    # --- processes ---
+
+    def _kill(self, edge: Edge) -> bool:
+        return self._end_process(edge, SimulatedCall.lose_server)
+
+    def _power(self, edge: Edge) -> bool:
+        self._world.disturb(KEEPALIVE_S[1])
+        return self._end_process(edge, SimulatedCall.fall_silent)
+
+    def _end_process(self, edge: Edge, lose: Callable[[SimulatedCall], None]) -> bool:
+        verifier = self._verifier(edge)
+        if not verifier.is_up:
+            return False
+        restart_s = self._rng.choice((0.01, 0.2, 3.0))
+        self._world.disturb(restart_s)
+        verifier.kill(restart_s, lose)
+        return True
+
+    def _freeze(self, edge: Edge) -> bool:
+        verifier, seconds = self._verifier(edge), self._lasts_s(45.0)
+        process = verifier.process
+        if not verifier.is_up:
+            return False
+        process.note("is stopped for", f"{seconds:.2f} s")
+        process.freeze(seconds)
+        for call in verifier.calls:
+            self._keepalive(call.break_edge, seconds, lambda: process.alive and process.is_frozen)
+        return True
+
+    def _hang(self, edge: Edge) -> bool:
+        verifier, seconds = self._verifier(edge), self._lasts_s(50.0)
+        if not verifier.is_up:
+            return False
+        verifier.process.note("hangs for", f"{seconds:.2f} s")
+        verifier.process.hang(seconds)
+        return True
+
+    def _fail_steps(self, edge: Edge) -> bool:
+        """Let a step fail, which succeeds when it is made again, or all steps of a process."""
+        verifier, failures = self._verifier(edge), self._rng.choice((1, math.inf))
+        verifier.process.note("has", failures, "steps that fail")
+        verifier.process.engine.trouble.failures = failures
+        self._world.disturb(5.0 if failures > 1 else 0.0)
+        return verifier.is_up
+
+    def _lack_memory(self, edge: Edge) -> bool:
+        """Let a process have memory for few rows alone."""
+        trouble, rows = self._verifier(edge).process.engine.trouble, self._rng.choice((1, 2, 5))
+        edge.note("its verifier has memory for", rows, "rows")
+        trouble.max_rows = rows
+
+        def mend() -> None:
+            trouble.max_rows = math.inf
+
+        self._world.after(self._lasts_s(8.0), mend)
+        return True
+
+    def _slow_steps(self, edge: Edge) -> bool:
+        trouble, seconds = self._verifier(edge).process.engine.trouble, self._lasts_s(20.0)
+        edge.note("its verifier is slow for", f"{seconds:.2f} s")
+        trouble.slow = True
+
+        def mend() -> None:
+            trouble.slow = False
+
+        self._world.after(seconds, mend)
+        return True
+
+    def _own_drafter(self, edge: Edge) -> bool:
+        """Let a verifier's own drafter fail, or be stuck for some time."""
+        own = self._verifier(edge).process.own
+        if own is None:
+            return False
+        if self._rng.random() < 0.5:
+            own.drafter.fails = True
+        else:
+            own.threads.stuck_until = self._world.now + self._lasts_s(20.0)
+        return True
+
+    def _poison(self, edge: Edge) -> bool:
+        self._world.poisoned.add(edge.habits.session)
+        return True
+
+    def _drain(self, edge: Edge) -> bool:
+        verifier = self._verifier(edge)
+        process, grace_s = verifier.process, self._rng.uniform(0.01, 2.0)
+        if not verifier.is_up or process.engine.admission.draining:
+            return False
+        self._world.disturb(grace_s + 1.0)
+        self._coordinator.drain(verifier.name)
+        process.note("drains")
+
+        def replace() -> None:
+            if verifier.process is process and process.alive:
+                process.serve(process.stop)
+                verifier.kill(self._rng.uniform(0.01, 1.0), SimulatedCall.lose_server)
+
+        self._world.after(grace_s, replace)
+        return True
+
+    def _crowd(self, edge: Edge) -> bool:
+        process, seconds = self._verifier(edge).process, self._lasts_s(8.0)
+        process.note("is full for", f"{seconds:.2f} s")
+        process.crowd(seconds)
+        return process.alive
+
+    def _restart(self, _: Edge) -> bool:
+        down_s = self._rng.choice((0.0, 0.3, 4.0))
+        self._world.disturb(down_s)
+        self._coordinator.restart(down_s)
+        return True
+
+    # --- links ---
+
+    def _cut(self, edge: Edge) -> bool:
+        verifier, seconds = self._verifier(edge), self._lasts_s(45.0)
+        path = edge.verifiers[verifier.name][1]
+        edge.note("and", verifier.name, "are parted for", f"{seconds:.2f} s")
+        path.cut(seconds)
+        if (call := edge.call) is not None:
+            self._keepalive(call.break_edge, seconds, lambda: path.is_cut)
+            self._keepalive(lambda _: call.break_served(), seconds, lambda: path.is_cut)
+        return True
+
+    def _cut_control(self, edge: Edge) -> bool:
+        seconds = self._lasts_s(15.0)
+        edge.note("and the coordinator are parted for", f"{seconds:.2f} s")
+        edge.coordinator.path.cut(seconds)
+        return True
+
+    def _cut_poll(self, edge: Edge) -> bool:
+        verifier = self._verifier(edge)
+        self._coordinator.paths[verifier.name].cut(self._lasts_s(15.0))
+        return True
+
+    def _break(self, edge: Edge) -> bool:
+        return self._with_call(edge, SimulatedCall.reset)
+
+    def _half_open(self, edge: Edge) -> bool:
+        self._world.disturb(KEEPALIVE_S[1])
+        return self._with_call(edge, SimulatedCall.fall_silent)
+
+    def _late(self, edge: Edge) -> bool:
+        self._world.disturb(KEEPALIVE_S[1])
+        return self._with_call(edge, SimulatedCall.lose_edge)
+
+    def _copies(self, edge: Edge) -> bool:
+        def copy(call: SimulatedCall) -> None:
+            call.copies = 4
+
+        return self._with_call(edge, copy)
+
+    def _lease(self, edge: Edge) -> bool:
+        call = edge.call
+        if call is None or call.served is None:
+            return False
+        call.served.end_lease()
+        return True
+
+    # --- clocks ---
+
+    def _jump(self, edge: Edge) -> bool:
+        clock = self._rng.choice((self._verifier(edge).clock, self._coordinator.clock))
+        error_s, seconds = self._rng.choice((-7200.0, -20.0, 20.0, 7200.0)), self._lasts_s(8.0)
+        edge.note("a wall clock jumps by", f"{error_s:.0f} s for {seconds:.2f} s")
+        clock.wall_error_s += error_s
+
+        def mend() -> None:
+            clock.wall_error_s -= error_s
+
+        self._world.after(seconds, mend)
+        return True
+
+    def _drift(self, edge: Edge) -> bool:
+        clocks = self._verifier(edge).clock, edge.clock, self._coordinator.clock
+        clock = self._rng.choice(clocks)
+        clock.drift(self._rng.choice((0.3, 0.9, 1.1, 3.0)))
+        self._world.after(self._lasts_s(8.0), partial(clock.drift, 1.0))
+        return True
+
+    # --- the edge itself ---
+
+    def _cancel(self, edge: Edge) -> bool:
+        runs = not edge.machine.done
+        edge.cancel()
+        return runs
+
+    def _die(self, edge: Edge) -> bool:
+        if edge.call is not None and self._rng.random() < 0.5:
+            edge.call.fall_silent()
+        self._world.disturb(KEEPALIVE_S[1])
+        edge.die()
+        return True
+
+    def _drafter(self, edge: Edge) -> bool:
+        edge.drafter.fails = True
+        return edge.habits.right is not None
+
+    # --- common ---
+
+    def _verifier(self, edge: Edge) -> Verifier:
+        """Return the verifier that an edge is at or was last, or else any."""
+        name = edge.address or self._rng.choice(list(edge.verifiers))
+        return edge.verifiers[name][0]
+
+    def _with_call(self, edge: Edge, act: Callable[[SimulatedCall], None]) -> bool:
+        if edge.call is None:
+            return False
+        act(edge.call)
+        return True
+
+    def _lasts_s(self, longest_s: float) -> float:
+        """Return how long a fault lasts: mostly about a step, a turn or a retry, and at times for long."""
+        seconds = self._rng.choice((0.01, 0.05, 0.3, 2.0, longest_s)) * self._rng.uniform(0.5, 1.0)
+        self._world.disturb(seconds)
+        return seconds
+
+    def _keepalive(self, give_up: Callable[[Unavailable], None], seconds: float, lasts: Callable[[], bool]) -> None:
+        """Let an end of a connection give up, where the other is still silent after its keepalive."""
+        silence_s = self._rng.uniform(*KEEPALIVE_S)
+
+        def look() -> None:
+            if lasts():
+                give_up(Unavailable("the stream broke: keepalive"))
+
+        if seconds > silence_s:
+            self._world.after(silence_s, look)
+
+
+KINDS: dict[str, Callable[[Injector, Edge], bool]] = {
+    "kill": Injector._kill,
+    "power": Injector._power,
+    "freeze": Injector._freeze,
+    "hang": Injector._hang,
+    "fail": Injector._fail_steps,
+    "memory": Injector._lack_memory,
+    "slow": Injector._slow_steps,
+    "own-drafter": Injector._own_drafter,
+    "poison": Injector._poison,
+    "drain": Injector._drain,
+    "crowd": Injector._crowd,
+    "coordinator": Injector._restart,
+    "cut": Injector._cut,
+    "cut-control": Injector._cut_control,
+    "cut-poll": Injector._cut_poll,
+    "break": Injector._break,
+    "half-open": Injector._half_open,
+    "late": Injector._late,
+    "copies": Injector._copies,
+    "lease": Injector._lease,
+    "jump": Injector._jump,
+    "drift": Injector._drift,
+    "cancel": Injector._cancel,
+    "die": Injector._die,
+    "drafter": Injector._drafter,
+}
+IMPOSSIBLE = {("cancel", State.KEPT)}  # no text runs
+PAIRS = [(kind, state) for kind in KINDS for state in State if (kind, state) not in IMPOSSIBLE]

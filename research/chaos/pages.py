@@ -1,0 +1,103 @@
+"""A KV cache that only counts: the backend of a verifier whose target has no model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
+from outrider.proto.errors import ResourceExhausted
+from research.chaos.target import TOKENIZER
+
+PAGE_SIZE = 4
+FORGOTTEN = 0.7  # chance that nothing is
+
+
+@dataclass(slots=True, eq=False)
+class CountedSequence:
+    """A sequence as lengths alone."""
+
+    length: int = 0
+    num_pages: int = 0
+
+
+class CountedPages:
+    """Pages that sequences hold and give back.
+
+    Attributes:
+        facts: facts of the target.
+        held: pages that sequences hold now.
+    """
+
+    def __init__(self, pages: int, facts: TargetFacts, rng: random.Random) -> None:
+        """Hold `pages` pages; chance decides whether a sequence finds the beginning of its text computed."""
+        self.facts = facts
+        self.held = 0
+        self._pages = pages
+        self._rng = rng
+
+    @property
+    def capacity(self) -> Capacity:
+        """Present state of the KV cache."""
+        return Capacity(PAGE_SIZE, self._pages, self._pages - self.held)
+
+    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> CountedSequence:  # noqa: ARG002 - the port's
+        """Open a sequence; whole pages of it may be computed already."""
+        found = min((len(tokens) - 1) // PAGE_SIZE, self.capacity.free_pages) if tokens else 0
+        if found <= 0 or self._rng.random() < FORGOTTEN:
+            return CountedSequence()
+        self.held += found
+        return CountedSequence(found * PAGE_SIZE, found)
+
+    def reserve(self, handle: Handle, tokens: int) -> None:
+        """Let a sequence hold pages for `tokens` positions; raises `ResourceExhausted`."""
+        sequence = _counted(handle)
+        pages = self.capacity.pages_for(tokens)
+        if pages - sequence.num_pages > self.capacity.free_pages:
+            raise ResourceExhausted("no page is free")
+        self.held += pages - sequence.num_pages
+        sequence.num_pages = pages
+
+    def compute(self, handle: Handle, positions: int) -> None:
+        """Let a sequence grow by `positions` that a step has computed."""
+        _counted(handle).length += positions
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        """Forget the positions from `length` on."""
+        if length > handle.length:
+            raise ValueError(f"the sequence has {handle.length} positions, not {length}")
+        _counted(handle).length = length
+
+    def release(self, handle: Handle) -> None:
+        """Give back what a sequence holds."""
+        sequence = _counted(handle)
+        self.held -= sequence.num_pages
+        sequence.num_pages = sequence.length = 0
+
+    def fork(self, handle: Handle) -> Handle:
+        """Refuse: nothing here forks."""
+        raise NotImplementedError
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Do nothing: there are no layers."""
+
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        """Refuse: the simulated engine asks the target itself."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _counted(handle: Handle) -> CountedSequence:
+    if not isinstance(handle, CountedSequence):
+        raise TypeError("the sequence holds no pages here")
+    return handle
+
+
+def toy_facts(vocab_size: int, eos: int, context_length: int) -> TargetFacts:
+    """Return the facts of a target without a model."""
+    return TargetFacts("", TOKENIZER, vocab_size, context_length, frozenset({eos}), 1, 1, torch.device("cpu"))

@@ -1,0 +1,52 @@
+"""The command line of what measures the project, `python -m research`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.deploy import cli
+from outrider.deploy.arguments import Given
+from outrider.deploy.cli import Entry, Program
+
+SETTINGS = "research.settings"
+
+RESEARCH = Program(
+    "python -m research",
+    "What measures Outrider, from a checkout; `python -m research` runs it.",
+    {
+        "costs": Entry("sum up the cloud's work in a benchmark's record", f"{SETTINGS}:COSTS"),
+        "capacity": Entry("simulate how many sessions one verifier holds, by who drafts", f"{SETTINGS}:CAPACITY"),
+        "engine": Entry("time a target's steps on a CPU by part, and those of transformers", f"{SETTINGS}:ENGINE"),
+        "learn": Entry("watch an edge become faster beside a cluster that learns from it", f"{SETTINGS}:LEARN"),
+        "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
+        "traces": Entry("record which drafts would hit, and replay them over any link"),
+        "traces record": Entry(
+            "record a target's texts, and where drafters propose the same tokens",
+            f"{SETTINGS}:RECORD",
+            "traces_record",
+        ),
+        "traces replay": Entry(
+            "simulate recorded drafters over any link, on a virtual clock", f"{SETTINGS}:REPLAY", "traces_replay"
+        ),
+        "traces ends": Entry(
+            "simulate who drafts, at given times of a drafted token: nobody, verifier, edge, both",
+            f"{SETTINGS}:ENDS",
+            "traces_ends",
+        ),
+        "traces trees": Entry(
+            "count the steps of chains, of trees, and of trees merged of several drafters",
+            f"{SETTINGS}:TREES",
+            "traces_trees",
+        ),
+    },
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    return cli.main(argv, RESEARCH)
+
+
+def parse(argv: Sequence[str]) -> Given:
+    """Parse a command line; a mistake ends the process with status 2."""
+    return cli.parse(argv, RESEARCH)

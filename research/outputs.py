@@ -1,0 +1,91 @@
+"""Outputs of results, checked before the work, and progress of the work."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console, RenderableType
+from rich.progress import Progress
+
+from outrider.bench.plot import check_drawing
+from outrider.bench.record import check_file, save
+from outrider.proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+LINE_S = 30.0  # between lines of progress in a log
+
+Made = TypeVar("Made", bound="DataclassInstance")
+
+
+def hand_out(
+    json: Path | None,
+    plot: Path | None,
+    make: Callable[[], Made],
+    table: Callable[[Made], RenderableType],
+    draw: Callable[[Made, Path], object],
+    *,
+    check_plot: Callable[[Path], None],
+    width: int = 100,
+) -> None:
+    """Print the result of `make` as a table, write it to `json` and draw it into `plot`, where these are given.
+
+    The table is `width` characters wide.
+
+    Raises:
+        ConfigError: an output cannot be written, or `check_plot` refuses the path; raised before the work if possible.
+    """
+    if json:
+        check_file(json, "json")
+    if plot:
+        check_drawing("plot")
+        check_plot(plot)
+    made = make()
+    Console(width=width, highlight=False).print(table(made))
+    if json:
+        save(made, json)
+    if plot:
+        draw(made, plot)
+
+
+def check_plot_folder(folder: Path) -> None:
+    """Make the folder and check that plots can be written into it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder}: {error.strerror}; name another folder", field="plot") from error
+    check_file(folder / "speed.png", "plot")
+
+
+@contextmanager
+def progress(console: Console, doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal, or a line now and then in a log.
+
+    Yields:
+        a function to call after each of `total` parts of the work.
+    """
+    if console.is_terminal:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(doing, total=total)
+            yield lambda: bar.advance(task)
+        return
+    done, said_at = itertools.count(1), time.monotonic()
+
+    def advance() -> None:
+        nonlocal said_at
+        part, now = next(done), time.monotonic()
+        if now - said_at >= LINE_S and part < total:
+            said_at = now
+            console.print(f"{doing}: {part} of {total}", style="dim")
+
+    yield advance

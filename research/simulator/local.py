@@ -1,0 +1,117 @@
+"""A verifier's own drafter on a virtual clock: threads that do the jobs of all sessions, in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from outrider.proto.session import Drafted, DrafterFailed, DraftJob, VerifierSession
+from outrider.proto.session.local import DraftingHere, LocalJob
+from outrider.proto.types import DraftToken
+from research.simulator.clock import VirtualClock
+
+
+class LocalDrafter(Protocol):
+    """The verifier's own drafter in one session."""
+
+    def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
+        """Propose tokens; return them, with the seconds until they are there."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A job of one session, from when it is asked for."""
+
+    session: VerifierSession
+    job: LocalJob
+    answer: Callable[[VerifierSession, Drafted | DrafterFailed, float], None]
+    asked_at: float
+    began_at: float = 0.0
+    result: Drafted | DrafterFailed | None = None
+    seconds: float = 0.0
+
+
+class LocalThreads:
+    """The threads of a verifier that draft.
+
+    Attributes:
+        here: what its sessions have measured of the drafter.
+        busy_s: drafting of all threads so far, in seconds.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], LocalDrafter], threads: int = 1
+    ) -> None:
+        """Draft by the drafter that `drafter_of` gives for the id of a session, in so many threads."""
+        self.here = here
+        self.busy_s = 0.0
+        self._clock = clock
+        self._drafter_of = drafter_of
+        self._free = threads
+        self._waiting: deque[_Work] = deque()
+        self._running: list[_Work] = []
+
+    def submit(
+        self,
+        session: VerifierSession,
+        job: LocalJob,
+        answer: Callable[[VerifierSession, Drafted | DrafterFailed, float], None],
+    ) -> None:
+        """Do a job when a thread is free, then call `answer` with its result and the seconds that it waited."""
+        self._waiting.append(_Work(session, job, answer, self._clock.now))
+        self._begin()
+
+    def recall(self) -> None:
+        """End the jobs that should not go on, with the drafts that they have."""
+        for work in list(self._running):
+            if not _goes_on(work):
+                spent_s = self._clock.now - work.began_at
+                drafts: tuple[DraftToken, ...] = ()
+                if isinstance(work.result, Drafted) and work.seconds:
+                    drafts = work.result.drafts[: int(len(work.result.drafts) * spent_s / work.seconds)]
+                self._end(work, Drafted(work.job.job, drafts, spent_s))
+
+    def _begin(self) -> None:
+        while self._free and self._waiting:
+            work = self._waiting.popleft()
+            work.began_at = self._clock.now
+            self._free -= 1
+            self._running.append(work)
+            if not _goes_on(work):
+                # The drafter follows the text all the same, as later jobs expect of it.
+                self._drafter_of(work.session.id).draft(replace(work.job.job, count=0))
+                self._end(work, Drafted(work.job.job, (), 0.0))
+                continue
+            work.result, work.seconds = self._propose(work)
+            self._clock.at(self._clock.now + work.seconds, partial(self._end, work, work.result))
+
+    def _propose(self, work: _Work) -> tuple[Drafted | DrafterFailed, float]:
+        """Return the drafts of a job until they are enough, and their seconds."""
+        drafter, job = self._drafter_of(work.session.id), work.job.job
+        result, seconds = drafter.draft(job)
+        if isinstance(result, DrafterFailed):
+            return result, seconds
+        drafts = result.drafts
+        count = next((n for n in range(1, len(drafts)) if work.job.is_enough(drafts[:n])), len(drafts))
+        if count == len(drafts):
+            return result, seconds
+        shorter, seconds = drafter.draft(replace(job, count=count))
+        return replace(shorter, job=job) if isinstance(shorter, Drafted) else shorter, seconds
+
+    def _end(self, work: _Work, result: Drafted | DrafterFailed) -> None:
+        if work not in self._running:
+            return  # it was recalled
+        self._running.remove(work)
+        self._free += 1
+        self.busy_s += self._clock.now - work.began_at
+        work.answer(work.session, result, work.began_at - work.asked_at)
+        self._begin()
+
+
+def _goes_on(work: _Work) -> bool:
+    ends = work.session.ends
+    return ends is not None and work.session.finish is None and ends.local.goes_on(work.job)

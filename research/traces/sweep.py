@@ -1,0 +1,230 @@
+"""Replays of every drafter with every window over every link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from pydantic.dataclasses import dataclass as record_dataclass
+
+from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.metrics import grouped, pooled
+from outrider.bench.record import RECORD, Count, Metric
+from outrider.edge.policies.length import RULES, USAGE, rule_by_name
+from outrider.edge.policies.length.rules import PearlWindow
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.window import BlockRule
+from outrider.proto.types import Goal
+from research.metrics import bytes_per_token
+from research.recording import Recording
+from research.replay.optimum import pearl, synchronous, tokens_per_second
+from research.replay.traced import Policy, ReplayOutcome, replay
+
+WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, as in `outrider bench`
+ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class WindowResult:
+    """One drafter with one window over one link.
+
+    Attributes:
+        drafter: name of the drafter; None: cloud streaming.
+        window: name of the window policy; None: cloud streaming.
+        domain: domain of the prompts; None: all together.
+        seconds: time from the requests to the last tokens, summed.
+        ratio: speed over that of cloud streaming over the same link.
+        steps_per_token: target steps a token.
+        acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
+        first_token_ms: median time to the first token.
+        window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming, or one domain.
+    """
+
+    link: LinkRecord
+    drafter: str | None
+    window: str | None
+    domain: str | None
+    tokens: Count
+    seconds: Metric
+    tokens_per_second: Metric
+    ratio: Metric
+    steps_per_token: Metric
+    acceptance: Metric | None
+    first_token_ms: Metric
+    uplink_bytes_per_token: Metric
+    downlink_bytes_per_token: Metric
+    window_mean: Metric | None = None
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class Replayed:
+    """All results of a sweep.
+
+    Attributes:
+        goal: goal of the deployment.
+        min_step_ms: the shortest step.
+        seed: seed of the jitter.
+        costs: recorded costs of the machines.
+        results: results, link by link: cloud streaming, then every drafter with every window; of all prompts, and then
+            of each domain where there are several.
+    """
+
+    command: str
+    goal: str
+    min_step_ms: Metric
+    seed: int
+    costs: Mapping[str, Any]
+    results: tuple[WindowResult, ...]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters, in the order of the command."""
+        return tuple(dict.fromkeys(r.drafter for r in self.results if r.drafter is not None))
+
+    @property
+    def windows(self) -> tuple[str, ...]:
+        """Windows, in the order of the command."""
+        return tuple(dict.fromkeys(r.window for r in self.results if r.window is not None))
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Domains, in the order of the prompts; none where there is one alone."""
+        return tuple(dict.fromkeys(r.domain for r in self.results if r.domain is not None))
+
+    @property
+    def by_link(self) -> Mapping[LinkRecord, Sequence[WindowResult]]:
+        """Results of all prompts together over each link, in the order of the command, cloud streaming first."""
+        return grouped((r for r in self.results if r.domain is None), lambda result: result.link)
+
+
+def fastest(results: Sequence[WindowResult]) -> WindowResult:
+    """Return the result with most tokens a second, the first of several."""
+    return max(results, key=lambda result: result.tokens_per_second)
+
+
+@dataclass(slots=True)
+class NotedWindow:
+    """A window policy that notes how many unverified tokens it asks for."""
+
+    inner: WindowPolicy
+    asked: int = 0
+    wanted: int = 0
+
+    def more(self, view: EdgeView) -> int:
+        count = self.inner.more(view)
+        self.asked += 1
+        self.wanted += view.in_flight + count
+        return count
+
+    def observe(self, hits: int, missed: bool) -> None:
+        if isinstance(self.inner, LearningRule):
+            self.inner.observe(hits, missed)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the unverified tokens that the policy asked for; 0 before its first decision."""
+        return self.wanted / self.asked if self.asked else 0.0
+
+
+class NotedBlocks(NotedWindow):
+    """The same of a rule that also says which drafts travel together."""
+
+    def is_block(self, sent: int, unsent: int) -> bool:
+        return isinstance(self.inner, BlockRule) and self.inner.is_block(sent, unsent)
+
+
+def noted(window: WindowPolicy) -> NotedWindow:
+    """Return the window, noting what it asks for."""
+    return NotedBlocks(window) if isinstance(window, BlockRule) else NotedWindow(window)
+
+
+def policy_of(name: str) -> Policy:
+    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, rounds of `syncN`, or a length rule.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if name == ADAPTIVE:
+        return Policy(window=SurvivalWindow())
+    if name.partition("@")[0].partition(":")[0] in RULES:
+        rule = rule_by_name(name)
+        return pearl(rule.length) if isinstance(rule, PearlWindow) else Policy(window=rule)
+    length = name.removeprefix(SYNCHRONOUS)
+    if not (length.isascii() and length.isdecimal() and int(length) > 0):
+        known = f"{ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on, {USAGE}"
+        raise ConfigError(f"{name!r} is none of {known}", field="window")
+    return Policy(window=FixedWindow(int(length))) if length == name else synchronous(int(length))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Combinations to replay.
+
+    Attributes:
+        windows: names of window policies.
+        goal: goal of the deployment.
+        min_step_s: the shortest target step, in seconds.
+        seed: seed of the jitter.
+    """
+
+    recording: Recording
+    links: Sequence[BenchLink]
+    windows: Sequence[str]
+    goal: Goal = Goal.LATENCY
+    min_step_s: float = 0.0
+    seed: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of replays of all texts."""
+        return len(self.links) * (1 + len(self.recording.traces) * len(self.windows))
+
+    def cells(self) -> Iterator[list[WindowResult]]:
+        """Yield the results of each replay: of all prompts, and of each domain where there are several.
+
+        Link by link: cloud streaming, then every drafter with every window.
+        """
+        drafters = self.recording.traces
+        for link in self.links:
+            cloud = self._replay(next(iter(drafters)), link, Policy(drafting=False))  # here only the texts count
+            yield self._results(link, cloud, cloud, None, None, None)
+            for drafter in drafters:
+                for window in self.windows:
+                    policy = policy_of(window)
+                    watched = noted(policy.window or SurvivalWindow())
+                    outcomes = self._replay(drafter, link, replace(policy, window=watched, goal=self.goal))
+                    yield self._results(link, outcomes, cloud, drafter, window, watched.mean)
+
+    def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[ReplayOutcome]:
+        traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, min_step_s=self.min_step_s)
+        return replay(traces, link.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
+
+    def _results(
+        self,
+        link: BenchLink,
+        outcomes: Sequence[ReplayOutcome],
+        cloud: Sequence[ReplayOutcome],
+        drafter: str | None,
+        window: str | None,
+        window_mean: float | None,
+    ) -> list[WindowResult]:
+        domains, texts = self.recording.domains, self.recording.texts
+        results = []
+        for domain in (None, *(domains if len(domains) > 1 else ())):
+            chosen = [i for i, text in enumerate(texts) if domain in (None, text.prompt[0])]
+            own = [outcomes[i] for i in chosen]
+            result = WindowResult(
+                link.record,
+                drafter,
+                window,
+                domain,
+                **pooled(own),
+                ratio=tokens_per_second(own) / tokens_per_second([cloud[i] for i in chosen]),
+                first_token_ms=1e3 * median(outcome.arrivals[0] for outcome in own),
+                **bytes_per_token(own),
+                window_mean=window_mean if domain is None else None,
+            )
+            results.append(result)
+        return results

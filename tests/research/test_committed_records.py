@@ -1,0 +1,29 @@
+"""Records in docs/figures that today's commands write."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.bench.record import from_json, to_json
+from outrider.deploy.arguments import read_text
+from research.capacity.record import Capacities
+from research.traces.pool import PoolReplayed
+
+
+@pytest.mark.parametrize(("name", "kind"), [("capacity", Capacities), ("selection", PoolReplayed)])
+def test_the_committed_records_load_and_are_written_as_they_are(root, name, kind) -> None:
+    path = root / "docs" / "figures" / f"{name}.json"
+    found = from_json(kind, read_text(path, "record"), "record")
+    committed, written = (json.loads(text) for text in (path.read_text(encoding="utf-8"), to_json(found)))
+    assert contains(written, committed)
+
+
+def contains(whole: object, part: object) -> bool:
+    """Return whether `whole` is `part` but for fields that were added to records later."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(name in whole and contains(whole[name], value) for name, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
+    return whole == part

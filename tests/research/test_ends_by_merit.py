@@ -1,0 +1,172 @@
+"""Which end drafts where one hits more: the edge's personal drafter, or the verifier's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from outrider.proto.policy.measures import Acceptance
+from outrider.proto.session import EdgeSession, EdgeStatistics, Selection, VerifierRules, VerifierSession
+from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.verifier_arm import VerifierArm
+from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
+from research.simulator.clock import Costs, VirtualClock
+from research.simulator.faults import Faults, FaultySimulation
+from research.simulator.local import LocalThreads
+from research.simulator.scripted import OracleTarget, Proposer, ScriptedDrafters, hashing_oracle
+from research.simulator.verifier import SimulatedVerifier
+
+HASH, VOCABULARY, PROMPT = "0" * 64, 64, (1, 2, 2)
+ORACLE = hashing_oracle(7, vocab=VOCABULARY, eos_odds=0.0)
+RULES = VerifierRules("v", "m", HASH, VOCABULARY, 4096, frozenset({0}))
+Right = Callable[[int], float]  # chance of the oracle's token, by the length of the prefix
+
+
+def hitting(right: Right, seed: int) -> Proposer:
+    """A drafter whose hits change within the text."""
+
+    def propose(prefix: tuple[int, ...], count: int) -> tuple[DraftToken, ...]:
+        drafts: tuple[DraftToken, ...] = ()
+        for _ in range(count):
+            wanted = ORACLE(prefix)
+            hit = random.Random(f"{seed} {len(prefix)}").random() < right(len(prefix))  # a fixed bit of the position
+            prefix += (wanted if hit else 1 + wanted % (VOCABULARY - 1),)
+            drafts += (DraftToken(prefix[-1]),)
+        return drafts
+
+    return propose
+
+
+def decode(
+    edge: Right, here: Right, *, delay_s: float, drafting: bool = True, tokens: int = 400
+) -> tuple[EdgeStatistics, float, list[float]]:
+    """Decode one text; return its counts, its seconds, and the arrival of each token."""
+    clock = VirtualClock()
+    beside = ScriptedDrafters([hitting(here, 1)], 0.002, random.Random(2))
+    verifier = SimulatedVerifier(
+        clock,
+        RULES,
+        OracleTarget(ORACLE),
+        Costs(min_step_s=0.03),
+        local=LocalThreads(clock, DraftingHere("here@1"), lambda _: beside),
+    )
+    frame = Open("m", HASH, PROMPT, Sampling(max_tokens=tokens, ignore_eos=True), "s", drafting=drafting)
+    of_edge = ScriptedDrafters([hitting(edge, 3)], 0.0005, random.Random(4))
+    simulation = FaultySimulation(
+        clock, EdgeSession(frame), verifier, of_edge, Faults(delay_s=delay_s), random.Random(5)
+    )
+    simulation.begin()
+    while simulation.done is None:
+        clock.advance()
+    prompt = PROMPT
+    for _ in range(tokens):
+        prompt += (ORACLE(prompt),)
+    assert simulation.emitted == list(prompt[-tokens:]), "the text is the target's own"
+    return simulation.edge.statistics, clock.now, simulation.arrivals
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03, 0.1])
+def test_where_the_verifiers_own_drafter_hits_more_the_edge_rests(delay_s) -> None:
+    counts, seconds, _ = decode(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s)
+    assert counts.drafted < 0.15 * 400, "but for the first drafts and a few probes"
+    assert counts.accepted_here > 0.95 * counts.accepted
+    _, alone_s, _ = decode(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s, drafting=False)
+    assert seconds < 1.03 * alone_s, "as fast as beside an edge that has no drafter"
+    equal, _, _ = decode(lambda _: 0.85, lambda _: 0.85, delay_s=delay_s)
+    assert equal.drafted > 1.2 * counts.drafted, "one that hits as much does not rest for its merit"
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03])
+def test_where_the_edges_drafter_hits_more_its_chain_leads(delay_s) -> None:
+    counts, _, _ = decode(lambda _: 0.97, lambda _: 0.5, delay_s=delay_s)
+    assert counts.accepted - counts.accepted_here > 0.95 * counts.accepted > 0.85 * 400
+    assert counts.verified_here < 0.1 * counts.verified
+
+
+@pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03, 0.1])
+def test_a_resting_drafter_that_comes_to_hit_more_takes_the_lead(monkeypatch, delay_s) -> None:
+    """Text that the edge has: from token 150 on its drafter copies a local document."""
+
+    def second_half() -> tuple[EdgeStatistics, float]:
+        counts, _, arrivals = decode(lambda n: 0.3 if n < 150 else 0.98, lambda _: 0.7, delay_s=delay_s)
+        return counts, arrivals[-1] - arrivals[200]
+
+    counts, seconds = second_half()
+    assert counts.accepted - counts.accepted_here > 70, "of 250 that it would hit"
+    assert counts.verified_here < 560
+    monkeypatch.setattr(EdgeStream, "changed", lambda self, report, **_: changed(self, report, wants_to_lead=False))
+    monkeypatch.setattr(Selection, "catch_up_active", lambda *_: None)
+    quiet, slow_s = second_half()
+    if delay_s >= 0.03:
+        assert seconds < 0.75 * slow_s, "an edge that neither reads nor says so is found by rare probes alone"
+        assert quiet.accepted_here > counts.accepted_here
+
+
+changed = EdgeStream.changed
+
+
+def commit_of(edge: int, here: int, accepted: int, finish: FinishReason | None = None) -> Commit:
+    """A commit of a step with `edge` drafts of the edge and then `here` of the verifier."""
+    tokens = tuple(CommittedToken(1, -1.0) for _ in range(accepted + 1))
+    return Commit(9, tokens, accepted, 8, verified=edge + here, verified_here=here, finish=finish)
+
+
+@pytest.mark.parametrize(
+    ("edge", "here", "accepted", "finish", "hits", "trials"),
+    [
+        (0, 4, 4, None, 4, 4),
+        (0, 4, 2, None, 2, 3),
+        (3, 4, 5, None, 2, 3),
+        (3, 4, 3, None, 0, 1),
+        (3, 4, 2, None, 0, 0),
+        (3, 0, 3, None, 0, 0),
+        (0, 4, 1, FinishReason.LENGTH, 1, 1),
+    ],
+)
+def test_the_verifiers_drafts_count_up_to_their_first_miss(edge, here, accepted, finish, hits, trials) -> None:
+    arm, wanted = VerifierArm(), Acceptance()
+    arm.take(commit_of(edge, here, accepted, finish))
+    for i in range(trials):
+        wanted.add(i < hits)
+    assert arm.acceptance == wanted
+
+
+def rated(rate: float, trials: float = 50.0) -> Acceptance:
+    return Acceptance(rate * trials, trials)
+
+
+def test_the_verifier_is_better_only_surely_and_while_it_drafts() -> None:
+    arm = VerifierArm()
+    assert not arm.is_better_than(rated(0.1)), "nothing is known of it"
+    for _ in range(20):
+        arm.take(commit_of(0, 4, 4))
+    assert arm.is_better_than(rated(0.5))
+    assert not arm.is_better_than(rated(0.9)), "that is no difference"
+    assert not arm.is_better_than(rated(0.5, 3.0)), "few tokens show little"
+    assert not arm.is_worse_than(rated(0.98))
+    for _ in range(20):
+        arm.take(commit_of(0, 4, 0))
+    assert arm.is_worse_than(rated(0.98))
+    assert not arm.is_worse_than(rated(0.7))
+    better = VerifierArm()
+    for _ in range(20):
+        better.take(commit_of(0, 4, 4))
+    for _ in range(8):
+        assert better.is_better_than(rated(0.5))
+        better.take(commit_of(3, 0, 3))
+    assert not better.is_better_than(rated(0.5)), "it drafts no more, for its price perhaps"
+
+
+def test_a_resting_edges_word_counts_and_a_drafting_ones_is_checked() -> None:
+    frame = Open("m", HASH, PROMPT, Sampling(max_tokens=40, ignore_eos=True), "s")
+    for rests, rate in ((True, 0.9), (False, 0.5)):
+        session = VerifierSession(frame, RULES, 0.0, DraftingHere("here@1"))
+        assert session.ends is not None
+        session.ends.edge_rests = rests
+        received = session._next.received.acceptance
+        received.restate(0.5)
+        session.on_report(Report(True, 0.001, 0.01, 0.9))
+        assert received.rate == pytest.approx(rate)

@@ -1,0 +1,209 @@
+"""Drafts from both ends in the simulator: texts are the target's own, whatever the verifier's own drafter does."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from outrider.deploy.link.shape import LinkShape
+from outrider.proto.policy.both_ends import division_of
+from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
+from outrider.proto.session.local import DraftingHere, LocalDrafts
+from outrider.proto.types import Open, Sampling
+from research.replay.optimum import tokens_per_second
+from research.replay.traced import Policy, replay
+from research.replay.traces import HitTrace
+from research.simulator.clock import Costs, VirtualClock
+from research.simulator.faults import Faults, FaultySimulation
+from research.simulator.local import LocalThreads
+from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
+from research.simulator.verifier import SimulatedVerifier
+
+HASH = "0" * 64
+TOKENS = 60
+ORACLE = hashing_oracle(7, eos_odds=0.0)
+RULES = VerifierRules("v", "m", HASH, 8, 4096, frozenset({0}))
+
+
+class CheckedVerifier(SimulatedVerifier):
+    """Checks before each step that the local chain follows the transcript in the drafter's own prefix."""
+
+    prefixes: dict[str, ScriptedDrafters]
+
+    def _begin(self, batch) -> None:
+        for share in batch.shares:
+            session = share.slot.session
+            if session.ends is not None and session.ends.local.running is None and session.ends.local.tokens:
+                chain = [*session.transcript, *(draft.id for draft in session.ends.local.tokens)]
+                agreed = session.ends.local._agreed
+                assert list(self.prefixes[session.id].prefixes[0][:agreed]) == chain[:agreed]
+        super()._begin(batch)
+
+
+def decode(
+    edges: int = 1,
+    *,
+    right: float = 0.8,
+    here_s: float = 0.001,
+    faults: Faults | None = None,
+    drafting: bool = True,
+    drafts_here: int | None = None,
+    dies_after: int = 1 << 30,
+    price: float | None = None,
+    turns: int = 1,
+) -> tuple[list[list[int]], list[EdgeStatistics], float]:
+    """Return texts of edges on a verifier with a drafter of its own, their counts, and when the last has ended."""
+    clock, here, rng = VirtualClock(), DraftingHere("here@1", price), random.Random(5)
+    drafters: dict[str, ScriptedDrafters] = defaultdict(
+        lambda: ScriptedDrafters([drafter_of(ORACLE, 1, right, dies_after=dies_after)], here_s, rng)
+    )
+    local = LocalThreads(clock, here, drafters.__getitem__)
+    verifier = CheckedVerifier(clock, RULES, OracleTarget(ORACLE), Costs(), local=local)
+    verifier.prefixes = drafters
+    simulations = []
+    for i in range(edges):
+        frame = Open(
+            "m",
+            HASH,
+            (1 + i % 7, 2, 2),
+            Sampling(max_tokens=TOKENS, ignore_eos=True),
+            f"s{i}",
+            drafting=drafting,
+            drafts_here=drafts_here,
+        )
+        of_edge = ScriptedDrafters([drafter_of(ORACLE, i, 0.8, confidence="telling")], 0.002, random.Random(i))
+        simulations.append(
+            FaultySimulation(clock, EdgeSession(frame), verifier, of_edge, faults or Faults(), random.Random(i))
+        )
+    for simulation in simulations:
+        simulation.begin()
+    while any(simulation.done is None for simulation in simulations):
+        clock.advance()
+    assert all(isinstance(simulation.done, Done) for simulation in simulations)
+    return [each.emitted for each in simulations], [each.edge.statistics for each in simulations], clock.now
+
+
+def own_texts(edges: int) -> list[list[int]]:
+    texts = []
+    for i in range(edges):
+        prompt: tuple[int, ...] = (1 + i % 7, 2, 2)
+        for _ in range(TOKENS):
+            prompt += (ORACLE(prompt),)
+        texts.append(list(prompt[-TOKENS:]))
+    return texts
+
+
+@pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("here_s", [0.0002, 0.02])
+@pytest.mark.parametrize("drafts_here", [None, 0, 1, 7, 100])
+def test_texts_are_the_targets_own(right, here_s, drafts_here) -> None:
+    texts, _, _ = decode(3, right=right, here_s=here_s, drafts_here=drafts_here)
+    assert texts == own_texts(3)
+
+
+@pytest.mark.parametrize("price", [0.0, None, 20.0])
+def test_texts_are_the_targets_own_on_a_bad_link(price) -> None:
+    faults = Faults(jitter_s=0.03, duplicated=0.2, reordered=0.2, breaks_every_s=0.7, goaway_every_s=1.5)
+    texts, _, _ = decode(3, faults=faults, price=price)
+    assert texts == own_texts(3)
+
+
+@pytest.mark.parametrize("here_s", [0.0002, 0.005])
+def test_texts_are_the_targets_own_where_sixteen_share_steps_and_thread(here_s) -> None:
+    texts, counts, _ = decode(16, here_s=here_s)
+    assert texts == own_texts(16)
+    assert sum(each.verified_here for each in counts) > 0
+
+
+def test_a_division_is_kept_for_some_tokens(monkeypatch) -> None:
+    """Each takes milliseconds of the engine's thread, and what many sessions measure never rests."""
+    made = []
+    monkeypatch.setattr(both_ends, "division_of", lambda view: made.append(view) or division_of(view))
+    texts, _, _ = decode(16)
+    assert texts == own_texts(16)
+    changes = 4  # of an edge that begins to draft, or is found to be worse or no worse
+    assert len(made) <= 16 * (TOKENS / both_ends.KEPT_TOKENS + changes)
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 20])
+def test_a_broken_drafter_costs_no_text(dies_after) -> None:
+    texts, counts, _ = decode(2, dies_after=dies_after)
+    assert texts == own_texts(2)
+    assert all(each.verified_here <= 16 * dies_after for each in counts)
+
+
+def test_a_verifier_that_drafts_serves_edges_that_do_not() -> None:
+    texts, (counts,), seconds = decode(drafting=False)
+    _, (without,), slow_s = decode(drafting=False, drafts_here=0)
+    assert texts == own_texts(1)
+    assert (counts.drafted, without.verified) == (0, 0)
+    assert counts.verified_here == counts.verified > 0
+    assert counts.accepted_here == counts.accepted
+    assert (counts.steps, seconds) < (0.5 * without.steps, 0.7 * slow_s)
+
+
+def test_a_fixed_number_of_drafts_is_made_before_every_step() -> None:
+    _, (counts,), _ = decode(drafting=False, drafts_here=3)
+    assert 3 * (counts.steps - 3) <= counts.verified <= 3 * counts.steps, "less where the text begins and ends"
+
+
+def test_prefixes_that_are_not_cut_back_at_a_miss_are_found(monkeypatch) -> None:
+    """A planted defect: the drafter goes on after tokens that the target has contradicted."""
+
+    def miss(self: LocalDrafts, position: int) -> None:
+        self.missed = True
+        agreed = self._agreed
+        self._abandon(0)
+        self._agreed = agreed
+
+    monkeypatch.setattr(LocalDrafts, "_miss", miss)
+    with pytest.raises(AssertionError):
+        decode()
+
+
+# === replays ====================================================================================================
+
+COSTS = Costs(step_s=0.01, row_s=0.0004, min_step_s=0.03, drafting_s=0.001)
+
+
+def traces(acceptance: float = 0.8, texts: int = 2, tokens: int = 160) -> list[HitTrace]:
+    rng = random.Random(3)
+    found = []
+    for i in range(texts):
+        hits = tuple(rng.random() < acceptance for _ in range(tokens))
+        confidence = tuple(rng.uniform(0.6, 1.0) if hit else rng.uniform(0.2, 0.9) for hit in hits)
+        ids = tuple(rng.randrange(90) for _ in range(tokens))
+        found.append(HitTrace(f"p{i}", "", "d", "1", 0.0, 12, ids, hits, confidence))
+    return found
+
+
+def speed(policy: Policy, round_trip_s: float, costs: Costs = COSTS) -> float:
+    shape = LinkShape(rtt_s=round_trip_s)
+    return tokens_per_second(replay(traces(), lambda _: shape, costs, policy, warm_up_tokens=24))
+
+
+@pytest.mark.parametrize("round_trip_s", [0.002, 0.01, 0.06, 0.2])
+@pytest.mark.parametrize("here_s", [0.0005, 0.001, 0.004])
+def test_both_ends_are_hardly_slower_than_a_drafter_beside_the_target(round_trip_s, here_s) -> None:
+    costs = replace(COSTS, drafting_here_s=here_s)
+    beside = max(
+        speed(Policy(drafting=False, here=True, drafts_here=n), round_trip_s, costs) for n in (2, 3, 4, 6, 8, 12)
+    )
+    assert speed(Policy(here=True), round_trip_s, costs) > 0.94 * beside
+
+
+def test_a_near_edge_takes_work_from_the_verifier() -> None:
+    shape = LinkShape(rtt_s=0.002)
+
+    def drafted_here(policy: Policy) -> float:
+        outcomes = replay(traces(), lambda _: shape, replace(COSTS, drafting_here_s=0.004), policy)
+        return sum(outcome.statistics.drafting_here_s for outcome in outcomes)
+
+    assert drafted_here(Policy(here=True)) < 0.3 * drafted_here(Policy(here=True, drafting=False))
+
+
+def test_without_a_drafter_at_the_verifier_nothing_changes() -> None:
+    assert speed(Policy(), 0.03) == speed(Policy(here=True, drafts_here=0), 0.03)

@@ -1,0 +1,120 @@
+"""Replay against the real thing: a paced verifier and a link in processes of their own, an edge with its drafter."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from outrider.bench.benchmark.measure import Measured, measure_text
+from outrider.bench.benchmark.verifier import VerifierProcess
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.step_timing import StepTiming
+from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.prompts import held_out
+from outrider.edge import Client, EdgeConfig, Sampling
+from research.measured import costs_of, traces_of
+from research.replay.optimum import pearl, tokens_per_second
+from research.replay.traced import Policy, ReplayOutcome, replay
+from research.replay.traces import HitTrace
+from research.simulator.clock import Costs
+
+pytestmark = pytest.mark.alone
+
+MIN_STEP_S = 0.030
+LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
+SAMPLING = Sampling(max_tokens=40)
+WARM_UP = 16
+BLOCKS = pearl(8)
+POLICIES = {"cloud": Policy(drafting=False), "pearl": BLOCKS, "outrider": Policy(trees=True)}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cloud": {"drafter": "none"},
+    "pearl": {"window": "pearl:8", "patience": BLOCKS.patience, "max_drafts": BLOCKS.max_drafts, "chains": True},
+    "outrider": {},
+}
+ATTEMPTS = 3  # the machine may be busy with something else
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Measured and replayed."""
+
+    texts: list[Measured]
+    outcomes: list[ReplayOutcome]
+
+    @property
+    def speed(self) -> float:
+        """Replayed tokens a second over measured."""
+        measured = sum(len(text.tokens) for text in self.texts) / sum(text.seconds for text in self.texts)
+        return tokens_per_second(self.outcomes) / measured
+
+    @property
+    def steps(self) -> float:
+        """Replayed steps over measured."""
+        return sum(o.statistics.steps for o in self.outcomes) / sum(t.statistics.steps for t in self.texts)
+
+    @property
+    def downlink(self) -> float:
+        """Replayed bytes of messages over measured, from the verifier."""
+        measured = sum(t.statistics.downlink_bytes for t in self.texts)
+        return sum(o.statistics.downlink_bytes for o in self.outcomes) / measured
+
+    @property
+    def good(self) -> bool:
+        """Whether they are close enough."""
+        return abs(self.speed - 1) < 0.2 and abs(self.steps - 1) < 0.15 and abs(self.downlink - 1) < 0.15
+
+
+def costs_seen(texts: list[Measured], steps: list[StepTiming]) -> Costs:
+    over_the_link_s = min(text.statistics.round_trip_s for text in texts)
+    return costs_of(texts, steps, min_step_s=MIN_STEP_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
+
+
+def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[ReplayOutcome]:
+    """Replay the texts after the same warm-up as in the real run."""
+    return replay([traces[0].first(WARM_UP), *traces], lambda _: LINK, costs, policy)[1:]
+
+
+def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
+    prompts = held_out(1)[:3]
+
+    async def main() -> dict[str, Agreement]:
+        tokenizer = tmp_path / "tokenizer.json"
+        async with AsyncExitStack() as stack:
+            verifier = VerifierProcess(VerifierConfig(threads=1, min_step_s=MIN_STEP_S, draft_here="off"), tokenizer)
+            await stack.enter_async_context(verifier)
+            link = await stack.enter_async_context(LinkProcess(verifier.address, LINK))
+            clients = {}
+            for mode, settings in SETTINGS.items():
+                chosen = {"drafter": "general"} | settings
+                config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer, **chosen)
+                clients[mode] = await stack.enter_async_context(Client(config))
+                await measure_text(clients[mode], prompts[0], replace(SAMPLING, max_tokens=WARM_UP))
+            traces: list[HitTrace] = []
+            for _ in range(ATTEMPTS):
+                texts = {
+                    mode: [await measure_text(client, prompt, SAMPLING) for prompt in prompts]
+                    for mode, client in clients.items()
+                }
+                drafting = clients["outrider"]
+                assert drafting.drafter is not None
+                traces = traces or traces_of(texts["cloud"], drafting, drafting.drafter, SAMPLING)
+                for mode in ("pearl", "outrider"):
+                    assert [text.tokens for text in texts[mode]] == [trace.tokens for trace in traces], mode
+                costs = costs_seen(texts["outrider"], await verifier.step_timings())
+                agreements = {
+                    mode: Agreement(measured, replayed(traces, costs, POLICIES[mode]))
+                    for mode, measured in texts.items()
+                }
+                if all(agreement.good for agreement in agreements.values()):
+                    break
+        return agreements
+
+    for mode, agreement in asyncio.run(main()).items():
+        assert abs(agreement.speed - 1) < 0.2, f"{mode}: replayed {agreement.speed:.2f} times the measured speed"
+        assert abs(agreement.steps - 1) < 0.15, f"{mode}: replayed {agreement.steps:.2f} times the measured steps"
+        assert abs(agreement.downlink - 1) < 0.15, f"{mode}: replayed {agreement.downlink:.2f} times the bytes down"

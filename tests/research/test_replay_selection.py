@@ -1,0 +1,434 @@
+"""Selectors on hit traces: what they learn, and which is faster on which link and text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from outrider.deploy.link.shape import LinkShape
+from outrider.edge.policies.length import rule_by_name
+from outrider.edge.policies.selection import selector_named
+from outrider.edge.policies.selection.bandits import (
+    DiscountedUcb,
+    Exp3,
+    MetaSdUcb,
+    SequentialHalving,
+    SlidingUcb,
+    Thompson,
+)
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Hedge, default_selector
+from outrider.edge.policies.selection.rewards import Alignment, BlockEfficiency
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import EdgeView, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.window import DraftPrice
+from outrider.proto.session import CatchUpJob, Selection
+from outrider.proto.session.allowance import Allowance
+from research.replay.optimum import synchronous
+from research.replay.texts import PoolText, joined, texts_of
+from research.replay.traced import Policy
+from research.replay.traces import HitTrace
+from research.simulator.clock import Costs
+from research.traces.stages import Stage, Trajectory
+
+PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
+DRAFTS = 6
+# Acceptance of each drafter (rows: general, code, docs, prose, math) in each domain (code, docs, prose, math).
+DOMAINS = np.array(
+    [
+        [0.68, 0.68, 0.66, 0.66],
+        [0.85, 0.50, 0.45, 0.50],
+        [0.50, 0.84, 0.55, 0.45],
+        [0.42, 0.55, 0.82, 0.40],
+        [0.50, 0.45, 0.40, 0.86],
+    ]
+)
+
+
+class Arm(NamedTuple):
+    """A drafter's name, and the time of a token that it drafts or reads."""
+
+    name: str
+    drafting_s: float
+    catch_up_s: float
+
+
+FAMILY = [Arm(name, 0.0006, 0.0001) for name in ("general", "code", "docs", "prose", "math")]
+
+
+def link(rtt_ms: float):
+    shape = LinkShape.of(rtt_ms=rtt_ms)
+    return lambda _: shape
+
+
+def trace_of(hits: Sequence[bool], agreement: Sequence[float] = (), prompt: int = 40, **fields) -> HitTrace:
+    n = len(hits)
+    values = {"id": "t", "domain": "", "drafter": "d", "drafter_version": "1", "temperature": 1.0} | fields
+    return HitTrace(
+        prompt_tokens=prompt,
+        tokens=tuple(range(100, 100 + n)),
+        hits=tuple(map(bool, hits)),
+        confidence=(0.5,) * n,
+        agreement=tuple(agreement),
+        **values,
+    )
+
+
+def text_of(
+    rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acceptance: np.ndarray = DOMAINS
+) -> PoolText:
+    """Return a text of stretches of (domain, tokens), with scattered agreement and hits that follow it."""
+    traces = []
+    for of_arm in acceptance:
+        mean = np.concatenate([np.full(tokens, of_arm[domain]) for domain, tokens in stretches])
+        agreement = rng.beta(3 * mean, 3 * (1 - mean))
+        hits = rng.random(len(mean)) < agreement
+        traces.append(trace_of(hits, agreement.tolist(), drafter=f"d{len(traces)}"))
+    return PoolText(tuple(traces), tuple(itertools.accumulate(tokens for _, tokens in stretches[:-1])))
+
+
+def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
+    """Return the stage of synchronous rounds of these drafters."""
+    costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in arms]
+    return Stage(costs, shape_at, lambda: synchronous(DRAFTS))
+
+
+def play(texts: Sequence[PoolText], arms: Sequence[Arm], selector: Selector, shape_at) -> list[Trajectory]:
+    return stage_of(arms, shape_at).trajectories(texts, selector)
+
+
+def oracle(text: PoolText, arms: Sequence[Arm], shape_at) -> Trajectory:
+    [best] = stage_of(arms, shape_at).best([text])
+    return best
+
+
+def best_single(texts: Sequence[PoolText], arms: Sequence[Arm], shape_at) -> tuple[int, list[Trajectory]]:
+    """Return the drafter that alone would have been the fastest, and its trajectories."""
+    stage = stage_of(arms, shape_at)
+    runs = {arm: stage.alone(texts, arm) for arm in range(len(arms))}
+    arm = min(runs, key=lambda index: sum(run.seconds for run in runs[index]))
+    return arm, runs[arm]
+
+
+# --- what selectors learn ---
+
+
+@dataclass
+class Listening(Selector):
+    """Keep the outcomes, and let all idle drafters catch up; the active one is drawn, or always `arm`."""
+
+    catches_up = True
+
+    rng: np.random.Generator
+    arm: int | None = None
+    outcomes: list[RoundOutcome] = field(default_factory=list)
+
+    def choose(self, view: SelectionView) -> int:
+        return int(self.rng.integers(len(view.arms))) if self.arm is None else self.arm
+
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+        return tuple(arm for arm in view.arms if arm != chosen)
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        self.outcomes.append(outcome)
+
+    def by_text(self) -> list[list[RoundOutcome]]:
+        """Return the outcomes of each text but the last; one without tokens ends a text where the next one begins."""
+        ends = [i + 1 for i, outcome in enumerate(self.outcomes) if not outcome.committed]
+        return [self.outcomes[a:b] for a, b in itertools.pairwise((0, *ends))]
+
+
+@pytest.mark.parametrize("catch_up_s", [0.0, 0.0001, 0.004])
+def test_arms_learn_of_every_token_once_and_in_order_even_of_an_unknown_end(catch_up_s) -> None:
+    texts = [text_of(np.random.default_rng(seed), [(0, 150)]) for seed in (1, 2, 3)]
+    listening = Listening(np.random.default_rng(2))
+    play(texts, [arm._replace(catch_up_s=catch_up_s) for arm in FAMILY], listening, link(20))
+    _, *played = listening.by_text()  # after the warm-up
+    for text, outcomes in zip(texts, played, strict=False):
+        learned = [[hit for outcome in outcomes for hit in outcome.hits[arm]] for arm in range(5)]
+        assert len(set(map(len, learned))) == 1, "the next text begins with the same token for all"
+        assert 140 <= len(learned[0]) <= 150
+        for hits, trace in zip(learned, text.traces, strict=True):
+            assert all(hit in (None, own) for hit, own in zip(hits, trace.hits, strict=False))
+            assert sum(hit is not None for hit in hits) > 100
+    assert len(played) == 2
+
+
+def test_catching_up_while_the_edge_waits_costs_no_time() -> None:
+    text = text_of(np.random.default_rng(1), [(0, 150)])
+    arms = [arm._replace(catch_up_s=0.00001) for arm in FAMILY]
+    [along] = play([text], arms, Listening(np.random.default_rng(0), arm=0), link(20))
+    [alone] = play([text], arms, StaticSelector(0), link(20))
+    assert along.seconds == pytest.approx(alone.seconds, rel=0.01)
+
+
+def test_outcomes_count_up_to_the_miss_and_hold_the_agreement_of_all_drafts() -> None:
+    hits, agreement = (True, True, False, True, True) * 12, (0.9, 0.8, 0.3, 0.7, 0.6) * 12
+    listening = Listening(np.random.default_rng(0), arm=0)
+    text = PoolText((trace_of(hits, agreement), trace_of(hits, agreement, drafter="e")))
+    play([text] * 2, FAMILY[:2], listening, link(20))
+    _, outcomes = listening.by_text()
+    rounds = outcomes[3:-2]  # the first has drafts that came behind the Open
+    assert len(rounds) > 8
+    counts = {(outcome.committed, outcome.verified, outcome.accepted) for outcome in rounds}
+    assert counts == {(5, 5, 4)}, "from one miss to the next"
+    drafted = (0.7, 0.6, 0.9, 0.8, 0.3, 0.7)  # a step may verify one after the miss
+    means = [pytest.approx(sum(drafted[:n]) / n) for n in (5, 6)]
+    assert all(outcome.agreement in means for outcome in rounds)
+
+
+# --- texts ---
+
+
+def test_traces_of_drafters_meet_by_prompt() -> None:
+    one, other = trace_of([1, 0]), trace_of([0, 1], drafter="e")
+    [text] = texts_of({"d": [one], "e": [other]})
+    assert [trace.drafter for trace in text.traces] == ["d", "e"]
+    with pytest.raises(ConfigError, match="'e' has other texts than 'd'; record"):
+        texts_of({"d": [one], "e": [replace(other, id="u")]})
+    with pytest.raises(ConfigError, match="'e' has other texts than 'd'; record"):
+        texts_of({"d": [one], "e": [replace(other, tokens=(1, 2))]})
+
+
+def test_joined_texts_change_where_they_meet() -> None:
+    rng = np.random.default_rng(0)
+    texts = [text_of(rng, [(0, 30)]), text_of(rng, [(1, 20)]), text_of(rng, [(2, 10)])]
+    text = joined(texts)
+    assert text.changes == (30, 50)
+    assert text.traces[3].hits == sum((part.traces[3].hits for part in texts), ())
+    assert len(text.traces[3].agreement) == text.tokens == 60
+    with pytest.raises(ConfigError, match="the same drafters"):
+        joined([])
+
+
+def test_changes_and_measures_beyond_the_text_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"text\.changes"):
+        PoolText((trace_of([1, 1]),), (2,))
+    with pytest.raises(ConfigError, match=r"trace\.agreement"):
+        trace_of([1, 1], [0.5])
+
+
+# --- behaviour ---
+
+
+def seconds_of(texts: Sequence[PoolText], selector: Selector, rtt_ms: float, arms: Sequence[Arm] = FAMILY) -> float:
+    return sum(run.seconds for run in play(texts, arms, selector, link(rtt_ms)))
+
+
+def contenders(seed: int) -> dict[str, Callable[[], Selector]]:
+    """Return factories of selectors of the five drafters, by name."""
+    return {
+        **{arm.name: lambda i=i: StaticSelector(i) for i, arm in enumerate(FAMILY)},
+        "random": lambda: RandomSelector(5, np.random.default_rng(seed)),
+        "MetaSD-UCB (BD)": lambda: MetaSdUcb(arms=5),
+        "MetaSD-UCB (BE)": lambda: MetaSdUcb(arms=5, reward=BlockEfficiency()),
+        "discounted UCB": lambda: DiscountedUcb(arms=5),
+        "sliding UCB": lambda: SlidingUcb(arms=5),
+        "EXP3": lambda: Exp3(arms=5, rng=np.random.default_rng(seed)),
+        "Thompson": lambda: Thompson(arms=5, rng=np.random.default_rng(seed)),
+        "halving": lambda: SequentialHalving(arms=5),
+        "Hedge": lambda: Hedge(FixedShare(arms=5), np.random.default_rng(seed)),
+        "default": lambda: default_selector(5),
+    }
+
+
+def shares_of_oracle(
+    make: Callable[[np.random.Generator], list[PoolText]], rtt_ms: float, seeds: range
+) -> dict[str, float]:
+    """Return each contender's speed over the oracle's, on all texts of all seeds."""
+    spent: dict[str, float] = dict.fromkeys(contenders(0), 0.0)
+    best = 0.0
+    for seed in seeds:
+        texts = make(np.random.default_rng(seed))
+        best += sum(oracle(text, FAMILY, link(rtt_ms)).seconds for text in texts)
+        for name, selector in contenders(seed).items():
+            spent[name] += seconds_of(texts, selector(), rtt_ms)
+    return {name: best / seconds for name, seconds in spent.items()}
+
+
+def test_on_mixed_domains_the_default_beats_each_drafter_and_no_selector_beats_it() -> None:
+    shares = shares_of_oracle(
+        lambda rng: [text_of(rng, [(int(domain), 200)]) for domain in rng.permutation(4)], 50, range(2)
+    )
+    table = "\n".join(f"{name:16s} {share:.3f}" for name, share in sorted(shares.items(), key=lambda item: item[1]))
+    assert shares["default"] > 0.97 * max(shares.values()), table
+    assert shares["default"] > 1.2 * max(shares[arm.name] for arm in FAMILY), table
+    assert shares["default"] > 0.82, table
+    assert shares["random"] < shares["MetaSD-UCB (BD)"], table
+
+
+def test_the_default_stays_above_every_single_drafter_over_many_texts() -> None:
+    rng = np.random.default_rng(5)
+    texts = [text_of(rng, [(int(domain), 100)]) for domain in rng.integers(0, 4, 24)]
+    _, runs = best_single(texts, FAMILY, link(20))
+    alone = sum(run.seconds for run in runs)
+    assert seconds_of(texts, default_selector(5), 20) < alone / 1.15
+    assert seconds_of(texts, Hedge(FixedShare(arms=5), np.random.default_rng(0)), 20) < alone / 1.15
+
+
+@pytest.mark.parametrize("domain", range(4))
+def test_the_default_is_near_the_best_drafter_of_an_unknown_domain(domain) -> None:
+    rng = np.random.default_rng(domain)
+    texts = [text_of(rng, [(domain, 300)]) for _ in range(2)]
+    arm, runs = best_single(texts, FAMILY, link(50))
+    assert arm == domain + 1
+    assert sum(run.seconds for run in runs) > 0.95 * seconds_of(texts, default_selector(5), 50)
+
+
+def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
+    mine = best = stuck = 0.0
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        before, after = (int(domain) for domain in rng.permutation(4)[:2])
+        text = text_of(rng, [(before, 160), (after, 224)])
+        best_run = oracle(text, FAMILY, link(50)).at_s
+        run = play([text], FAMILY, default_selector(5), link(50))[0].at_s
+        still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].at_s
+        settled, end = 160 + 64, 383
+        best += best_run[end] - best_run[settled]
+        mine += run[end] - run[settled]
+        stuck += still[end] - still[settled]
+    assert best / mine > 0.9
+    assert best / stuck < 0.7, "a drafter that stays costs time"
+
+
+def test_the_oracle_takes_the_best_of_every_stretch() -> None:
+    text = text_of(np.random.default_rng(0), [(0, 200), (3, 200)])
+    choices = oracle(text, FAMILY, link(50)).choices
+    assert set(choices[:190]) == {1}
+    assert set(choices[210:]) == {4}
+
+
+UNEQUAL = [Arm("fast", 0.0005, 0.0001), Arm("slow and better", 0.015, 0.001)]
+
+
+@pytest.mark.parametrize(("rtt_ms", "better"), [(2, 0), (200, 1)])
+@pytest.mark.parametrize("make", [lambda: default_selector(2), lambda: MetaSdUcb(arms=2)], ids=["default", "MetaSD"])
+def test_a_slower_better_drafter_wins_on_a_long_link_and_loses_on_a_short_one(make, rtt_ms, better) -> None:
+    texts = [text_of(np.random.default_rng(seed), [(0, 400)], np.array([[0.6], [0.9]])) for seed in range(3)]
+    arm, _ = best_single(texts, UNEQUAL, link(rtt_ms))
+    assert arm == better
+    selector = make()
+    choices = [play([text], UNEQUAL, selector, link(rtt_ms))[0].choices for text in texts]
+    late = np.concatenate([choice[100:] for choice in choices])
+    assert (late == better).mean() > 0.85
+
+
+def test_alignment_alone_takes_the_slower_drafter_on_a_short_link_too() -> None:
+    text = text_of(np.random.default_rng(0), [(0, 600)], np.array([[0.6], [0.9]]))
+    choices = play([text], UNEQUAL, MetaSdUcb(arms=2, objective=Alignment()), link(2))[0].choices
+    assert np.mean(choices[200:]) > 0.85
+
+
+def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() -> None:
+    shares = []
+    for seed in range(2):
+        text = text_of(np.random.default_rng(seed), [(0, 800)], np.array([[0.6], [0.9]]))
+        changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].at_s[400]
+        shape_at = lambda time, at=changes_at_s: LinkShape.of(rtt_ms=2 if time < at else 200)  # noqa: E731
+        [run] = play([text], UNEQUAL, default_selector(2), shape_at)
+        change = next(i for i, elapsed in enumerate(run.at_s) if elapsed >= changes_at_s)
+        shares.append(np.mean(run.choices[change + 64 :]))
+        assert np.mean(run.choices[50 : change - 10]) < 0.15
+    assert np.mean(shares) > 0.85
+
+
+def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> None:
+    arms = [Arm(name, 0.0006, 0.0) for name in ("best", "middle", "worst")]
+    text = text_of(np.random.default_rng(0), [(0, 8_000)], np.array([[0.85], [0.7], [0.55]]))
+    best = play([text], arms, StaticSelector(0), link(50))[0].at_s
+    selectors = {
+        "ucb": MetaSdUcb(arms=3, strength=0.6, objective=Alignment()),
+        "random": RandomSelector(3, np.random.default_rng(0)),
+        "default": default_selector(3),
+    }
+    regret = {name: play([text], arms, each, link(50))[0].at_s - best for name, each in selectors.items()}
+    early, late = ({name: each[token] for name, each in regret.items()} for token in (799, -1))
+    assert late["ucb"] < 5 * early["ucb"], "from 800 to 8000 tokens"
+    assert late["random"] > 8 * early["random"]
+    assert early["default"] < 0.7 * early["ucb"]
+    assert late["default"] < 0.1 * late["random"], "it stays ready for a change, at the price of a small slope"
+
+
+# --- what the edge need not compute again ---
+
+
+def played(window: Callable[[], WindowPolicy], selector: Callable[[], Selector]) -> list[tuple[list[float], list[int]]]:
+    """Texts with four domains over three links: arrivals of tokens, and the active drafters."""
+    rng = np.random.default_rng(3)
+    texts = [text_of(rng, [(domain, 90)]) for domain in range(4)]
+    costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in FAMILY]
+    stages = [Stage(costs, link(rtt_ms), lambda: Policy(window=window())) for rtt_ms in (2, 10, 60)]
+    runs = [run for stage in stages for run in stage.trajectories(texts, selector())]
+    return [(run.at_s.tolist(), run.choices.tolist()) for run in runs]
+
+
+@pytest.mark.parametrize("rule", ["survival", "aimd", "flexspec"])
+def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch, rule) -> None:
+    def trajectories() -> list[tuple[list[float], list[int]]]:
+        return played(lambda: rule_by_name(rule), lambda: default_selector(len(FAMILY)))
+
+    def asked() -> int:
+        return len(questions)
+
+    questions: list[None] = []
+    ask = Allowance._tokens
+    monkeypatch.setattr(Allowance, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
+    kept = trajectories()
+    few = asked()
+    monkeypatch.setattr(Allowance, "tokens", Allowance._tokens)
+    assert trajectories() == kept
+    assert asked() - few > few
+    monkeypatch.undo()
+    monkeypatch.setattr(Allowance, "review", lambda self: None)
+    with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
+        assert trajectories() == kept
+
+
+@dataclass
+class Viewed:
+    """The default rule, asked with a whole view each time."""
+
+    rule: SurvivalWindow = field(default_factory=SurvivalWindow)
+
+    def more(self, view: EdgeView) -> int:
+        return self.rule.more(view)
+
+
+def test_a_rule_asked_at_a_kept_price_decides_as_if_it_saw_everything(monkeypatch) -> None:
+    def trajectories(window: Callable[[], WindowPolicy]) -> list[tuple[list[float], list[int]]]:
+        return played(window, lambda: default_selector(len(FAMILY)))
+
+    price_of, prices = Allowance._price_of, dict[Allowance, DraftPrice]()
+    kept = trajectories(SurvivalWindow)
+    assert trajectories(Viewed) == kept
+    monkeypatch.setattr(Allowance, "_price_of", lambda self, rule: prices.setdefault(self, price_of(self, rule)))
+    assert trajectories(SurvivalWindow) != kept, "a price that is kept for good is another"
+
+
+@pytest.mark.parametrize("selector", ["leader", "hedge"])
+def test_idle_drafters_asked_for_once_a_commit_catch_up_as_if_asked_each_time(monkeypatch, selector) -> None:
+    def trajectories() -> list[tuple[list[float], list[int]]]:
+        return played(SurvivalWindow, lambda: selector_named(selector)(len(FAMILY), np.random.default_rng(1)))
+
+    def forget(self: Selection, transcript: Sequence[int]) -> CatchUpJob | None:
+        self._due = None
+        return next_catch_up(self, transcript)
+
+    def stale(self: Selection, transcript: Sequence[int]) -> CatchUpJob | None:
+        self._due = [] if self._view is not None else None
+        return next_catch_up(self, transcript)
+
+    next_catch_up = Selection.next_catch_up
+    kept = trajectories()
+    monkeypatch.setattr(Selection, "next_catch_up", forget)
+    assert trajectories() == kept
+    monkeypatch.setattr(Selection, "next_catch_up", stale)
+    assert trajectories() != kept, "drafters that are not asked for again never catch up"

@@ -1,0 +1,120 @@
+"""The simulator: several edges on one verifier, by the engine's own rules of a batch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from outrider.cloud.batching import Batch, Batching, credit_of
+from outrider.proto.session import EdgeSession, VerifierRules
+from outrider.proto.types import Open, Patience, Sampling
+from research.simulator.clock import Costs, VirtualClock
+from research.simulator.faults import Faults, FaultySimulation
+from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
+from research.simulator.verifier import SimulatedVerifier
+
+HASH = "0" * 64
+RULES = VerifierRules("v", "m", HASH, 8, 4096, frozenset({0}))
+TOKENS = 60
+ORACLE = hashing_oracle(7, eos_odds=0.0)
+
+
+class Noted(Batching):
+    """Rules of a batch that note how many sessions each step has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def plan(self, candidates, now) -> Batch:
+        batch = super().plan(candidates, now)
+        if batch.shares:
+            self.sizes.append(len(batch.shares))
+        return batch
+
+
+def decode(
+    edges: int,
+    *,
+    faults: Faults | None = None,
+    rules: VerifierRules = RULES,
+    prompt: int = 3,
+    costs: Costs | None = None,
+) -> tuple[list[list[int]], Noted, float]:
+    """Return texts of edges that begin together on one verifier, its rules of a batch, and when the last has ended."""
+    clock, batching = VirtualClock(), Noted()
+    verifier = SimulatedVerifier(clock, rules, OracleTarget(ORACLE), costs or Costs(), batching)
+    simulations = []
+    for i in range(edges):
+        tokens = (1 + i % 7, *(2,) * (prompt - 1))
+        rng = random.Random(i)
+        edge = EdgeSession(Open("m", HASH, tokens, Sampling(max_tokens=TOKENS, ignore_eos=True), f"s{i}"))
+        drafters = ScriptedDrafters([drafter_of(ORACLE, i, 0.8, confidence="telling")], 0.002, rng)
+        simulations.append(FaultySimulation(clock, edge, verifier, drafters, faults or Faults(), rng))
+    for simulation in simulations:
+        simulation.begin()
+    while any(simulation.done is None for simulation in simulations):
+        clock.advance()
+    return [simulation.emitted for simulation in simulations], batching, clock.now
+
+
+def own_text(prompt: tuple[int, ...]) -> list[int]:
+    for _ in range(TOKENS):
+        prompt += (ORACLE(prompt),)
+    return list(prompt[-TOKENS:])
+
+
+@pytest.mark.parametrize("edges", [1, 3, 12])
+def test_texts_are_the_targets_own_however_many_share_its_steps(edges) -> None:
+    texts, batching, _ = decode(edges)
+    assert texts == [own_text((1 + i % 7, 2, 2)) for i in range(edges)]
+    assert max(batching.sizes) == edges
+
+
+def test_texts_are_the_targets_own_on_a_bad_link() -> None:
+    faults = Faults(jitter_s=0.03, duplicated=0.2, reordered=0.2, breaks_every_s=0.7, goaway_every_s=1.5)
+    texts, _, _ = decode(3, faults=faults)
+    assert texts == [own_text((1 + i % 7, 2, 2)) for i in range(3)]
+
+
+def test_sessions_that_share_steps_are_hardly_slower_than_one_alone() -> None:
+    costs = Costs(row_s=0.0)
+    (_, one, alone_s), (_, many, together_s) = (decode(edges, costs=costs) for edges in (1, 8))
+    assert together_s < 1.5 * alone_s
+    assert len(many.sizes) < 4 * len(one.sizes), "8 times the texts"
+
+
+def test_sessions_without_patience_are_all_in_the_step_of_the_first() -> None:
+    _, batching, _ = decode(4, rules=replace(RULES, patience=Patience(0.0)), faults=Faults(delay_s=0.0))
+    assert set(batching.sizes[2:12]) == {4}, "before the first text ends"
+
+
+def test_long_prompts_are_read_in_chunks_while_others_decode() -> None:
+    texts, batching, _ = decode(2, prompt=700)
+    assert texts == [own_text((1 + i, *(2,) * 699)) for i in range(2)]
+    assert batching.sizes[0] == 1, "the first prompt takes all the room there is"
+
+
+def test_the_same_seeds_give_the_same_run() -> None:
+    faults = Faults(jitter_s=0.05, duplicated=0.2, reordered=0.2)
+    assert decode(3, faults=faults)[2] == decode(3, faults=faults)[2]
+
+
+def test_credit_shrinks_with_the_crowd_down_to_a_step_of_drafts() -> None:
+    rules = replace(RULES, max_credit=64, max_drafts=16)
+    assert [credit_of(rules, n) for n in (0, 1, 8, 16, 32, 400)] == [64, 64, 64, 32, 16, 16]
+    assert credit_of(replace(rules, max_credit=4), 100) == 4
+
+
+def test_a_clock_without_events_raises() -> None:
+    clock, seen = VirtualClock(), []
+    clock.at(2.0, lambda: seen.append("b"))
+    clock.at(1.0, lambda: seen.append("a"))
+    clock.at(2.0, lambda: seen.append("c"))
+    for _ in range(3):
+        clock.advance()
+    assert (seen, clock.now) == (["a", "b", "c"], 2.0)
+    with pytest.raises(RuntimeError, match=r"nothing will ever happen again after 2\.000 s"):
+        clock.advance()

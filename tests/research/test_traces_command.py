@@ -1,0 +1,541 @@
+"""`python -m research traces`: recordings agree with real runs, and replays with recordings."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.record import save
+from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.prompts import Prompt
+from outrider.drafters import NgramDrafter
+from outrider.edge.testing import ScriptedDrafter
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import FixedWindow, SurvivalWindow
+from outrider.proto.types import Goal, Sampling
+from research.commands import main
+from research.recording import (
+    CostSheet,
+    DrafterCosts,
+    Recording,
+    TargetCosts,
+    costs_path,
+    load_costs,
+    load_recording,
+)
+from research.replay.optimum import synchronous, tokens_per_second
+from research.replay.record import HitRecorder
+from research.replay.traced import Policy
+from research.replay.traced import replay as replay_texts
+from research.replay.traces import HitTrace, load_traces, save_traces
+from research.simulator.clock import Costs
+from research.traces.record import DrafterProbe, Recorder
+from research.traces.sweep import WARM_UP_TOKENS, Sweep, policy_of
+
+GREEDY = Sampling(temperature=0.0, max_tokens=12)
+WORDS = "w3 w9 w4 w3 w9 w4"
+PROMPTS = (("p", (3, 9)), ("q", (4, 5, 6)))
+SHEET = CostSheet(
+    TargetCosts(0.010, 0.001, 0.0005), {"good": DrafterCosts(0.001, 0.0001), "bad": DrafterCosts(0.002, 0.0)}
+)
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "vocab_size": 20,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model with a word a token."""
+    return save_tiny_target(tmp_path_factory.mktemp("target"), seed=0, sharpness=1, **MODEL)
+
+
+@pytest.fixture(scope="module")
+def target(target_folder):
+    from outrider.cloud.target import load_target
+
+    return load_target(str(target_folder), kv_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "words.jsonl"
+    records = [{"id": str(i), "domain": f"d{i % 2}", "prompt": f"{WORDS} w{i + 2}"} for i in range(5)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def trace_of(drafter: str, hits: str, *, name: str = "t", domain: str = "code") -> HitTrace:
+    """Return a trace; `hits`: 1 where the drafter is right, 0 where it is not."""
+    n = len(hits)
+    tokens = tuple(range(200, 200 + n))
+    return HitTrace(name, domain, drafter, "1", 0.0, 30, tokens, tuple(h == "1" for h in hits), (math.nan,) * n)
+
+
+def recording_of(texts: int = 2, tokens: int = 40) -> Recording:
+    """Return a recording of a drafter that hits three times in four, and of one that never does; a domain a text."""
+    shape = {"good": ("1110" * tokens)[:tokens], "bad": "0" * tokens}
+    return Recording(
+        {
+            name: [trace_of(name, hits, name=str(i), domain=f"d{i}") for i in range(texts)]
+            for name, hits in shape.items()
+        },
+        SHEET,
+    )
+
+
+def written(recording: Recording, folder: Path) -> Path:
+    path = folder / "t.jsonl"
+    save_traces([trace for own in recording.traces.values() for trace in own], path)
+    save(recording.costs, costs_path(path, "output"))
+    return path
+
+
+def link_of(rtt_ms: float) -> BenchLink:
+    return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
+
+
+def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = main(["traces", *arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+# --- recording ---
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
+    sampling = replace(GREEDY, temperature=temperature, seed=3)
+    prompts = [Prompt(str(i), f"{WORDS} w{i + 2}", "words") for i in range(3)]
+    drafters = {"seven": ScriptedDrafter(lambda _: 7), "mine": NgramDrafter()}
+    traces, sheet = Recorder(target, drafters, sampling).record(prompts)
+    tokens = [(3, 9, 4, 3, 9, 4, i + 2) for i in range(3)]
+    requests = [TextRequest(ids, sampling, p.id, p.domain) for p, ids in zip(prompts, tokens, strict=True)]
+    texts = TextWriter(target).write(requests)
+    expected = [
+        trace
+        for text in texts
+        for trace in HitRecorder(drafters, [text.request]).record(
+            text.request, text.tokens, ended=text.transcript[-1] in target.eos_tokens
+        )
+    ]
+    assert repr([replace(trace, agreement=()) for trace in traces]) == repr(expected)  # NaN is not equal to itself
+    assert set(sheet.drafters) == {"seven", "mine"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_agreement_is_the_targets_probability_of_a_draft_over_the_drafters(target, target_folder, temperature) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    sampling = replace(GREEDY, temperature=temperature, seed=3)
+    drafter = ScriptedDrafter(lambda prefix: None if len(prefix) % 4 == 0 else 7, q=0.05)
+    [trace], _ = Recorder(target, {"seven": drafter}, sampling).record([Prompt("p", WORDS)])
+    transcript = (3, 9, 4, 3, 9, 4, *trace.tokens)
+    with torch.inference_mode():
+        logits = LlamaForCausalLM.from_pretrained(target_folder)(torch.tensor([transcript])).logits[0, 5:-1]
+    p = torch.softmax(logits / (temperature or 1.0), dim=-1)[:, 7].tolist()
+    assert min(p) < 0.05 < max(p), "both sides of the minimum are met"
+    for i, (found, chance) in enumerate(zip(trace.agreement, p, strict=True)):
+        if (6 + i) % 4 == 0:
+            assert trace.silent[i]
+            assert math.isnan(found)
+        else:
+            assert found == pytest.approx(min(1.0, chance / 0.05), abs=1e-3)
+
+
+def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once(target, monkeypatch) -> None:
+    words = Prompt("p", WORDS), Prompt("q", f"{WORDS} w5 w6")
+    sampling = replace(GREEDY, temperature=1.0)
+    alone = [
+        trace
+        for prompt in words
+        for seed in (3, 4, 5)
+        for trace in Recorder(target, {"n": NgramDrafter()}, replace(sampling, seed=seed)).record([prompt])[0]
+    ]
+    read = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: read.extend(len(r.tokens) for r in batch) or forward(batch))
+    monkeypatch.setattr("research.traces.record.target_costs", lambda *_: SHEET.target)
+    traces, _ = Recorder(target, {"n": NgramDrafter()}, sampling, (3, 4, 5)).record(words)
+    assert repr(traces) == repr(alone)
+    assert [(trace.id, trace.seed) for trace in traces] == [(p, s) for p in "pq" for s in (3, 4, 5)]
+    assert len({trace.tokens for trace in traces}) > 2
+    assert [rows for rows in read if rows > 1] == [6, 8]
+    assert target.pool.free_pages == target.pool.page_count
+
+
+def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypatch) -> None:
+    requests = [TextRequest((3, 9, i), replace(GREEDY, ignore_eos=True), str(i)) for i in range(2, 7)]
+    at_once: list[int] = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: at_once.append(len(batch)) or forward(batch))
+    many = {each.request: each for each in TextWriter(target).stream(requests)}
+    assert max(at_once) == 5
+    at_once.clear()
+    monkeypatch.setattr("outrider.cloud.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
+    few = {each.request: each for each in TextWriter(target).stream(requests)}
+    assert max(at_once) == 2
+    for request in requests:
+        assert few[request].transcript == many[request].transcript
+        assert many[request].logits.shape == (12, target.vocab_size)
+        assert many[request].logits.argmax(dim=-1).tolist() == list(many[request].tokens)
+
+
+def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed() -> None:
+    opened: list[str] = []
+    closed: list[str] = []
+
+    class Noted(ScriptedDrafter):
+        def open(self, rule):
+            state = super().open(rule)
+            opened.append(self.name)
+            state.close = lambda: closed.append(self.name)
+            return state
+
+    requests = [TextRequest(tokens, replace(GREEDY, seed=s), p, p) for p, tokens in PROMPTS for s in (1, 2)]
+    drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
+    recorder = HitRecorder(drafters, requests)
+    for request in requests:
+        _, trace = recorder.record(request, (5, 6))
+        log_q = math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2
+        assert trace.prompt_log_q == pytest.approx(log_q, abs=1e-4)
+        assert (trace.drafter, trace.hits, trace.silent) == ("b", (True, False), ())
+    assert opened == closed == ["a", "b"] * 2
+    left = HitRecorder(drafters, requests)
+    left.record(requests[0], (5,))
+    left.close()
+    assert opened == closed
+
+
+def test_costs_are_of_this_target_and_these_drafters(target) -> None:
+    def slow(prefix):
+        return sum(range(20_000)) % 7 + len(prefix) % 2
+
+    drafters = {"slow": ScriptedDrafter(slow), "fast": ScriptedDrafter((7,) * 100), "silent": ScriptedDrafter(())}
+    _, sheet = Recorder(target, drafters, GREEDY).record([Prompt("p", WORDS), Prompt("q", f"{WORDS} w5")])
+    assert 0 < sheet.target.step_s < 10
+    assert sheet.target.row_s >= 0
+    assert sheet.target.prefill_row_s >= 0
+    assert sheet.drafters["slow"].drafting_s > 3 * sheet.drafters["fast"].drafting_s > 0
+    assert sheet.drafters["silent"].drafting_s == Costs().drafting_s  # not known
+    assert target.pool.free_pages == target.pool.page_count
+
+
+def test_a_prompt_that_fills_the_context_but_for_a_token_can_be_recorded(target) -> None:
+    prompt = Prompt("long", " ".join(["w5"] * (target.context_length - 1)))
+    [trace], _ = Recorder(target, {"n": NgramDrafter()}, replace(GREEDY, max_tokens=1)).record([prompt])
+    assert len(trace.tokens) == 1
+
+
+def test_a_probe_separates_reading_from_drafting(monkeypatch) -> None:
+    # Only the drafter moves the clock: 2 ms a drafted token, 0.5 ms a token read.
+    now = 0.0
+
+    class Clocked(ScriptedDrafter):
+        def open(self, rule):
+            state = super().open(rule)
+            extend, propose = state.extend, state.propose
+
+            def extend_slowly(tokens):
+                nonlocal now
+                now += 0.0005 * max(0, len(tokens) - 1)
+                extend(tokens)
+
+            def propose_slowly(n):
+                nonlocal now
+                now += 0.002 * n
+                state.extend = extend
+                return propose(n)
+
+            state.extend, state.propose = extend_slowly, propose_slowly
+            return state
+
+    monkeypatch.setattr("research.traces.record.time.thread_time", lambda: now)
+    probe = DrafterProbe(Clocked((5,) * 200), GREEDY)
+
+    for length in (30, 50):
+        probe.after(WrittenText(TextRequest(tuple(range(length)), GREEDY, "p"), tuple(range(length + 9)), 9))
+    costs = probe.costs()
+    assert costs.drafting_s == pytest.approx(0.002)
+    assert costs.catch_up_s == pytest.approx(0.0005)
+
+
+def test_the_command_records_texts_of_either_noise(target_folder, prompt_file, tmp_path, capfd) -> None:
+    texts = []
+    for noise in ("outrider", "vllm"):
+        out_file = tmp_path / f"{noise}.jsonl"
+        hot = ["--temperature", "1", "--max-tokens", "20", "--drafter", "ngram", "--noise", noise]
+        arguments = ["--target", str(target_folder), "--prompts", str(prompt_file), *hot, "--output", str(out_file)]
+        status, _, err = run_command(["record", *arguments], capfd)
+        assert status == 0, err
+        texts.append([trace.tokens for trace in load_traces(out_file)])
+    assert all(one != other for one, other in zip(*texts, strict=True))
+
+
+def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_path, capfd) -> None:
+    out_file = tmp_path / "new" / "t.jsonl"
+    arguments = ["--target", str(target_folder), "--drafter", "ngram", "--prompts", str(prompt_file)]
+    sizes = ["--per-domain", "2", "--max-tokens", "9", "--seed", "4", "--threads", "1"]
+    status, out, err = run_command(["record", *arguments, *sizes, "--output", str(out_file)], capfd)
+    assert status == 0
+    assert f"4 traces in {out_file}" in out
+    assert "the target writes 4 texts" in err
+    recording = load_recording(out_file)
+    assert [text.prompt for text in recording.texts] == [("d0", "0"), ("d0", "2"), ("d1", "1"), ("d1", "3")]
+    assert set(recording.costs.drafters) == {"ngram"}
+    assert recording.costs.environment["seed"] == 4
+    assert all(
+        len(trace.agreement) == len(trace.entropy) == len(trace.tokens)
+        for text in recording.texts
+        for trace in text.traces
+    )
+    status, out, err = run_command(["replay", str(out_file), "--rtt", "10", "--window", "adaptive"], capfd)
+    assert status == 0
+    assert "ngram" in out
+
+
+# --- replaying ---
+
+
+def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_take() -> None:
+    tokens, min_step_s = 40, 0.03
+    grid = Sweep(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], min_step_s=min_step_s)
+    [cloud], *_ = grid.cells()
+    costs = SHEET.of("good", min_step_s=min_step_s)
+    first_s = 0.040 + costs.cloud_event_s + costs.edge_event_s + costs.batch_s(0, 30) + costs.commit_s
+    seconds = first_s + (tokens - 1) * (min_step_s + costs.commit_s)
+    assert cloud.seconds == pytest.approx(seconds)
+    assert cloud.tokens_per_second == pytest.approx(tokens / seconds)
+    assert cloud.first_token_ms == pytest.approx(1e3 * first_s)
+    assert (cloud.steps_per_token, cloud.ratio, cloud.tokens) == (1.0, 1.0, tokens)
+    assert (cloud.drafter, cloud.window, cloud.acceptance, cloud.window_mean) == (None, None, None, None)
+
+
+def test_synchronous_rounds_with_three_hits_in_four_take_a_quarter_of_the_steps() -> None:
+    grid = Sweep(recording_of(texts=1, tokens=81), [link_of(0)], ["sync3"])
+    _, [good], [bad] = grid.cells()
+    # The prompt's step gives the first token, at a hit; 1 1 0 | 1 1 1 0 | … : a round ends at each 0.
+    assert good.steps_per_token == pytest.approx(22 / 81, abs=1.5 / 81)
+    assert bad.steps_per_token == 1.0
+    assert bad.acceptance == 0.0
+    assert good.ratio > 1.5 > 1 > bad.ratio
+
+
+def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() -> None:
+    recording = recording_of(texts=2)
+    links, windows = [link_of(5), link_of(120)], ["adaptive", "4", "sync4"]
+    grid = Sweep(recording, links, windows, goal=Goal.EFFICIENCY, min_step_s=0.02)
+    cells = list(grid.cells())
+    assert len(cells) == len(grid) == 2 * (1 + 2 * 3)
+    names = [(f.link.rtt_ms, f.drafter, f.window) for f, *_ in cells]
+    drafted = [(d, w) for d in ("good", "bad") for w in windows]
+    assert names == [(ms, d, w) for ms in (5, 120) for d, w in [(None, None), *drafted]]
+    policies = {
+        "adaptive": Policy(goal=Goal.EFFICIENCY),
+        "4": Policy(window=FixedWindow(4), goal=Goal.EFFICIENCY),
+        "sync4": replace(synchronous(4), goal=Goal.EFFICIENCY),
+    }
+    by_link = {link.record: link for link in links}
+    for whole, *domains in cells:
+        assert [result.domain for result in (whole, *domains)] == [None, "d0", "d1"]
+        assert whole.tokens == sum(result.tokens for result in domains)
+        assert whole.seconds == pytest.approx(sum(result.seconds for result in domains))
+        if whole.drafter is None:
+            continue
+        costs = SHEET.of(whole.drafter, min_step_s=0.02)
+        traces, shape_at = recording.traces[whole.drafter], by_link[whole.link].shape_at
+        outcomes = replay_texts(traces, shape_at, costs, policies[whole.window], warm_up_tokens=WARM_UP_TOKENS)
+        assert whole.tokens_per_second == tokens_per_second(outcomes)
+        assert whole.uplink_bytes_per_token == sum(o.uplink_bytes for o in outcomes) / whole.tokens
+        cloud = next(f for f, *_ in cells if f.link == whole.link and f.drafter is None)
+        assert whole.ratio == pytest.approx(whole.tokens_per_second / cloud.tokens_per_second)
+
+
+def test_a_fixed_window_asks_for_its_length_and_an_adaptive_one_more_of_better_ones() -> None:
+    grid = Sweep(recording_of(tokens=120), [link_of(60)], ["4", "adaptive"], min_step_s=0.03)
+    mean = {(f.drafter, f.window): f.window_mean for f, *_ in grid.cells()}
+    assert mean["good", "4"] == mean["bad", "4"] == 4.0
+    assert mean["good", "adaptive"] > mean["bad", "adaptive"]
+
+
+def test_names_of_windows_stand_for_policies() -> None:
+    assert policy_of("adaptive") == Policy(window=SurvivalWindow())
+    assert policy_of("12") == Policy(window=FixedWindow(12))
+    assert policy_of("sync5") == synchronous(5)
+
+
+def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> None:
+    path = written(recording_of(), tmp_path)
+    arguments = [
+        "replay",
+        str(path),
+        "--rtt",
+        "2,60",
+        "--up",
+        "1,20",
+        "--trace",
+        "lte-motion",
+        "--window",
+        "adaptive,8",
+    ]
+    outputs = ["--json", str(tmp_path / "a" / "r.json"), "--plot", str(tmp_path / "b")]
+    status, out, err = run_command([*arguments, "--min-step", "30", *outputs], capfd)
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 100
+    assert out.count("(cloud)") == 3
+    shown, _, _ = out.partition("by domain")
+    assert sum(" * " in line for line in shown.splitlines()) == 3  # the best of each link
+    for words in (
+        "a target step at least 30 ms",
+        "1/100",
+        "lte-motion",
+        "over cloud streaming's by domain, window adap",
+    ):
+        assert words in out
+    record = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert len(record["results"]) == 3 * (1 + 2 * 2) * 3
+    assert record["costs"] == asdict(SHEET)
+    assert (record["min_step_ms"], record["goal"], record["seed"]) == (30, "latency", 0)
+    for name in ("speed", "window", "drafters"):
+        assert (tmp_path / "b" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "15 replays of 2 texts" in err
+
+
+def test_only_the_drafters_that_are_named_are_replayed(tmp_path, capfd) -> None:
+    path = written(recording_of(), tmp_path)
+    status, out, _ = run_command(["replay", str(path), "--rtt", "2", "--window", "4", "--drafter", "bad"], capfd)
+    assert status == 0
+    assert "bad" in out
+    assert "good" not in out
+
+
+def test_costs_come_back_from_their_file(tmp_path) -> None:
+    save(SHEET, tmp_path / "c.json")
+    assert load_costs(tmp_path / "c.json") == SHEET
+    assert SHEET.of("bad", min_step_s=0.5) == Costs(
+        step_s=0.010, row_s=0.001, prefill_row_s=0.0005, drafting_s=0.002, catch_up_s=0.0, min_step_s=0.5
+    )
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["record"], 2, "--output"),
+        (["record", "--output", "t.json"], 1, "output: t.json does not end in .jsonl; call it t.jsonl"),
+        (["record", "--output", "/proc/t.jsonl"], 1, "output: cannot write /proc/t.jsonl"),
+        (["record", "--output", "t.jsonl", "--drafter", ""], 1, "drafter: names none; name an embedded drafter"),
+        (["record", "--output", "t.jsonl", "--drafter", "nobody"], 1, "drafter: no drafter 'nobody': give a folder"),
+        (["record", "--output", "t.jsonl", "--drafter", "ngram,ngram"], 1, "'ngram'; name them by NAME=FOLDER"),
+        (["record", "--output", "t.jsonl", "--drafter", "=x"], 1, "drafter: '=x' has no name before the =; write"),
+        (["record", "--output", "t.jsonl", "--prompts", "nowhere"], 1, "prompts: cannot read nowhere"),
+        (["record", "--output", "t.jsonl", "--temperature", "hot"], 2, "--temperature: 'hot' is not a number"),
+        (["record", "--output", "t.jsonl", "--seeds", "3"], 1, "seeds: has no effect at temperature 0; set --temper"),
+        (["replay"], 2, "FILE"),
+        (["replay", "nowhere.jsonl"], 1, "traces: cannot read nowhere.jsonl"),
+        (["replay", "T", "--drafter", "best"], 1, "drafter: 'best' was not recorded; name some of good, bad"),
+        (["replay", "T", "--drafter", "bad,bad"], 1, "drafter: names 'bad' twice; once is enough"),
+        (["replay", "T", "--window", "wide"], 1, "window: 'wide' is none of adaptive, N and syncN with N from 1 on"),
+        (["replay", "T", "--window", "0"], 1, "window: '0' is none of"),
+        (["replay", "T", "--window", "4,4"], 1, "window: names '4' twice; once is enough"),
+        (["replay", "T", "--window", ""], 1, "window: names no policy; name adaptive"),
+        (["replay", "T", "--rtt", ""], 1, "rtt: names no link, nor does --trace; name a round trip"),
+        (["replay", "T", "--rtt", "2,2"], 1, "rtt: names '2 ms 20/100 Mbit/s' twice"),
+        (["replay", "T", "--rtt", "far"], 2, "--rtt: 'far' is not a number"),
+        (["replay", "T", "--jitter", ""], 1, "jitter: is empty; give one number"),
+        (["replay", "T", "--up", "1,2,3"], 1, "up: has 3 entries where --rtt has 4"),
+        (["replay", "T", "--trace", "moon"], 1, "moon"),
+        (["replay", "T", "--goal", "joy"], 2, "--goal"),
+        (["replay", "T", "--json", "/proc/r.json"], 1, "json: cannot write /proc/r.json"),
+        (["replay", "T", "--plot", "/proc/r"], 1, "plot: cannot make /proc/r"),
+        ([], 2, "WHAT"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, monkeypatch, capfd) -> None:
+    path = written(recording_of(), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    got, out, err = run_command([str(path) if word == "T" else word for word in arguments], capfd)
+    assert got == status
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
+    assert sorted(tmp_path.iterdir()) == before  # nothing is left there
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("research.traces.record.load_target", lambda *_, **__: pytest.fail("the work has begun"))
+    (tmp_path / "t.costs.json").mkdir()
+    status, _, err = run_command(["record", "--drafter", "ngram", "--output", str(tmp_path / "t.jsonl")], capfd)
+    assert status == 1
+    assert f"output: cannot write {tmp_path / 't.costs.json'}: Is a directory; name another file" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other/1"}, r"costs\.format: .*'other/1' is none of outrider-trace-costs/1; record"),
+        ({"target": 3}, r"costs\.target: must be an object, not 3; record"),
+        (
+            {"drafters": {"good": {"drafting_s": 0.1}}},
+            r"costs\.drafters\.good\.catch_up_s: is missing; record",
+        ),
+        (
+            {"target": {"step_s": -1, "row_s": 0, "prefill_row_s": 0}},
+            r"costs\.target\.step_s: must be 0 or more, not -1; record",
+        ),
+        ({"target": asdict(SHEET.target) | {"joy_s": 1}}, r"costs\.target\.joy_s: is unknown; record the traces again"),
+        ({"drafters": {}}, r"costs\.drafters: says nothing of 'good'; record the traces again"),
+    ],
+)
+def test_a_wrong_cost_is_named(tmp_path, change, message) -> None:
+    path = written(recording_of(), tmp_path)
+    costs = costs_path(path, "output")
+    costs.write_text(json.dumps(json.loads(costs.read_text()) | change))
+    with pytest.raises(ConfigError, match=message):
+        load_recording(path)
+
+
+def test_traces_without_their_costs_are_refused_by_name(tmp_path) -> None:
+    path = written(recording_of(), tmp_path)
+    costs_path(path, "output").unlink()
+    with pytest.raises(
+        ConfigError, match=r"costs: cannot read .*t\.costs\.json, which `python -m research traces record` writes"
+    ):
+        load_recording(path)
+
+
+def test_drafters_of_different_texts_are_not_compared() -> None:
+    good, bad = trace_of("good", "1111"), trace_of("bad", "11111")
+    with pytest.raises(ConfigError, match=r"traces: 'bad' has other texts than 'good'; record them together"):
+        Recording({"good": [good], "bad": [bad]}, SHEET)
+    with pytest.raises(ConfigError, match=r"traces: holds no trace; record some"):
+        Recording({}, SHEET)
+
+
+def test_a_trace_file_is_one_that_others_can_read(tmp_path) -> None:
+    recording = recording_of()
+    assert len(load_traces(written(recording, tmp_path))) == sum(map(len, recording.traces.values()))

@@ -1,0 +1,463 @@
+"""`python -m research traces replay --selector`: texts of a run, results of each way of choosing, and their output."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.record import save
+from outrider.deploy.link.shape import LinkShape
+from outrider.edge.policies.selection import SELECTORS
+from outrider.edge.policies.selection.bandits import MetaSdUcb
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Hedge
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
+from research.commands import main
+from research.outputs import LINE_S, progress
+from research.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
+from research.replay.optimum import synchronous
+from research.replay.texts import texts_of
+from research.replay.traced import Policy, replay
+from research.replay.traces import HitTrace, save_traces
+from research.simulator.clock import Costs
+from research.traces.plots import draw_pool
+from research.traces.pool import (
+    BEFORE,
+    DRAFTER,
+    ORACLE,
+    SELECTOR,
+    SETTLED_TOKENS,
+    Pool,
+    PoolReplayed,
+    PoolRow,
+    row_names,
+    run_texts,
+    variants_of,
+)
+from research.traces.stages import Aligned, Stage
+from research.traces.sweep import WARM_UP_TOKENS
+
+DOMAINS = ("code", "prose", "math")
+DRAFTERS = ("coder", "writer")
+HITS = {("coder", "code"): 0.9, ("writer", "prose"): 0.9}  # elsewhere less
+SHEET = CostSheet(TargetCosts(0.010, 0.001, 0.0005), {name: DrafterCosts(0.001, 0.0001) for name in DRAFTERS})
+DRAFTS = 4
+
+
+def recording_of(prompts: int = 3, seeds: int = 2, tokens: int = 90) -> Recording:
+    """Return a recording of two drafters, each of them good in one domain, and neither in the third."""
+    rng = np.random.default_rng(0)
+    traces: dict[str, list[HitTrace]] = {name: [] for name in DRAFTERS}
+    for domain, prompt, seed in itertools.product(DOMAINS, range(prompts), range(1, 1 + seeds)):
+        text = tuple(rng.integers(3, 999, tokens).tolist())
+        for name in DRAFTERS:
+            hits = tuple(bool(hit) for hit in rng.random(tokens) < HITS.get((name, domain), 0.4))
+            fields = {"confidence": (0.5,) * tokens, "agreement": (0.5,) * tokens, "seed": seed}
+            traces[name].append(HitTrace(f"p{prompt}", domain, name, "1", 1.0, 20, text, hits, **fields))
+    return Recording(traces, SHEET)
+
+
+def link_of(rtt_ms: float = 20) -> BenchLink:
+    return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
+
+
+def rounds_of(costs: Costs, link: BenchLink) -> Stage:
+    return Stage([costs] * len(DRAFTERS), link.shape_at, lambda: synchronous(DRAFTS))
+
+
+def stage_of(recording: Recording, link: BenchLink) -> Stage:
+    return rounds_of(recording.costs.of("coder"), link)
+
+
+def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 2) -> Pool:
+    return Pool(recording, {link_of().record: stage_of(recording, link_of())}, selectors.split(","), seeds)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, PoolRow]:
+    return {row.name: row for row in pool_of(recording_of()).rows(lambda: None)}
+
+
+def written(recording: Recording, folder: Path) -> Path:
+    path = folder / "t.jsonl"
+    save_traces([trace for own in recording.traces.values() for trace in own], path)
+    save(recording.costs, costs_path(path, "output"))
+    return path
+
+
+def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = main(["traces", "replay", *arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+# --- texts of a run ---
+
+
+def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_turn() -> None:
+    variants = variants_of(recording_of().texts)
+    assert row_names(recording_of().domains) == (*DOMAINS, "mix", "midway")
+    runs = [run_texts("mix", variants, seed) for seed in range(4)]
+    for seed, run in enumerate(runs):
+        assert {p.prompt for p in run} == {(d, f"p{i}") for d in DOMAINS for i in range(3)}
+        assert len(run) == 9
+        assert {p.traces[0].seed for p in run} == {1 + seed % 2}
+    assert runs[0][0] == run_texts("mix", variants, 0)[0]
+    assert len({tuple(p.prompt for p in run) for run in runs}) == 4
+    assert {(p.prompt[0], *p.domains) for p in run_texts("code", variants, 0)} == {("code",)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_midway_every_text_begins_one_text_and_ends_one_of_another_domain(seed) -> None:
+    variants = variants_of(recording_of().texts)
+    alone = {p.prompt: p for p in run_texts("mix", variants, seed)}
+    run = run_texts("midway", variants, seed)
+    beginnings, endings = [], []
+    for text in run:
+        (before, _), (after,) = text.prompt, text.domains
+        assert before != after
+        assert text.changes == (90,)
+        tokens = text.traces[1].tokens
+        beginnings.append(tokens[:90])
+        endings.append(tokens[90:])
+        assert tokens[90:] in {text.traces[0].tokens for (domain, _), text in alone.items() if domain == after}
+    everything = sorted(text.traces[0].tokens for text in alone.values())
+    assert sorted(beginnings) == sorted(endings) == everything
+
+
+def test_one_domain_has_no_mix() -> None:
+    recording = recording_of()
+    code = Recording({name: [t for t in own if t.domain == "code"] for name, own in recording.traces.items()}, SHEET)
+    assert row_names(code.domains) == ("code",)
+    [row] = pool_of(code, seeds=1).rows(lambda: None)
+    assert row.changes == ()
+    assert row.of(ORACLE, ORACLE).settled is None
+
+
+def test_prompts_of_the_same_name_in_two_domains_are_two() -> None:
+    assert len(variants_of(recording_of().texts)) == 9
+
+
+def test_a_domain_with_the_name_of_a_row_is_refused() -> None:
+    own = {name: [replace(t, domain="mix") for t in traces] for name, traces in recording_of(1, 1).traces.items()}
+    with pytest.raises(ConfigError, match=r"traces: has a domain 'mix', which is the name of a row; rename it"):
+        pool_of(Recording(own, SHEET))
+
+
+# --- results ---
+
+
+def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
+    recording = recording_of(1, 1)
+    [text, *_] = recording.texts
+    costs = Costs(step_s=0.01, row_s=0.002, commit_s=0.0005, cloud_event_s=0.001, edge_event_s=0.002)
+    stage = rounds_of(costs, link_of(50))
+    prompt_s = costs.batch_s(0, 20) + 0.0005
+    assert stage.cloud_s(text) == pytest.approx(0.05 + 0.003 + prompt_s + 89 * 0.0125)
+    paced = rounds_of(replace(costs, min_step_s=0.1), link_of(50))
+    assert paced.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.1005)
+
+
+def test_min_step_s_holds_for_short_rounds_too() -> None:
+    recording = recording_of(1, 1)
+    [text, *_] = recording.texts
+    costs = recording.costs.of("coder", min_step_s=0.5)
+    [alone] = rounds_of(costs, link_of(0)).alone([text], 0)
+    rounds_s = np.diff(np.unique(alone.at_s))
+    assert min(rounds_s) > 0.5
+    assert rounds_s[-1] < 0.52
+
+
+def test_a_cell_compares_cloud_streaming_with_its_drafter_on_the_same_texts(rows) -> None:
+    recording = recording_of()
+    stage = stage_of(recording, link_of())
+    for arm, drafter in enumerate(DRAFTERS):
+        seconds = cloud_s = 0.0
+        for text in recording.texts:
+            if text.traces[0].domain == "code":
+                seconds += stage.alone([text], arm)[0].seconds
+                cloud_s += stage.cloud_s(text)
+        cell = rows["code"].of(DRAFTER, drafter)
+        # The verifier's measurements of earlier texts make a little difference.
+        assert cell.speed_up == pytest.approx(cloud_s / seconds, rel=0.02)
+        assert cell.seconds == pytest.approx(seconds, rel=0.02)  # two runs, two texts of each prompt
+        assert cell.tokens == 2 * 3 * 90
+        assert cell.interval.low < cell.speed_up < cell.interval.high
+        assert cell.shares == tuple(float(i == arm) for i in range(2))
+        assert cell.switches == 0
+
+
+def test_no_way_of_choosing_beats_the_oracle(rows) -> None:
+    for row in rows.values():
+        oracle = row.of(ORACLE, ORACLE)
+        assert oracle.of_oracle == pytest.approx(1.0)
+        assert set(oracle.regret_s) == {0.0}
+        for cell in row.cells:
+            assert cell.of_oracle == pytest.approx(oracle.seconds / cell.seconds)
+            assert sum(cell.shares) == pytest.approx(1.0)
+            assert cell.regret_s[-1] == pytest.approx((cell.seconds - oracle.seconds) / 2)
+            if cell.kind == DRAFTER:
+                assert cell.of_oracle < 1.0 + 1e-9
+    assert rows["code"].of(ORACLE, ORACLE).seconds == pytest.approx(rows["code"].of(DRAFTER, "coder").seconds)
+
+
+def test_the_leader_is_near_the_best_everywhere_and_above_it_where_domains_change(rows) -> None:
+    for domain in ("code", "prose"):
+        best = max(rows[domain].of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
+        assert rows[domain].of(SELECTOR, "leader").speed_up > 0.9 * best
+    for row in (rows["mix"], rows["midway"]):
+        best = max(row.of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
+        assert row.of(SELECTOR, "leader").speed_up > best
+        assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "random").speed_up
+
+
+def test_choices_and_settled_tokens_are_counted_from_the_change_on(rows) -> None:
+    changes = {(change.name, change.domain): np.array(change.shares) for change in rows["midway"].changes}
+    assert {domain for name, domain in changes if name == "oracle"} == set(DOMAINS)
+    coder = changes["oracle", "code"][:, DRAFTERS.index("coder")]
+    assert coder[BEFORE + 6 : BEFORE + 90].min() == 1.0, "after the round that was on its way"
+    assert coder[:BEFORE].max() < 1.0
+    assert {shares.shape[0] for shares in changes.values()} == {128}
+    assert changes["leader", "code"].sum(axis=1)[: BEFORE + 90] == pytest.approx(1.0)
+    assert not changes["leader", "code"][BEFORE + 90 :].any(), "there the texts have ended"
+    assert SETTLED_TOKENS < 90
+    settled = {cell.name: cell.settled for cell in rows["midway"].cells}
+    assert settled["oracle"] == 1.0
+    assert settled["leader"] > 0.9 > settled["random"]
+    assert rows["mix"].of(SELECTOR, "leader").settled is None
+
+
+def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) -> None:
+    made: list[MetaSdUcb] = []
+
+    def make(arms, rng):
+        made.append(MetaSdUcb(arms=arms))
+        return made[-1]
+
+    monkeypatch.setitem(SELECTORS, "mine", make)
+    list(pool_of(recording_of(1, 2), "mine").rows(lambda: None))
+    assert len(made) == 2 * 5
+    assert len({round(sum(selector.pulls)) for selector in made[:2]}) == 2
+    # All tokens of a run: three texts of 90, some of 180 midway, at most five a round.
+    assert min(sum(selector.pulls) for selector in made[8:]) > 3 * 180 / 5
+
+
+def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_noted() -> None:
+    recording = recording_of(2, 1)
+    texts = recording.texts
+    costs = [recording.costs.of(name, min_step_s=0.03) for name in DRAFTERS]
+    shape_at = link_of(60).shape_at
+    stage = Stage(costs, shape_at, Policy)
+    outcomes = replay([text.traces[1] for text in texts], shape_at, costs[1], Policy(), warm_up_tokens=WARM_UP_TOKENS)
+    for trajectory, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
+        assert trajectory.at_s.tolist() == list(outcome.arrivals)
+        assert set(trajectory.choices.tolist()) == {1}
+    assert 90 * 0.03 < stage.cloud_s(texts[0]) < 90 * 0.04 + 0.1
+    mixed = stage.trajectories(texts, RandomSelector(2, np.random.default_rng(0)))
+    assert {int(arm) for trajectory in mixed for arm in trajectory.choices} == {0, 1}
+    assert [len(trajectory.choices) for trajectory in mixed] == [90] * 6
+    best = stage.best(texts)
+    for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
+        assert one.seconds == min(trajectory.seconds for trajectory in alone)
+    text = next(text for text in run_texts("midway", variants_of(texts), 0) if text.prompt[0] == "code")
+    [changed] = stage.best([text])
+    assert changed.seconds <= stage.trajectories([text], StaticSelector(0))[0].seconds
+
+
+def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
+    view = SelectionView(4, (0.1, 0.1), (0.0, 0.0))
+    experts = FixedShare(arms=2)
+    aligned = Aligned(Hedge(experts, np.random.default_rng(0)), 2)
+    for _ in range(2):
+        assert aligned.begin_text() is aligned
+        aligned.learn(RoundOutcome(view, 0, 3, 3, 2, math.nan, 0.1, hits=((True, True, False), (True,))))
+        assert list(map(len, experts.unpaid)) == [2, 0]
+    aligned.begin_text()
+    assert list(map(len, experts.unpaid)) == [0, 0]
+    random = Aligned(RandomSelector(2, np.random.default_rng(0)), 2)
+    assert (random.catches_up, aligned.catches_up) == (False, True)
+
+
+def test_silence_and_confidence_reach_the_selectors() -> None:
+    class Noting(StaticSelector):
+        catches_up = True
+
+        def score(self, view, chosen, unread):
+            return tuple(arm for arm in view.arms if arm != chosen)
+
+        def learn(self, outcome: RoundOutcome) -> None:
+            heard.append(outcome)
+
+    heard: list[RoundOutcome] = []
+    n = 40
+    trace = HitTrace(
+        "p", "d", "a", "1", 1.0, 1, tuple(range(5, 5 + n)), (True, False) * (n // 2), (0.9, 0.8) * (n // 2)
+    )
+    mute = replace(
+        trace, drafter="b", hits=(False,) * n, silent=(False, True) * (n // 2), confidence=(0.4, math.nan) * (n // 2)
+    )
+    [text] = texts_of({"a": [trace], "b": [mute]})
+    selector = Noting(0)
+    stage = rounds_of(Costs(), link_of())
+    stage.trajectories([text, text], selector)
+    [_, end] = [i for i, outcome in enumerate(heard) if not outcome.committed]
+    del heard[end + 1 :]  # the second text adds nothing new
+    mine, other = ([q for outcome in heard for q in outcome.confidence[arm]] for arm in range(2))
+    assert {q for q in mine if not math.isnan(q)} == {0.9, 0.8}
+    assert {q for q in other if not math.isnan(q)} == {0.4}
+    assert len(mine) == len(other) > n, "the warm-up's too"
+    hits = [hit for outcome in heard for hit in outcome.hits[1]]
+    assert not any(hits)
+
+
+# --- the command ---
+
+
+def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> None:
+    path = written(recording_of(2, 1, 70), tmp_path)
+    outputs = ["--json", str(tmp_path / "r.json")]
+    names = "static,random,metasd-bd"
+    arguments = [
+        str(path),
+        "--rtt",
+        "5,60",
+        "--drafter",
+        "coder,writer",
+        "--selector",
+        names,
+        "--seeds",
+        "2",
+        "--rounds",
+        "4",
+        "--min-step",
+        "30",
+    ]
+    status, out, err = run_command([*arguments, *outputs], capfd)
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 100
+    for words in (
+        "2 runs in rounds",
+        "at least 30 ms",
+        "midway",
+        "5 ms 20/100 Mbit/s",
+        "coder",
+        "metasd-bd",
+        "speed from 64 tokens after a",
+    ):
+        assert words in out
+    assert out.count("best drafter alone") == 2
+    assert out.count("*") >= 2 * 5  # the best of every row of both links
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert (record["drafters"], record["drafts"], record["seeds"], record["min_step_ms"]) == (list(DRAFTERS), 4, 2, 30)
+    assert [(row["link"]["rtt_ms"], row["name"]) for row in record["rows"]] == [
+        (rtt, name) for rtt in (5, 60) for name in (*DOMAINS, "mix", "midway")
+    ]
+    for row in record["rows"]:
+        columns = [(cell["kind"], cell["name"]) for cell in row["cells"]]
+        selectors = [("selector", name) for name in names.split(",")[1:]]
+        assert columns == [("drafter", "coder"), ("drafter", "writer"), *selectors, ("oracle", "oracle")]
+        assert all(len(cell["regret_s"]) == len(row["positions"]) for cell in row["cells"])
+        by_name = {cell["name"]: cell for cell in row["cells"]}
+        best = min(("coder", "writer"), key=lambda name: by_name[name]["seconds"])
+        for cell in row["cells"]:
+            for against, drafter in (("of_first", "coder"), ("of_best", best)):
+                found = cell[against]
+                assert found["drafter"] == drafter
+                assert found["ratio"] == pytest.approx(by_name[drafter]["seconds"] / cell["seconds"], rel=1e-4)
+                assert found["interval"]["low"] <= found["ratio"] <= found["interval"]["high"]
+        assert by_name[best]["of_best"]["interval"] == {"low": 1.0, "high": 1.0}, "prompts are resampled in pairs"
+        assert row["positions"][0] == 1
+        assert row["positions"] == sorted(set(row["positions"]))
+    assert "20 runs of every selector" in err
+
+
+def test_every_link_has_plots_of_its_own(rows, tmp_path) -> None:
+    code, midway = rows["code"], rows["midway"]
+    few = replace(midway, changes=tuple(change for change in midway.changes if change.domain == "code"))
+    links = LinkRecord(60.0, trace="lte-motion"), LinkRecord(30.0, 1.0, 5.0), LinkRecord(30.0, 20.0, 5.0)
+    shown = (code, few, *(replace(code, link=link) for link in links))
+    draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
+    files = ("20ms", "lte-motion", "30-ms-1-5-Mbit-s", "30-ms-20-5-Mbit-s")
+    names = {f"{plot}-{link}.png" for plot in ("speedup", "regret") for link in files}
+    names |= {"choices-20ms.png"}  # on the other links nothing changes
+    assert {file.name for file in tmp_path.iterdir()} == names
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    with pytest.raises(ConfigError, match="plot: cannot write"):
+        draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown[-1:]), Path("/proc"))
+
+
+def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
+    path = written(recording_of(1, 1, 40), tmp_path)
+    arguments = ["--rtt", "60", "--min-step", "30", "--selector", "static,leader", "--play", "stream", "--seeds", "1"]
+    status, out, err = run_command([str(path), *arguments, "--window", "8,4"], capfd)
+    assert status == 0, err
+    assert "1 runs in stream" in out
+    lines = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line]
+    oracle = lines[1]  # over the best drafter
+    assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
+    assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
+    status, _, err = run_command([str(path), *arguments, "--window", "wide"], capfd)
+    assert (status, "'wide' is none of" in err) == (1, True)
+
+
+def test_a_log_gets_a_line_now_and_then_and_none_of_short_work(monkeypatch, capsys) -> None:
+    now = 0.0
+    monkeypatch.setattr("research.outputs.time.monotonic", lambda: now)
+    with progress(Console(stderr=True, force_terminal=False), "replaying", 8) as advance:
+        for _ in range(8):
+            now += 0.4 * LINE_S
+            advance()
+    assert capsys.readouterr().err.splitlines() == ["replaying: 3 of 8", "replaying: 6 of 8"]
+
+
+def test_on_a_terminal_there_is_a_bar(capsys) -> None:
+    with progress(Console(stderr=True, force_terminal=True), "replaying", 2) as advance:
+        advance()
+    assert "replaying" in capsys.readouterr().err
+
+
+def test_one_text_of_one_prompt_has_plots_without_intervals(tmp_path, capfd) -> None:
+    recording = recording_of(1, 1)
+    path = written(Recording({n: own[:1] for n, own in recording.traces.items()}, SHEET), tmp_path)
+    arguments = ["--rtt", "5", "--selector", "leader", "--seeds", "1", "--plot", str(tmp_path / "p")]
+    status, out, err = run_command([str(path), *arguments], capfd)
+    assert status == 0, err
+    line = next(line for line in out.splitlines() if line.startswith("leader"))
+    assert "*" in line
+    assert "±" not in line
+    assert sorted(file.name for file in (tmp_path / "p").iterdir()) == ["regret-5ms.png", "speedup-5ms.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--selector", "best"], 1, "selector: 'best' is none of leader, static"),
+        (["--selector", "leader,leader"], 1, "selector: names 'leader' twice; once is enough"),
+        (["--selector", "leader", "--seeds", "0"], 2, "--seeds: 0 is below 1"),
+        (["--selector", "leader", "--rounds", "0"], 2, "--rounds: 0 is below 1"),
+        (["--selector", "leader", "--play", "chess"], 2, "--play"),
+        (["--selector", "leader", "--drafter", "poet"], 1, "drafter: 'poet' was not recorded"),
+        (["--selector", "leader", "--json", "/proc/r.json"], 1, "json: cannot write /proc/r.json"),
+        (["--selector", "leader", "--plot", "/proc/r"], 1, "plot: cannot make /proc/r"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, capfd) -> None:
+    got, out, err = run_command([str(written(recording_of(1, 1), tmp_path)), *arguments], capfd)
+    assert got == status
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
