@@ -248,7 +248,7 @@ def loaded_by(*arguments: str) -> set[str]:
     return set(ended.stdout.rpartition("loaded:")[2].split())
 
 
-@pytest.mark.parametrize("command", ["", "edge", "verifier", "coordinator", "train steer", "bench", "traces replay"])
+@pytest.mark.parametrize("command", ["", "edge", "verifier", "coordinator", "train steer", "bench"])
 def test_help_loads_nothing_heavy(command) -> None:
     loaded = loaded_by(*command.split(), "--help")
     assert "argparse" in loaded
