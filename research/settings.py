@@ -62,8 +62,7 @@ class ReplaySettings(LinkListSettings):
     rtt: tuple[float, ...] = (2.0, 10.0, 60.0, 200.0)
     window: tuple[str, ...] = listed(
         ("adaptive", "4", "8", "16"),
-        "adaptive, N unverified tokens at most, syncN: rounds of N drafts that wait for the verdict, or a rule: "
-        "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd, pearl:N with PEARL's waits",
+        "adaptive, N unverified tokens at most, or syncN: rounds of N drafts that wait for the verdict",
     )
     goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps")
     min_step: float = option(

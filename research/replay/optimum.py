@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.edge.policies.length.rules import PearlWindow
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
+from outrider.proto.policy import Window
 from outrider.proto.types import Patience
 from research.replay.traced import Policy, ReplayOutcome, replay
 from research.replay.traces import HitTrace
@@ -48,21 +47,7 @@ def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
 
 def synchronous(length: int) -> Policy:
     """Return classical speculative decoding: draft, wait for the verdict, begin again (Leviathan et al. 2023)."""
-    return Policy(window=FixedWindow(length), patience=Patience(math.inf, length))
-
-
-def pearl(length: int) -> Policy:
-    """Return PEARL's overlap of drafting and verifying in blocks (Liu et al. 2024, arXiv 2408.11850).
-
-    The target decodes right after a miss, else it waits for drafts; each step verifies at most a block.
-    """
-    return Policy(window=PearlWindow(length), patience=Patience(math.inf, after_miss_s=0.0), max_drafts=length)
-
-
-def pearl_length(costs: Costs) -> int:
-    """Return the length of PEARL's blocks: the drafts that are made in a target step, at most those it verifies."""
-    ratio = round(costs.batch_s(LENGTHS[-1] + 1, 0) / costs.drafting_s) if costs.drafting_s else LENGTHS[-1]
-    return min(max(ratio, LENGTHS[0]), LENGTHS[-1])
+    return Policy(window=Window(length), patience=Patience(math.inf, length))
 
 
 def colocated(length: int) -> Policy:
@@ -101,10 +86,7 @@ def best_in_hindsight(
         results = [Best(p, replay(traces, shape_at, costs, p, warm_up_tokens=warm_up_tokens)) for p in by_trees]
         return sorted(results, key=lambda best: -best.tokens_per_second)
 
-    windows: list[WindowPolicy] = [
-        *(SurvivalWindow(min_share=share) for share in _MIN_SHARES),
-        *map(FixedWindow, _WINDOWS),
-    ]
+    windows = [*(Window(min_share=share) for share in _MIN_SHARES), *map(Window, _WINDOWS)]
     patiences = [None, *(Patience(seconds, drafts) for seconds in _WAITS_S for drafts in (4, 16))]
     by_window = tried(Policy(window=window) for window in windows)
     by_patience = tried(Policy(patience=patience) for patience in patiences)

@@ -11,7 +11,7 @@ from functools import partial
 
 from outrider.cloud.batching import Batching
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import Measurements, WindowPolicy
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
@@ -45,7 +45,7 @@ class Policy:
     """Policies of both sides.
 
     Attributes:
-        window: window policy of the edge; None: the default policy.
+        window: window of the edge; None: as many drafts as pay.
         patience: patience that the edge asks for; None: the verifier plans it.
         max_drafts: most drafts that a step verifies.
         drafting: whether the edge drafts; False: cloud streaming.
@@ -56,7 +56,7 @@ class Policy:
         trees: whether steps verify branches beside the chain.
     """
 
-    window: WindowPolicy | None = None
+    window: Window | None = None
     patience: Patience | None = None
     goal: Goal = Goal.LATENCY
     max_drafts: int = 16

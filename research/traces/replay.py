@@ -116,9 +116,9 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _policy(options: ReplaySettings) -> Callable[[], Policy]:
-    """Return a factory of the policy that selectors are played with."""
+def _policy(options: ReplaySettings) -> Policy:
+    """Return the policy that selectors are played with."""
     if options.play == "rounds":
-        return lambda: synchronous(options.rounds)
+        return synchronous(options.rounds)
     [window] = _windows(options.window[:1])
-    return lambda: replace(policy_of(window), goal=options.goal)
+    return replace(policy_of(window), goal=options.goal)

@@ -45,13 +45,13 @@ class Stage:
     Attributes:
         costs: [K] costs of the verifier and the events, with each drafter's own.
         shape_at: the link.
-        policy: factory of the policy of both sides, called for each run.
+        policy: policy of both sides.
         seed: seed of the jitter.
     """
 
     costs: Sequence[Costs]
     shape_at: ShapeAt
-    policy: Callable[[], Policy]
+    policy: Policy
     seed: int = 0
     _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)
     _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by a text's tokens
@@ -60,7 +60,7 @@ class Stage:
         """Return the seconds of cloud streaming, from the request to the last token."""
         tokens = text.traces[0].tokens
         if tokens not in self._cloud_s:
-            [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
+            [outcome] = self._replayed([text], 0, replace(self.policy, drafting=False))
             self._cloud_s[tokens] = outcome.arrivals[-1]
         return self._cloud_s[tokens]
 
@@ -68,7 +68,7 @@ class Stage:
         """Play the texts with one drafter; edge and verifier keep their measurements."""
         key = (arm, *(text.traces[arm].tokens for text in texts))
         if key not in self._alone:
-            outcomes = self._replayed(texts, arm, self.policy())
+            outcomes = self._replayed(texts, arm, self.policy)
             self._alone[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
         return self._alone[key]
 
@@ -79,7 +79,7 @@ class Stage:
         outcomes = self._replayed(
             texts,
             0,
-            self.policy(),
+            self.policy,
             others=[list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts],
             selector=Aligned(selector, len(self.costs)).begin_text,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean, median
 from typing import Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
@@ -12,15 +13,13 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import grouped, pooled
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.edge.policies.length import RULES, USAGE, rule_by_name
-from outrider.edge.policies.length.rules import PearlWindow
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
-from outrider.proto.policy.window import BlockRule
+from outrider.proto.policy import Window
+from outrider.proto.policy.window import DraftPrice
 from outrider.proto.types import Goal
 from research.metrics import bytes_per_token
 from research.recording import Recording
-from research.replay.optimum import pearl, synchronous, tokens_per_second
+from research.replay.optimum import synchronous, tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay
 
 WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, as in `outrider bench`
@@ -105,58 +104,36 @@ def fastest(results: Sequence[WindowResult]) -> WindowResult:
     return max(results, key=lambda result: result.tokens_per_second)
 
 
-@dataclass(slots=True)
-class NotedWindow:
-    """A window policy that notes how many unverified tokens it asks for."""
+@dataclass(frozen=True, slots=True)
+class NotedWindow(Window):
+    """A window that notes how many unverified tokens it asks for."""
 
-    inner: WindowPolicy
-    asked: int = 0
-    wanted: int = 0
+    asked: list[int] = field(default_factory=list)
 
-    def more(self, view: EdgeView) -> int:
-        count = self.inner.more(view)
-        self.asked += 1
-        self.wanted += view.in_flight + count
-        return count
-
-    def observe(self, hits: int, missed: bool) -> None:
-        if isinstance(self.inner, LearningRule):
-            self.inner.observe(hits, missed)
+    def more(self, price: DraftPrice, most: int, *, in_flight: int, **view: Any) -> int:
+        count = Window.more(self, price, sys.maxsize, in_flight=in_flight, **view)
+        self.asked.append(in_flight + count)
+        return min(most, count)
 
     @property
     def mean(self) -> float:
-        """Mean of the unverified tokens that the policy asked for; 0 before its first decision."""
-        return self.wanted / self.asked if self.asked else 0.0
-
-
-class NotedBlocks(NotedWindow):
-    """The same of a rule that also says which drafts travel together."""
-
-    def is_block(self, sent: int, unsent: int) -> bool:
-        return isinstance(self.inner, BlockRule) and self.inner.is_block(sent, unsent)
-
-
-def noted(window: WindowPolicy) -> NotedWindow:
-    """Return the window, noting what it asks for."""
-    return NotedBlocks(window) if isinstance(window, BlockRule) else NotedWindow(window)
+        """Mean of the unverified tokens that the window asked for; 0 before its first decision."""
+        return fmean(self.asked) if self.asked else 0.0
 
 
 def policy_of(name: str) -> Policy:
-    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, rounds of `syncN`, or a length rule.
+    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, or rounds of `syncN`.
 
     Raises:
         ConfigError: it is none of these.
     """
     if name == ADAPTIVE:
-        return Policy(window=SurvivalWindow())
-    if name.partition("@")[0].partition(":")[0] in RULES:
-        rule = rule_by_name(name)
-        return pearl(rule.length) if isinstance(rule, PearlWindow) else Policy(window=rule)
+        return Policy(window=Window())
     length = name.removeprefix(SYNCHRONOUS)
     if not (length.isascii() and length.isdecimal() and int(length) > 0):
-        known = f"{ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on, {USAGE}"
+        known = f"{ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on"
         raise ConfigError(f"{name!r} is none of {known}", field="window")
-    return Policy(window=FixedWindow(int(length))) if length == name else synchronous(int(length))
+    return Policy(window=Window(int(length))) if length == name else synchronous(int(length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +170,7 @@ class Sweep:
             for drafter in drafters:
                 for window in self.windows:
                     policy = policy_of(window)
-                    watched = noted(policy.window or SurvivalWindow())
+                    watched = NotedWindow(**asdict(policy.window or Window()))
                     outcomes = self._replay(drafter, link, replace(policy, window=watched, goal=self.goal))
                     yield self._results(link, outcomes, cloud, drafter, window, watched.mean)
 

@@ -32,6 +32,8 @@ def test_a_list_of_drafters_its_rule_and_its_memory_reach_the_edge():
         (["--selector", "best"], "'best' is none of leader, static"),
         (["--drafter-memory", "0"], "0"),
         (["--drafter-memory", "much"], "much"),
+        (["--window", "0"], "0 is below 1; use --drafter none"),
+        (["--window", "wide"], "'wide' is neither adaptive nor a whole number"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, says, capfd):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from outrider.edge import EdgeConfig
 from outrider.edge.battery import Battery
+from outrider.proto.errors import ConfigError
 
 
 def supply(folder: Path, name: str, **files: str) -> None:
@@ -59,3 +62,10 @@ def test_the_battery_is_read_once_a_minute(tmp_path: Path) -> None:
 def test_a_configured_share_counts(tmp_path: Path) -> None:
     supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="80")
     assert Battery(fixed=0.0, folder=tmp_path).share == 0.0
+
+
+@pytest.mark.parametrize("battery", [-0.1, 1.5, math.nan])
+def test_a_charge_that_is_no_share_is_refused(battery: float) -> None:
+    with pytest.raises(ConfigError, match="is not") as caught:
+        EdgeConfig(coordinator="127.0.0.1:1", battery=battery)
+    assert caught.value.field == "battery"

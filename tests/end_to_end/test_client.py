@@ -248,7 +248,7 @@ def test_a_text_ends_for_the_same_reason_with_any_drafter(serving, edge) -> None
                 ends = [{"stop": stop} for stop in stops] + [{"stop_tokens": whole.ids[-1:]}, {"stop": "never said"}]
                 expected = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
             oracle, patient = ScriptedDrafter([*prompt, *whole.ids]), Patience(math.inf, 16)
-            async with edge(address, drafter=oracle, window="fixed:16", patience=patient) as client:
+            async with edge(address, drafter=oracle, window=16, patience=patient) as client:
                 got = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
         for plain, drafted in zip(expected, got, strict=True):
             assert (drafted.finish_reason, drafted.ids, drafted.text) == (plain.finish_reason, plain.ids, plain.text)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hand_driven import committed
 
-from outrider.proto.policy import Measurements, WindowPolicy
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
 from outrider.proto.session import verifier as session_verifier
@@ -150,7 +150,7 @@ class CheckedSimulation(FaultySimulation):
         drafter: Proposer | None,
         *,
         verifier: VerifierRules | None = None,
-        window: WindowPolicy | None = None,
+        window: Window | None = None,
         link: Faults | None = None,
         seed: int = 0,
         step_s: float = 0.03,

@@ -46,7 +46,7 @@ class HandDrivenEdge(EdgeSession):
         """The drafting job that is due, of at most `most` tokens; None where none is."""
         if measurements is not None:
             self._meter.adopt(measurements)
-        self._drafting._job_tokens = self._drafting._length._job_tokens = lambda _: most
+        self._drafting._job_tokens = self._drafting._allowance._job_tokens = lambda _: most
         self._drafting.review()
         return None if self._drafting.running is not None else self._drafting.draft()
 

@@ -21,7 +21,7 @@ from small_rules import (
 from small_states import Interned
 
 from outrider.proto.errors import Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import (
     CatchUpJob,
@@ -77,7 +77,7 @@ class SmallEdge:
         selector, drafters = AnyDrafter() if rules.switches else StaticSelector(), ("a", "b")[: max(1, rules.drafters)]
         self.edge = EdgeSession(
             frame,
-            FixedWindow(rules.window),
+            Window(rules.window),
             measurements=known_measurements(),
             selection=Selection(selector, drafters),
             job_tokens=job_tokens,

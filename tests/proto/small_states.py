@@ -18,7 +18,7 @@ from outrider.proto.types import DraftToken, Open, Opened, Sampling
 # Classes that decide nothing here: constants, counts, and what has been measured.
 UNSEEN = frozenset(
     """Rules VerifierRules Measurements Smoothed Acceptance Calibration TextCalibration MissShares OtherShares
-    FixedWindow EdgeStatistics Timing RetryRules VerifierArm NoSource DraftingHere AtOnce Future AnyDrafter
+    Window EdgeStatistics Timing RetryRules VerifierArm NoSource DraftingHere AtOnce Future AnyDrafter
     StaticSelector TargetFacts Report SentMessages Interned""".split()  # noqa: SIM905 - a list to read
 )
 REFERENCES = frozenset({"HitCounter", "Sender", "Allowance", "SessionEvents"})  # hold other parts, and no state

@@ -22,7 +22,7 @@ from outrider.proto.errors import (
     Unavailable,
     UnknownToken,
 )
-from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.session import (
     Done,
     EdgeInstruction,
@@ -166,7 +166,7 @@ links = st.builds(
     said=st.lists(turns, min_size=2, max_size=5),
     link=links,
     right=st.sampled_from([0.9, 0.5, 1.0, 0.0, None]),
-    window=st.sampled_from([SurvivalWindow(), FixedWindow(64), FixedWindow(3)]),
+    window=st.sampled_from([Window(), Window(64), Window(3)]),
     patience=st.sampled_from([None, Patience(0.0), Patience(0.01, 4), Patience(math.inf, 4)]),
     max_credit=st.sampled_from([64, 5, 1]),
     fickle_credit=st.booleans(),
@@ -359,7 +359,7 @@ def test_what_was_measured_and_the_credit_of_opening_go_on_into_the_next_turn():
 
 def edge_at_rest(keep_s: float = 9.0, **changes) -> HandDrivenEdge:
     """A session whose first turn is done: 3 1 2, 4 5."""
-    edge = HandDrivenEdge(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), FixedWindow(4))
+    edge = HandDrivenEdge(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), Window(4))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 2, "v", 512, vocab_size=8, keep_s=keep_s), 0.1)
     instructions = edge.on_commit(Commit(3, committed(4, 5), 0, 64, finish=FinishReason.LENGTH), 0.2)
@@ -488,7 +488,7 @@ def test_the_drafter_goes_on_from_what_it_has_read():
 
 
 def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), measurements=Measurements())
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(4), measurements=Measurements())
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     job = edge.next_job(4)
@@ -504,7 +504,7 @@ def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
 @pytest.mark.parametrize("drafting", [False, True])
 def test_the_last_turns_forced_proposals_are_not_taken_for_this_ones(drafting):
     leader = Leader(experts=FixedShare(arms=2))
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), selection=Selection(leader, ("a", "b")))
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(4), selection=Selection(leader, ("a", "b")))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     edge.on_drafted(edge.next_job(4), (1, 1, 1, 1), (0.5,) * 4, 0.01, 0.1)

@@ -7,7 +7,7 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto import codec
 from outrider.proto.errors import Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import Selection, Send, Verified, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, Continue, Draft, DraftToken, FinishReason, Opened, Sampling
@@ -27,7 +27,7 @@ class Chosen(StaticSelector):
 def edge_of(*names, versions=("v1", "v2")):
     selector = Chosen()
     selection = Selection(selector, names, versions=versions[: len(names)])
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(3), selection=selection)
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(3), selection=selection)
     edge.open_frame(b"", 0.0)
     edge.on_opened(OPENED, 0.0)
     return edge, selector

@@ -7,7 +7,7 @@ from checked_simulation import open_frame
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import Internal
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import DrafterFailed, Selection, Send, TurnBegun
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling
@@ -22,7 +22,7 @@ def selection(*versions: str) -> Selection:
 
 def edge_between_turns(*, job_runs: bool):
     """An edge whose first turn has ended, perhaps while a drafter was at work."""
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(3), selection=selection("v1"))
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(3), selection=selection("v1"))
     edge.open_frame(b"", 0.0)
     edge.on_opened(OPENED, 0.0)
     job = edge.next_job(3)

@@ -6,7 +6,7 @@ import pytest
 from checked_simulation import open_frame
 from hand_driven import HandDrivenEdge, committed
 
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, Opened, Timing
@@ -25,7 +25,7 @@ class Learning(Selection):
 
 
 def edge_of(selection: Selection | None = None) -> HandDrivenEdge:
-    edge = HandDrivenEdge(open_frame(), FixedWindow(2), selection=selection)
+    edge = HandDrivenEdge(open_frame(), Window(2), selection=selection)
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512, planned=False, drafter_here="h@1"), 0.0)
     return edge

@@ -9,7 +9,7 @@ from checked_simulation import open_frame
 from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Leader
 from outrider.proto.errors import Internal, Unavailable
-from outrider.proto.policy import FixedWindow, Measurements
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import (
     CatchUpJob,
@@ -36,7 +36,7 @@ OPENED = Opened(0, 16, 40, "v", 512, planned=False)
 def edge(drafters: int = 1) -> EdgeSession:
     names = tuple("abc"[:drafters])
     selection = Selection(Leader(experts=FixedShare(arms=drafters)), names) if drafters > 1 else None
-    return EdgeSession(open_frame(), FixedWindow(4), selection=selection, job_tokens=lambda _: 2)
+    return EdgeSession(open_frame(), Window(4), selection=selection, job_tokens=lambda _: 2)
 
 
 def jobs(instructions: list[EdgeInstruction]) -> list[DraftJob | CatchUpJob]:
@@ -72,7 +72,7 @@ def test_the_length_of_a_job_goes_by_the_speed_of_its_chains_drafter() -> None:
     selection = Selection(StaticSelector(1), ("a", "b"))
     machine = EdgeSession(
         open_frame(),
-        FixedWindow(8),
+        Window(8),
         measurements=measurements,
         selection=selection,
         job_tokens=lambda drafting_s: round(1000 * drafting_s),

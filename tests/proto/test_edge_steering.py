@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
-from outrider.proto.policy import FixedSteering, FixedWindow, Measurements, PricedSteering
+from outrider.proto.policy import FixedSteering, Measurements, PricedSteering, Window
 from outrider.proto.policy.steering import SteeringRate, SteeringView
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
 from outrider.proto.steering import encode
@@ -114,7 +114,7 @@ class SteeredSimulation(CheckedSimulation):
     def __init__(self, frame, oracle, drafter, *, vectors, policy, **options):
         edge = Watched(
             replace(frame, steering=REQUEST),
-            FixedWindow(16),
+            Window(16),
             steering=DrafterSteering(RANK, policy),
             job_tokens=lambda _: 8,
         )
@@ -222,7 +222,7 @@ def steered_edge(policy=None, window=8, measurements=None, opened=True, **change
     """A session that is steered, opened with the verifier's consent."""
     edge = HandDrivenEdge(
         open_frame(steering=REQUEST, **changes),
-        FixedWindow(window),
+        Window(window),
         measurements=measurements,
         steering=DrafterSteering(RANK, policy or FixedSteering(HALVES)),
     )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
     Disconnected,
@@ -41,7 +41,7 @@ def simulation(*, drafting_s: float = 0.002, opened: Opened | None = OPENED, dra
         open_frame(prompt=PROMPT),
         oracle,
         drafter_of(oracle, 0, right=1.0) if drafts else None,
-        window=FixedWindow(8),
+        window=Window(8),
         link=Faults(delay_s=0.1),
         verifier=rules(context_length=2048),
         row_s=0.001,
@@ -61,7 +61,7 @@ def frames(instructions: list) -> list:
 
 
 def hand_driven(**changes) -> HandDrivenEdge:
-    return HandDrivenEdge(open_frame(**changes), FixedWindow(8))
+    return HandDrivenEdge(open_frame(**changes), Window(8))
 
 
 def drafted_early(machine: HandDrivenEdge, *tokens: int, now: float = 0.0, opened: Opened = OPENED) -> list:
@@ -93,10 +93,10 @@ def test_drafts_behind_the_open_are_verified_with_the_first_step() -> None:
 
 
 def test_nothing_is_drafted_before_the_open_or_without_known_terms() -> None:
-    machine = EdgeSession(open_frame(), FixedWindow(8))
+    machine = EdgeSession(open_frame(), Window(8))
     assert machine.handle(Started(), 0.0) == []
     assert [type(frame) for frame in frames(machine.handle(StreamReady(b""), 0.0))] == [Open]
-    known = EdgeSession(open_frame(), FixedWindow(8))
+    known = EdgeSession(open_frame(), Window(8))
     sent, job = known.handle(StreamReady(b"", OPENED), 0.0)
     assert isinstance(sent, Send)
     assert isinstance(sent.frame, Open)
@@ -214,7 +214,7 @@ def test_several_drafters_read_the_prompt_before_one_drafts() -> None:
         open_frame(prompt=PROMPT),
         oracle,
         drafter,
-        window=FixedWindow(8),
+        window=Window(8),
         link=Faults(delay_s=0.1),
         verifier=rules(context_length=2048),
         row_s=0.001,

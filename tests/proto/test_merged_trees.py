@@ -9,7 +9,7 @@ from checked_simulation import CheckedSimulation, open_frame, own_text, rules, t
 from hand_driven import committed
 
 from outrider.proto.errors import OutriderError
-from outrider.proto.policy import FixedWindow, Measurements
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.branches import OtherShares
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import (
@@ -77,7 +77,7 @@ class Driven:
     def __init__(self, *, trees: bool = True) -> None:
         frame = open_frame(sampling=Sampling(max_tokens=100), trees=True)
         selection = Selection(StaticSelector(), ("first", "second"))
-        self.machine = EdgeSession(frame, FixedWindow(3), selection=selection, job_tokens=lambda _: 3)
+        self.machine = EdgeSession(frame, Window(3), selection=selection, job_tokens=lambda _: 3)
         self.machine.handle(StreamReady(b""), 0.0)
         self.out = self.machine.handle(Opened(0, 64, 100, "v", 512, branches=True, trees=trees), 0.0)
         self.propose(1, 1, 1)

@@ -10,7 +10,7 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.session import Done, Send, VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
 from outrider.proto.v1 import decoding_pb2 as pb
@@ -21,7 +21,7 @@ OLD = replace(OPENED, min_tokens=False, eos_tokens=())
 
 
 def edge_of(sampling):
-    edge = HandDrivenEdge(open_frame(sampling=sampling, keep_s=9.0), FixedWindow(4))
+    edge = HandDrivenEdge(open_frame(sampling=sampling, keep_s=9.0), Window(4))
     edge.open_frame(b"", 0.0)
     return edge
 

@@ -10,7 +10,7 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.session import Done, Reopen, Send, VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Noise, Opened, Sampling
 from outrider.proto.v1 import decoding_pb2 as pb
@@ -21,7 +21,7 @@ OPENED = Opened(0, 64, 8, "v", 512, vocab_size=8, keep_s=9.0)
 
 
 def edge_of(sampling):
-    return HandDrivenEdge(open_frame(sampling=sampling, keep_s=9.0), FixedWindow(4))
+    return HandDrivenEdge(open_frame(sampling=sampling, keep_s=9.0), Window(4))
 
 
 # === the verifier ===============================================================================================

@@ -7,7 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import (
-    EdgeView,
-    FixedWindow,
     Line,
     Measurements,
     Smoothed,
     StepCost,
-    SurvivalWindow,
+    Window,
     batching_delay_s,
     measures,
 )
@@ -211,7 +209,32 @@ def test_two_edges_share_no_measurements_unless_they_are_given_some() -> None:
 
 # === window =====================================================================================================
 
-USUAL = EdgeView(
+
+@dataclass(frozen=True)
+class View:
+    """What a window decides by: the arguments of `Window.more` and `Window.price`."""
+
+    in_flight: int
+    survival: float
+    acceptance: float
+    drafting_s: float
+    step_s: float
+    row_s: float
+    round_trip_s: float
+    byte_s: float
+    token_s: float
+    goal: Goal
+    covered: int = 0
+
+
+def more(window: Window, view: View, most: int = 1000) -> int:
+    """Return the tokens to draft of `most`, at the price of the view."""
+    measured = {name: getattr(view, name) for name in ("step_s", "row_s", "round_trip_s", "byte_s", "token_s", "goal")}
+    state = {name: getattr(view, name) for name in ("in_flight", "survival", "acceptance", "drafting_s", "covered")}
+    return window.more(window.price(**measured), most, **state)
+
+
+USUAL = View(
     in_flight=0,
     survival=1.0,
     acceptance=0.8,
@@ -241,12 +264,12 @@ def test_the_window_widens_with_what_a_draft_is_worth_and_narrows_with_its_price
     name: str, values: tuple[float, ...], in_flight: int, goal: Goal
 ) -> None:
     view = replace(USUAL, in_flight=in_flight, goal=goal)
-    counts = [SurvivalWindow().more(replace(view, **{name: value})) for value in values]
+    counts = [more(Window(), replace(view, **{name: value})) for value in values]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
 
 
-def defined(rule: SurvivalWindow, view: EdgeView) -> int:
+def defined(rule: Window, view: View) -> int:
     """Count one draft after the other, each by its own worth, as the docstring of the rule says."""
     if not view.step_s:
         return max(0, min(8, rule.max_tokens) - view.in_flight)
@@ -268,19 +291,12 @@ def defined(rule: SurvivalWindow, view: EdgeView) -> int:
     return count if gain_s > 0 or view.in_flight >= view.covered else 0
 
 
-def more_at_most(rule: SurvivalWindow, view: EdgeView, most: int) -> int:
-    """Return what the rule allows of `most` tokens."""
-    measured = {name: getattr(view, name) for name in ("step_s", "row_s", "round_trip_s", "byte_s", "token_s", "goal")}
-    state = {name: getattr(view, name) for name in ("in_flight", "survival", "acceptance", "drafting_s", "covered")}
-    return rule.more_at(rule.price(**measured), most, **state)
-
-
 def test_the_window_decides_as_it_is_defined() -> None:
     rng, seen = random.Random(8), Counter[tuple[str, str]]()
     for _ in range(20_000):
         in_flight = rng.choice([0, 0, 1, 3, 12, 70])
-        rule = SurvivalWindow(rng.choice([0, 1, 5, 64]), rng.choice([0.0, 0.015]))
-        view = EdgeView(
+        rule = Window(max_tokens=rng.choice([0, 1, 5, 64]), min_share=rng.choice([0.0, 0.015]))
+        view = View(
             in_flight=in_flight,
             survival=rng.uniform(0.0, 1.0) if in_flight else 1.0,
             acceptance=rng.uniform(0.02, 0.98),
@@ -293,9 +309,9 @@ def test_the_window_decides_as_it_is_defined() -> None:
             goal=rng.choice(list(Goal)),
             covered=rng.choice([0, 0, 4, 30, 255]),
         )
-        count, most = rule.more(view), rng.randint(1, 20)
+        count, most = more(rule, view), rng.randint(1, 20)
         assert count == defined(rule, view), view
-        assert more_at_most(rule, view, most) == min(most, count), (view, most)
+        assert more(rule, view, most) == min(most, count), (view, most)
         seen["some" if count else "none", "covered" if view.covered > in_flight else ""] += 1
     assert len(seen) == 4
     assert min(seen.values()) > 500
@@ -305,12 +321,12 @@ def test_the_window_decides_as_it_is_defined() -> None:
 @pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.95])
 def test_where_steps_are_to_be_few_drafts_go_at_least_as_far(round_trip_s: float, acceptance: float) -> None:
     view = replace(USUAL, round_trip_s=round_trip_s, acceptance=acceptance)
-    assert SurvivalWindow().more(replace(view, goal=Goal.EFFICIENCY)) >= SurvivalWindow().more(view)
+    assert more(Window(), replace(view, goal=Goal.EFFICIENCY)) >= more(Window(), view)
 
 
 def test_where_steps_are_to_be_few_drafts_go_further_on_a_long_link() -> None:
     view = replace(USUAL, round_trip_s=0.3, drafting_s=0.005)
-    assert SurvivalWindow().more(replace(view, goal=Goal.EFFICIENCY)) > SurvivalWindow().more(view)
+    assert more(Window(), replace(view, goal=Goal.EFFICIENCY)) > more(Window(), view)
 
 
 def test_where_drafting_and_verifying_alternate_the_window_is_the_fastest() -> None:
@@ -322,11 +338,11 @@ def test_where_drafting_and_verifying_alternate_the_window_is_the_fastest() -> N
 
         best = min(map(token_s, range(64)))
         view = replace(USUAL, acceptance=acceptance, drafting_s=drafting_s, round_trip_s=round_trip_s, token_s=best)
-        assert token_s(SurvivalWindow(min_share=0.0).more(view)) < 1.01 * best
-        eager = token_s(SurvivalWindow(min_share=0.0).more(replace(view, token_s=USUAL.step_s)))
-        assert eager >= token_s(SurvivalWindow(min_share=0.0).more(view))
+        assert token_s(more(Window(min_share=0.0), view)) < 1.01 * best
+        eager = token_s(more(Window(min_share=0.0), replace(view, token_s=USUAL.step_s)))
+        assert eager >= token_s(more(Window(min_share=0.0), view))
     far = replace(USUAL, round_trip_s=0.2, token_s=0.001)
-    assert SurvivalWindow().more(far) == SurvivalWindow().more(replace(far, token_s=0.0)), "it runs ahead there"
+    assert more(Window(), far) == more(Window(), replace(far, token_s=0.0)), "it runs ahead there"
 
 
 def test_the_pace_is_of_the_newest_commits() -> None:
@@ -341,16 +357,16 @@ def test_the_pace_is_of_the_newest_commits() -> None:
 
 
 def test_one_draft_is_always_made_when_none_is_in_flight_however_dear() -> None:
-    dear = EdgeView(0, 1.0, 0.02, 5.0, 0.001, 1.0, 0.0, 1.0, 0.0, Goal.LATENCY)
-    assert SurvivalWindow().more(dear) == 1, "else better drafts could never be noticed"
-    assert SurvivalWindow().more(replace(dear, in_flight=1, survival=0.02)) == 0
+    dear = View(0, 1.0, 0.02, 5.0, 0.001, 1.0, 0.0, 1.0, 0.0, Goal.LATENCY)
+    assert more(Window(), dear) == 1, "else better drafts could never be noticed"
+    assert more(Window(), replace(dear, in_flight=1, survival=0.02)) == 0
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.03])
 @pytest.mark.parametrize("most", [1, 5, 64])
 def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
-    free = EdgeView(0, 1.0, 0.995, 0.0, step_s, 0.0, 99.0, 0.0, 0.0, Goal.EFFICIENCY)
-    counts = [SurvivalWindow(most).more(replace(free, in_flight=n)) for n in range(most + 3)]
+    free = View(0, 1.0, 0.995, 0.0, step_s, 0.0, 99.0, 0.0, 0.0, Goal.EFFICIENCY)
+    counts = [more(Window(max_tokens=most), replace(free, in_flight=n)) for n in range(most + 3)]
     assert counts[0] <= most
     assert all(n + count <= max(n, most) for n, count in enumerate(counts))
     assert counts[most:] == [0, 0, 0]
@@ -362,34 +378,35 @@ def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> Non
     counts = []
     for covered in range(1, 64):
         view = replace(USUAL, round_trip_s=0.2, acceptance=acceptance, covered=covered)
-        counts.append(SurvivalWindow().more(view))
+        counts.append(more(Window(), view))
         assert counts[-1] == 0 or counts[-1] > covered
         begun = replace(view, in_flight=covered, survival=acceptance**covered)
-        assert SurvivalWindow().more(begun) > 0 or acceptance**covered < 0.1, "it goes on with a chain that is beyond"
+        assert more(Window(), begun) > 0 or acceptance**covered < 0.1, "it goes on with a chain that is beyond"
     assert counts == [*itertools.takewhile(bool, counts), *[0] * counts.count(0)], "the more is covered the less pays"
     assert counts[-1] == 0 or acceptance == 0.99
     assert counts[0] > 0
 
 
 def test_before_anything_is_measured_a_few_drafts_are_made() -> None:
-    unknown = EdgeView(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
-    first = SurvivalWindow().more(unknown)
+    unknown = View(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
+    first = more(Window(), unknown)
     assert 1 < first < 64
-    assert SurvivalWindow().more(replace(unknown, in_flight=first)) == 0
+    assert more(Window(), replace(unknown, in_flight=first)) == 0
 
 
 def test_a_draft_that_is_asked_for_in_pieces_goes_as_far_as_at_once() -> None:
-    whole, piecewise = SurvivalWindow().more(USUAL), 0
-    while SurvivalWindow().more(replace(USUAL, in_flight=piecewise, survival=0.8**piecewise)) > 0:
+    whole, piecewise = more(Window(), USUAL), 0
+    while more(Window(), replace(USUAL, in_flight=piecewise, survival=0.8**piecewise)) > 0:
         piecewise += 1
     assert piecewise == whole
 
 
 def test_a_fixed_window_is_what_it_says() -> None:
-    assert [FixedWindow(3).more(replace(USUAL, in_flight=n)) for n in range(5)] == [3, 2, 1, 0, 0]
-    assert FixedWindow(0).more(USUAL) == 0
+    assert [more(Window(3), replace(USUAL, in_flight=n)) for n in range(5)] == [3, 2, 1, 0, 0]
+    assert more(Window(3), USUAL, most=2) == 2
+    assert more(Window(0), USUAL) == 0
     with pytest.raises(InvalidArgument):
-        FixedWindow(-1)
+        Window(-1)
 
 
 # === flush ======================================================================================================

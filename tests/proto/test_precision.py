@@ -9,7 +9,7 @@ from checked_simulation import open_frame, rules
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.session import Done, Reopen, RetryRules, Send, VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
 
@@ -20,7 +20,7 @@ FLOAT32, BFLOAT16 = replace(OPENED, precision="float32"), replace(OPENED, precis
 
 def edge_begun(opened=FLOAT32, tokens=(4, 5)):
     """An edge whose stream was cut after `tokens`, and that has asked for another one."""
-    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), FixedWindow(4), RetryRules(0.05, 2.0, 60.0))
+    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4), RetryRules(0.05, 2.0, 60.0))
     edge.open_frame(b"", 0.0)
     edge.on_opened(opened, 0.1)
     if tokens:
@@ -123,7 +123,7 @@ def test_an_old_refusal_is_forgotten_when_a_verifier_has_answered():
 
 
 def test_the_next_turn_is_a_text_of_its_own():
-    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), FixedWindow(4))
+    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4))
     edge.open_frame(b"", 0.0)
     edge.on_opened(FLOAT32, 0.1)
     edge.on_commit(Commit(3, committed(4, 5), 0, 64, finish=FinishReason.EOS), 0.2)

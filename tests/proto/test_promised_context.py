@@ -9,7 +9,7 @@ from checked_simulation import open_frame, rules
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, PromptTooLong, Unavailable
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.session import Done, Reopen, RetryRules, Send, VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
 
@@ -19,7 +19,7 @@ OPENED = Opened(0, 64, 13, "v", 16, vocab_size=8, keep_s=9.0)  # after a prompt 
 
 def edge_begun(tokens=(4, 5), opened=OPENED):
     """An edge whose stream was cut after `tokens`, with the Open of its next one."""
-    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), FixedWindow(4), RetryRules(0.05, 2.0, 60.0))
+    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4), RetryRules(0.05, 2.0, 60.0))
     edge.open_frame(b"", 0.0)
     edge.on_opened(opened, 0.1)
     if tokens:

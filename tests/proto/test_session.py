@@ -25,7 +25,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.session import Done, Emit, Reopen, RetryRules, Send, Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import (
@@ -55,7 +55,7 @@ from research.simulator.scripted import drafter_of, hashing_oracle
 
 PROMPT_LENGTH = 3
 
-windows = st.sampled_from([SurvivalWindow(), FixedWindow(64), FixedWindow(4), FixedWindow(1), FixedWindow(0)])
+windows = st.sampled_from([Window(), Window(64), Window(4), Window(1), Window(0)])
 patiences = st.sampled_from([None, Patience(0.0), Patience(0.01, 4), Patience(math.inf, 1), Patience(math.inf, 1000)])
 links = st.builds(
     Faults,
@@ -366,7 +366,7 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: Commit(0, (CommittedToken(1, 0.0), CommittedToken(2)), 0, 1), "commit.logp"),
         (lambda: Commit(0, (CommittedToken(1), CommittedToken(2, None, 0.0)), 0, 1), "commit.logprobs"),
         (lambda: Commit(0, (CommittedToken(1, top=((1, 0.0),)), CommittedToken(2)), 0, 1), "commit.top_logprobs"),
-        (lambda: FixedWindow(-1), "window"),
+        (lambda: Window(-1), "window"),
     ],
 )
 def test_a_malformed_value_cannot_be_made_and_names_its_field(make, field):
@@ -690,7 +690,7 @@ def test_settling_needs_one_token_more_than_the_block():
 
 
 def edge_session(window=None, credit=16, max_tokens=40, now=0.0, **changes):
-    edge = HandDrivenEdge(open_frame(**changes), window or FixedWindow(8))
+    edge = HandDrivenEdge(open_frame(**changes), window or Window(8))
     edge.open_frame(b"", now)
     edge.on_opened(Opened(len(changes.get("committed", ())), credit, max_tokens, "v", 512, planned=False), now)
     return edge
@@ -708,7 +708,7 @@ def sent(instructions, kind=Draft):
 
 
 def test_the_edge_drafts_ahead_of_what_is_verified_in_one_chain():
-    edge = edge_session(FixedWindow(3))
+    edge = edge_session(Window(3))
     job, out = draft(edge, 1, 2)
     assert (job.truncate_to, job.extend_with, job.count) == (0, (3, 1, 2), 3)
     assert sent(out) == [Draft(0, 3, tuple(map(DraftToken, (1, 2))))]
@@ -756,7 +756,7 @@ def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
 
 def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **options):
     """An edge that knows the link and the step, and has just heard of a commit, at 0.1 s."""
-    edge = HandDrivenEdge(open_frame(), FixedWindow(window), **options)
+    edge = HandDrivenEdge(open_frame(), Window(window), **options)
     edge.open_frame(b"", -round_trip_s)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=planned), 0.0)
     edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=step_s)), 0.1)
@@ -810,7 +810,7 @@ def test_drafts_are_held_until_a_step_is_about_to_begin_and_go_in_one_message():
 
 
 def test_a_whole_block_is_not_held():
-    edge = HandDrivenEdge(open_frame(), FixedWindow(32))
+    edge = HandDrivenEdge(open_frame(), Window(32))
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, max_drafts=3), 0.0)
     edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
@@ -873,7 +873,7 @@ def test_drafts_held_while_the_stream_breaks_go_on_the_next():
 
 @pytest.mark.parametrize(("echo", "measured"), [(1, 0.2), (2, 0.1), (0, None), (3, None)])
 def test_the_echo_and_the_hold_give_the_round_trip_of_that_message(echo, measured):
-    edge = edge_session(FixedWindow(64), now=0.0)
+    edge = edge_session(Window(64), now=0.0)
     draft(edge, 1, now=0.2)
     draft(edge, 2, now=0.3)
     before = edge.statistics.round_trip_s
@@ -886,7 +886,7 @@ def test_the_echo_and_the_hold_give_the_round_trip_of_that_message(echo, measure
 
 
 def test_the_ordinals_begin_anew_with_each_stream():
-    edge = edge_session(FixedWindow(64), now=0.0)
+    edge = edge_session(Window(64), now=0.0)
     draft(edge, 1, now=0.2)
     edge.on_disconnected(Unavailable("gone"), 1.0)
     edge.open_frame(b"", 2.0)
@@ -914,7 +914,7 @@ def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
         for _ in range(200):
             measurements.of("").calibration.add(0.95, True)
             measurements.of("").calibration.add(0.05, False)
-        edge = HandDrivenEdge(open_frame(), SurvivalWindow(), measurements=measurements)
+        edge = HandDrivenEdge(open_frame(), Window(), measurements=measurements)
         edge.open_frame(b"", -0.1)
         edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
         edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
@@ -925,7 +925,7 @@ def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
 
 
 def test_drafts_survive_by_what_their_confidence_has_been_worth():
-    edge = edge_session(FixedWindow(64))
+    edge = edge_session(Window(64))
     for position in range(3, 33):  # what it is sure of is wrong
         job = edge.next_job(1)
         edge.on_drafted(job, (1,), (0.99,), 0.001, 0.0)
@@ -1071,11 +1071,11 @@ def test_complete_is_said_when_the_drafter_has_nothing_to_say():
 
 
 def test_complete_is_said_when_the_window_is_full_or_shut():
-    edge = HandDrivenEdge(open_frame(), FixedWindow(0))
+    edge = HandDrivenEdge(open_frame(), Window(0))
     edge.open_frame(b"", 0.0)
     opened = Opened(0, 16, 40, "v", 512, planned=False)
     assert sent(edge.on_opened(opened, 0.0)) == [Draft(0, 3, (), complete=True)]
-    edge = edge_session(FixedWindow(2))
+    edge = edge_session(Window(2))
     _, out = draft(edge, 1, 2)
     assert sent(out)[0].complete
 
@@ -1110,7 +1110,7 @@ def test_a_reopened_verifier_with_less_credit_gets_a_fresh_chain():
 def test_probabilities_are_sent_only_where_asked_for():
     (unasked,) = sent(draft(edge_session(), 1)[1])[0].tokens
     assert math.isnan(unasked.confidence)
-    edge = HandDrivenEdge(open_frame(), FixedWindow(4), send_q=True)
+    edge = HandDrivenEdge(open_frame(), Window(4), send_q=True)
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512), 0.0)
     assert sent(draft(edge, 1, 2)[1])[0].tokens == (DraftToken(1, 0.5), DraftToken(2, 0.5))
@@ -1249,7 +1249,7 @@ def test_the_verifier_learns_what_acceptance_the_edge_has_seen():
 
 @pytest.mark.parametrize("token", [8, -1])
 def test_a_drafter_that_proposes_what_the_target_does_not_have_is_given_up(token):
-    edge = HandDrivenEdge(open_frame(), FixedWindow(8))
+    edge = HandDrivenEdge(open_frame(), Window(8))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512, vocab_size=8), 0.0)
     _, out = draft(edge, 1, token)
@@ -1282,7 +1282,7 @@ def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
 
 
 def test_held_drafts_go_though_another_text_has_changed_the_window_meanwhile():
-    edge = HandDrivenEdge(open_frame(), SurvivalWindow())
+    edge = HandDrivenEdge(open_frame(), Window())
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=False), 0.0)
     edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)

@@ -17,7 +17,6 @@ from outrider.edge.policies.selection.base import RandomSelector
 from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, Leader
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
@@ -271,22 +270,6 @@ def test_drafts_after_a_miss_or_the_end_do_not_count_as_verified(tokens, finish,
     edge.on_drafted(edge.next_job(4), (1, 2, 3, 4), (), 0.001, 0.01)
     edge.on_commit(Commit(3, committed(*tokens), accepted, 16, verified=4, finish=finish), 0.1)
     assert [(outcome.verified, outcome.accepted) for outcome in outcomes] == [(verified, accepted)]
-
-
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_a_rule_that_learns_observes_every_draft_that_met_the_text(right) -> None:
-    class Learning(FixedWindow):
-        def observe(self, hits: int, missed: bool) -> None:
-            observed.append((hits, missed))
-
-    observed: list[tuple[int, bool]] = []
-    oracle, frame = hashing_oracle(5, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
-    simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 5, right), window=Learning(6))
-    simulation.run()
-    statistics = simulation.edge.statistics
-    assert sum(hits for hits, _ in observed) == statistics.hits
-    assert sum(missed for _, missed in observed) == statistics.compared - statistics.hits
-    assert all(hits or missed for hits, missed in observed)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 33, 70, 200])

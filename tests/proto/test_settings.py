@@ -35,7 +35,7 @@ class Base(Settings):
     kind: str = option("a", "which", choices=("a", "b"))
     state: Path | None = option(None, "kept there", metavar="DIR")
     sizes: tuple[int, ...] = option((), "sizes", check=at_least(1), many="commas")
-    window: int | str | None = option(None, "N or a name", parse=lambda text: int(text) if text.isdigit() else text)
+    window: int | None = option(None, "N", check=at_least(1), parse=lambda text: None if text == "any" else int(text))
     inner: object = None
 
 
@@ -106,8 +106,8 @@ def test_a_wrong_value_in_code_names_the_field_and_says_what_is_wrong(field: str
 
 
 def test_right_values_are_kept_as_they_are_and_frozen() -> None:
-    made = Base(name="x", keep_s=3, share=None, sizes=(1, 2), state=Path("s"), window="rule", inner={})
-    assert (made.keep_s, made.sizes, made.window, made.inner) == (3, (1, 2), "rule", {})
+    made = Base(name="x", keep_s=3, share=None, sizes=(1, 2), state=Path("s"), window=3, inner={})
+    assert (made.keep_s, made.sizes, made.window, made.inner) == (3, (1, 2), 3, {})
     assert replace(made, rows=2).rows == 2
     with pytest.raises(ConfigError):
         replace(made, rows=0)
@@ -139,7 +139,7 @@ def test_a_missing_value_is_a_type_error_as_for_every_dataclass() -> None:
         ("state", "a/b", Path("a/b")),
         ("sizes", "3", 3),
         ("window", "12", 12),
-        ("window", "aimd", "aimd"),
+        ("window", "any", None),
     ],
 )
 def test_text_becomes_the_value_or_one_of_several(field: str, text: str, value: Any) -> None:
@@ -157,6 +157,7 @@ def test_text_becomes_the_value_or_one_of_several(field: str, text: str, value: 
         ("goal", "fun", "'fun' is none of speed, cost"),
         ("kind", "c", "'c' is none of a, b"),
         ("sizes", "0", "0 is below 1"),
+        ("window", "0", "0 is below 1"),
     ],
 )
 def test_text_that_makes_no_value_is_refused(field: str, text: str, says: str) -> None:

@@ -11,7 +11,7 @@ from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.session import DraftJob, EdgeSession, Selection, SentMessages, SharedMeasurements, StreamReady
 from outrider.proto.session.events import Drafted, EdgeEvent
 from outrider.proto.types import Commit, Opened, Sampling, Timing
@@ -68,7 +68,7 @@ def events(edge: EdgeSession, seed: int) -> list[tuple[EdgeEvent, float]]:
 
 
 def opened_edge(measurements: Measurements | None) -> EdgeSession:
-    edge = EdgeSession(open_frame(), FixedWindow(0), measurements=measurements)
+    edge = EdgeSession(open_frame(), Window(0), measurements=measurements)
     edge.handle(StreamReady(b""), 0.0)
     edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
     return edge
@@ -107,7 +107,7 @@ def test_a_text_alone_is_given_no_copies() -> None:
 
 
 def test_a_snapshot_changes_the_next_jobs_length_and_the_worth_of_drafts_in_flight() -> None:
-    edge = HandDrivenEdge(open_frame(), SurvivalWindow(), selection=Selection.of_one("a"))
+    edge = HandDrivenEdge(open_frame(), Window(), selection=Selection.of_one("a"))
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
     edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
@@ -123,7 +123,7 @@ def test_a_snapshot_changes_the_next_jobs_length_and_the_worth_of_drafts_in_flig
 
 
 def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
-    edge = EdgeSession(open_frame(sampling=Sampling(max_tokens=200)), FixedWindow(1), job_tokens=lambda _: 1)
+    edge = EdgeSession(open_frame(sampling=Sampling(max_tokens=200)), Window(1), job_tokens=lambda _: 1)
     edge.handle(StreamReady(b""), 0.0)
     instructions = edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
     for position in range(3, 43):  # what it is sure of is wrong in this text

@@ -17,7 +17,7 @@ from outrider.deploy.link.traces import find_trace
 from outrider.edge.policies.selection.leader import default_selector
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
 from research.replay.optimum import (
@@ -222,7 +222,7 @@ def test_a_draft_that_comes_during_a_step_is_echoed_by_it_and_verified_by_the_ne
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_run_ahead_is_never_slower_than_cloud_streaming_where_rows_are_free(hits, rtt_ms) -> None:
     trace, shape = trace_of(hits), LinkShape.of(rtt_ms=rtt_ms)
-    for window in (None, FixedWindow(5)):
+    for window in (None, Window(5)):
         policy = replace(RUN_AHEAD, window=window)
         [ahead], [cloud] = (replay([trace], at(shape), FREE, p) for p in (policy, CLOUD))
         assert all(mine <= theirs + 1e-9 for mine, theirs in zip(ahead.arrivals, cloud.arrivals, strict=True))
@@ -240,7 +240,7 @@ def test_run_ahead_is_never_slower_than_cloud_streaming_where_rows_are_free(hits
             RUN_AHEAD,
             synchronous(3),
             CLOUD,
-            Policy(window=FixedWindow(20), max_drafts=4),
+            Policy(window=Window(20), max_drafts=4),
         ]
     ),
     jitter_ms=st.sampled_from([0.0, 30.0]),

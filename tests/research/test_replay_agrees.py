@@ -18,7 +18,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig, Sampling
 from research.measured import costs_of, traces_of
-from research.replay.optimum import pearl, tokens_per_second
+from research.replay.optimum import tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
@@ -29,11 +29,9 @@ MIN_STEP_S = 0.030
 LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
 SAMPLING = Sampling(max_tokens=40)
 WARM_UP = 16
-BLOCKS = pearl(8)
-POLICIES = {"cloud": Policy(drafting=False), "pearl": BLOCKS, "outrider": Policy(trees=True)}
+POLICIES = {"cloud": Policy(drafting=False), "outrider": Policy(trees=True)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cloud": {"drafter": "none"},
-    "pearl": {"window": "pearl:8", "patience": BLOCKS.patience, "max_drafts": BLOCKS.max_drafts, "chains": True},
     "outrider": {},
 }
 ATTEMPTS = 3  # the machine may be busy with something else
@@ -103,8 +101,7 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
                 drafting = clients["outrider"]
                 assert drafting.drafter is not None
                 traces = traces or traces_of(texts["cloud"], drafting, drafting.drafter, SAMPLING)
-                for mode in ("pearl", "outrider"):
-                    assert [text.tokens for text in texts[mode]] == [trace.tokens for trace in traces], mode
+                assert [text.tokens for text in texts["outrider"]] == [trace.tokens for trace in traces]
                 costs = costs_seen(texts["outrider"], await verifier.step_timings())
                 agreements = {
                     mode: Agreement(measured, replayed(traces, costs, POLICIES[mode]))

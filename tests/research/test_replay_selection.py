@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.length import rule_by_name
 from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.bandits import (
     DiscountedUcb,
@@ -26,7 +25,6 @@ from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockEfficiency
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import EdgeView, SurvivalWindow, WindowPolicy
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
@@ -97,7 +95,7 @@ def text_of(
 def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
     """Return the stage of synchronous rounds of these drafters."""
     costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in arms]
-    return Stage(costs, shape_at, lambda: synchronous(DRAFTS))
+    return Stage(costs, shape_at, synchronous(DRAFTS))
 
 
 def play(texts: Sequence[PoolText], arms: Sequence[Arm], selector: Selector, shape_at) -> list[Trajectory]:
@@ -360,20 +358,19 @@ def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> No
 # --- what the edge need not compute again ---
 
 
-def played(window: Callable[[], WindowPolicy], selector: Callable[[], Selector]) -> list[tuple[list[float], list[int]]]:
+def played(selector: Callable[[], Selector]) -> list[tuple[list[float], list[int]]]:
     """Texts with four domains over three links: arrivals of tokens, and the active drafters."""
     rng = np.random.default_rng(3)
     texts = [text_of(rng, [(domain, 90)]) for domain in range(4)]
     costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in FAMILY]
-    stages = [Stage(costs, link(rtt_ms), lambda: Policy(window=window())) for rtt_ms in (2, 10, 60)]
+    stages = [Stage(costs, link(rtt_ms), Policy()) for rtt_ms in (2, 10, 60)]
     runs = [run for stage in stages for run in stage.trajectories(texts, selector())]
     return [(run.at_s.tolist(), run.choices.tolist()) for run in runs]
 
 
-@pytest.mark.parametrize("rule", ["survival", "aimd", "flexspec"])
-def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch, rule) -> None:
+def test_a_window_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch) -> None:
     def trajectories() -> list[tuple[list[float], list[int]]]:
-        return played(lambda: rule_by_name(rule), lambda: default_selector(len(FAMILY)))
+        return played(lambda: default_selector(len(FAMILY)))
 
     def asked() -> int:
         return len(questions)
@@ -392,31 +389,26 @@ def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeyp
         assert trajectories() == kept
 
 
-@dataclass
-class Viewed:
-    """The default rule, asked with a whole view each time."""
+def test_a_window_asked_at_a_kept_price_decides_as_if_asked_at_the_newest(monkeypatch) -> None:
+    def trajectories() -> list[tuple[list[float], list[int]]]:
+        return played(lambda: default_selector(len(FAMILY)))
 
-    rule: SurvivalWindow = field(default_factory=SurvivalWindow)
+    def priced_again(self: Allowance, drafter: int) -> int:
+        self._price_at = -1
+        return ask(self, drafter)
 
-    def more(self, view: EdgeView) -> int:
-        return self.rule.more(view)
-
-
-def test_a_rule_asked_at_a_kept_price_decides_as_if_it_saw_everything(monkeypatch) -> None:
-    def trajectories(window: Callable[[], WindowPolicy]) -> list[tuple[list[float], list[int]]]:
-        return played(window, lambda: default_selector(len(FAMILY)))
-
-    price_of, prices = Allowance._price_of, dict[Allowance, DraftPrice]()
-    kept = trajectories(SurvivalWindow)
-    assert trajectories(Viewed) == kept
-    monkeypatch.setattr(Allowance, "_price_of", lambda self, rule: prices.setdefault(self, price_of(self, rule)))
-    assert trajectories(SurvivalWindow) != kept, "a price that is kept for good is another"
+    ask, price_of, prices = Allowance._tokens, Allowance._price_of, dict[Allowance, DraftPrice]()
+    kept = trajectories()
+    monkeypatch.setattr(Allowance, "_tokens", priced_again)
+    assert trajectories() == kept
+    monkeypatch.setattr(Allowance, "_price_of", lambda self: prices.setdefault(self, price_of(self)))
+    assert trajectories() != kept, "a price that is kept for good is another"
 
 
 @pytest.mark.parametrize("selector", ["leader", "hedge"])
 def test_idle_drafters_asked_for_once_a_commit_catch_up_as_if_asked_each_time(monkeypatch, selector) -> None:
     def trajectories() -> list[tuple[list[float], list[int]]]:
-        return played(SurvivalWindow, lambda: selector_named(selector)(len(FAMILY), np.random.default_rng(1)))
+        return played(lambda: selector_named(selector)(len(FAMILY), np.random.default_rng(1)))
 
     def forget(self: Selection, transcript: Sequence[int]) -> CatchUpJob | None:
         self._due = None

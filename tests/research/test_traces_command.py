@@ -18,7 +18,7 @@ from outrider.deploy.prompts import Prompt
 from outrider.drafters import NgramDrafter
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedWindow, SurvivalWindow
+from outrider.proto.policy import Window
 from outrider.proto.types import Goal, Sampling
 from research.commands import main
 from research.recording import (
@@ -352,7 +352,7 @@ def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() 
     assert names == [(ms, d, w) for ms in (5, 120) for d, w in [(None, None), *drafted]]
     policies = {
         "adaptive": Policy(goal=Goal.EFFICIENCY),
-        "4": Policy(window=FixedWindow(4), goal=Goal.EFFICIENCY),
+        "4": Policy(window=Window(4), goal=Goal.EFFICIENCY),
         "sync4": replace(synchronous(4), goal=Goal.EFFICIENCY),
     }
     by_link = {link.record: link for link in links}
@@ -379,8 +379,8 @@ def test_a_fixed_window_asks_for_its_length_and_an_adaptive_one_more_of_better_o
 
 
 def test_names_of_windows_stand_for_policies() -> None:
-    assert policy_of("adaptive") == Policy(window=SurvivalWindow())
-    assert policy_of("12") == Policy(window=FixedWindow(12))
+    assert policy_of("adaptive") == Policy(window=Window())
+    assert policy_of("12") == Policy(window=Window(12))
     assert policy_of("sync5") == synchronous(5)
 
 

@@ -72,7 +72,7 @@ def link_of(rtt_ms: float = 20) -> BenchLink:
 
 
 def rounds_of(costs: Costs, link: BenchLink) -> Stage:
-    return Stage([costs] * len(DRAFTERS), link.shape_at, lambda: synchronous(DRAFTS))
+    return Stage([costs] * len(DRAFTERS), link.shape_at, synchronous(DRAFTS))
 
 
 def stage_of(recording: Recording, link: BenchLink) -> Stage:
@@ -260,7 +260,7 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_not
     texts = recording.texts
     costs = [recording.costs.of(name, min_step_s=0.03) for name in DRAFTERS]
     shape_at = link_of(60).shape_at
-    stage = Stage(costs, shape_at, Policy)
+    stage = Stage(costs, shape_at, Policy())
     outcomes = replay([text.traces[1] for text in texts], shape_at, costs[1], Policy(), warm_up_tokens=WARM_UP_TOKENS)
     for trajectory, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
         assert trajectory.at_s.tolist() == list(outcome.arrivals)

@@ -1,4 +1,4 @@
-"""Share of this machine's battery that is left, for rules that price energy."""
+"""Share of this machine's battery that is left: branches take energy, too."""
 
 from __future__ import annotations
 

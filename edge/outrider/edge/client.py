@@ -33,6 +33,7 @@ from outrider.edge.text import TextStream
 from outrider.edge.text_drafters import TextDrafters
 from outrider.edge.tracing import Tracing
 from outrider.edge.versions import versions_of
+from outrider.proto.policy import Window
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Learning, Open, Sampling, VersionStatus
@@ -286,7 +287,7 @@ class Client:
         frame = replace(frame, drafting=bool(own.drafters), learning=shared)
         machine = EdgeSession(
             frame,
-            self.config.window_policy,
+            Window(self.config.window),
             self.config.retry,
             measured.snapshot(),
             send_q=self.config.send_q,

@@ -18,12 +18,13 @@ from outrider.proto.settings import Settings, above, at_least, between, option
 from outrider.proto.tracing import trace_endpoint_option
 
 if TYPE_CHECKING:
-    from outrider.proto.policy import SteeringPolicy, WindowPolicy
+    from outrider.proto.policy import SteeringPolicy
     from outrider.proto.policy.suspicion import SilenceRules
     from outrider.proto.session import RetryRules
     from outrider.proto.types import Patience
 
 ADDRESS = "HOST:PORT"
+ADAPTIVE = "adaptive"
 DRAFTING, CONNECTION, SHARING = "drafting", "connection", "sharing"
 
 
@@ -34,16 +35,17 @@ def _check_selector(name: str) -> None:
     selector_named(name)
 
 
-def _number_or_name(text: str) -> int | str:
-    return int(text) if text.lstrip("+-").isdecimal() else text
+def _number_or_adaptive(text: str) -> int | None:
+    if text == ADAPTIVE:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither {ADAPTIVE} nor a whole number") from None
 
 
-def _check_window(window: int | str) -> None:
-    from outrider.edge.policies.length import rule_by_name
-
-    if isinstance(window, str):
-        rule_by_name(window)
-    elif not window >= 1:
+def _check_window(window: int) -> None:
+    if not window >= 1:
         raise ValueError(f"{window} is below 1; use --drafter none for no drafting")
 
 
@@ -107,18 +109,17 @@ class EdgeConfig(Settings):
         group=DRAFTING,
         check=above(0),
     )
-    window: int | str | None = option(
+    window: int | None = option(
         None,
-        "limit of unverified tokens, or a rule: survival, fixed:N, threshold[:X], specdec++[:X][@FILE], speckv[@FILE], "
-        "flexspec[:X], aimd, pearl:N, FILE of weights; not set: survival",
-        metavar="N|RULE",
+        "limit of unverified tokens; adaptive: as many as pay; not set: adaptive",
+        metavar="N|adaptive",
         group=DRAFTING,
-        parse=_number_or_name,
+        parse=_number_or_adaptive,
         check=_check_window,
     )
     battery: float | None = option(
         None,
-        "remaining charge, 0 to 1, for --window flexspec; not set: this machine's, 1 on mains",
+        "remaining charge, 0 to 1; the less, the fewer likely misses are drafted; not set: this machine's, 1 on mains",
         check=between(0, 1),
     )
     draft_from: tuple[Path, ...] = option(
@@ -217,16 +218,6 @@ class EdgeConfig(Settings):
         """TLS and the API key; raises `ConfigError` where they do not fit together."""
         tls = ClientTls.from_options(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
         return Security(tls, self.api_key, self.plaintext)
-
-    @property
-    def window_policy(self) -> WindowPolicy:
-        """Rule for how far ahead to draft; a new one each time, since some learn from their text."""
-        from outrider.edge.policies.length import rule_by_name
-        from outrider.proto.policy import FixedWindow, SurvivalWindow
-
-        if isinstance(self.window, str):
-            return rule_by_name(self.window)
-        return SurvivalWindow() if self.window is None else FixedWindow(self.window)
 
     def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
         """Return which vectors of `rank` numbers to request, by their `gain` at each age; None: none."""

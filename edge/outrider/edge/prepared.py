@@ -84,7 +84,7 @@ class Prepared:
             sampling=sampling,
             session=uuid.uuid4().hex,
             patience=config.patience,
-            window=config.window if isinstance(config.window, int) else 0,
+            window=config.window or 0,
             max_drafts=config.max_drafts,
             drafts_here=config.drafts_here,
             logp=config.logprobs,

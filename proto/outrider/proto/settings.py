@@ -129,7 +129,8 @@ class Declared:
     def parse(self, text: str) -> Any:
         """Make the value, or one entry of a tuple, from `text`; raise `ValueError` that says what is wrong."""
         value = self._parsed(text)
-        self._check_one(value)
+        if not (value is None and self.optional):
+            self._check_one(value)
         return value
 
     def check(self, value: Any) -> None:

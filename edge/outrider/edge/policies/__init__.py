@@ -1,5 +1,1 @@
-"""Rules of the edge that have weights, papers and alternatives; none can change a token.
-
-length     how far ahead to draft
-selection  which of several drafters drafts
-"""
+"""Rules of the edge that have papers and alternatives: which of several drafters drafts. None can change a token."""

@@ -1,6 +1,6 @@
 """Policies of edge and verifier: pure functions of what each has measured, none of which can change a token.
 
-`outrider.edge.policies` has further length rules, and selectors that learn.
+`outrider.edge.policies` has selectors that learn.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from outrider.proto.policy.measurements import Measurements
 from outrider.proto.policy.measures import Line, Smoothed, StepCost
 from outrider.proto.policy.patience import batching_delay_s
 from outrider.proto.policy.steering import FixedSteering, PricedSteering, SteeringPolicy
-from outrider.proto.policy.window import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.window import Window
 
 __all__ = [
-    "EdgeView",
     "FixedSteering",
-    "FixedWindow",
-    "LearningRule",
     "Line",
     "Measurements",
     "PricedSteering",
     "Smoothed",
     "SteeringPolicy",
     "StepCost",
-    "SurvivalWindow",
-    "WindowPolicy",
+    "Window",
     "batching_delay_s",
 ]

@@ -18,7 +18,7 @@ course of a run is known but for its end, and `_run` follows it: tokens committe
 are left. Where a branch of the edge follows the miss (`policy.branches`), the next run begins with its drafts; so runs
 are of two kinds, and the costs are theirs in the stationary shares. `division_of` computes them for each number of
 drafts that a step could wait for, with and without drafting here while the target steps, with and without the edge,
-and takes the cheapest. A chain is given up where it has become hopeless (`SurvivalWindow` has the same rule for the
+and takes the cheapest. A chain is given up where it has become hopeless (`Window` has the same rule for the
 edge); the costs leave that out.
 """
 

@@ -1,11 +1,11 @@
-"""The number of further tokens that may be drafted: credit, length of the text and of a job, and the length rule."""
+"""The number of further tokens that may be drafted: credit, length of the text and of a job, and the window."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
-from outrider.proto.policy.window import UNKNOWN_PRICE, BlockRule, DraftPrice, PricedRule
+from outrider.proto.policy import Window
+from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.measuring import DRAFT_BYTES, Meter
 from outrider.proto.session.stream import EdgeStream
@@ -13,11 +13,7 @@ from outrider.proto.session.text import EdgeText
 
 
 class Allowance:
-    """The tokens that the next job may draft, computed once for each event that can change them.
-
-    Attributes:
-        blocks: the length rule, where it also says which drafts travel together; None: it does not.
-    """
+    """The tokens that the next job may draft, computed once for each event that can change them."""
 
     def __init__(
         self,
@@ -26,8 +22,7 @@ class Allowance:
         stream: EdgeStream,
         meter: Meter,
         *,
-        window: WindowPolicy,
-        battery: float,
+        window: Window,
         job_tokens: Callable[[float], int],
     ) -> None:
         """Ask `window` in the text's state; the others are those of `Drafting`."""
@@ -36,12 +31,8 @@ class Allowance:
         self._stream = stream
         self._meter = meter
         self._window = window
-        self._learner = window if isinstance(window, LearningRule) else None
-        self._priced = window if isinstance(window, PricedRule) else None
-        self.blocks = window if isinstance(window, BlockRule) else None
         self._price = UNKNOWN_PRICE
         self._price_at = -1  # revision of the measurements
-        self._battery = battery
         self._job_tokens = job_tokens
         self._known, self._known_of = 0, -1  # tokens since the last review, and their drafter; -1: none
 
@@ -55,27 +46,19 @@ class Allowance:
             self._known, self._known_of = self._tokens(drafter), drafter
         return self._known
 
-    def observe(self, hits: int, *, missed: bool) -> None:
-        """Let a rule that learns know the fate of some drafts."""
-        if self._learner is not None and (hits or missed):
-            self._learner.observe(hits, missed)
-
     def _tokens(self, drafter: int) -> int:
         text, stream, meter = self._text, self._stream, self._meter
         in_flight = len(self._chain.drafts)
         room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
         if room <= 0 or not stream.takes_drafts or text.done:
             return 0
-        mine, rule = meter.drafter(drafter), self._priced
+        mine = meter.drafter(drafter)
         drafting_s = mine.drafting_s.value
-        most = min(room, self._job_tokens(drafting_s))
-        if rule is None:
-            return min(most, self._window.more(self._view(drafter)))
         if self._price_at != meter.revision:
-            self._price_at, self._price = meter.revision, self._price_of(rule)
-        return rule.more_at(
+            self._price_at, self._price = meter.revision, self._price_of()
+        return self._window.more(
             self._price,
-            most,
+            min(room, self._job_tokens(drafting_s)),
             in_flight=in_flight,
             survival=meter.survival(self._chain, drafter),
             acceptance=mine.calibration.acceptance.rate,
@@ -83,40 +66,16 @@ class Allowance:
             covered=stream.covered,
         )
 
-    def _price_of(self, rule: PricedRule) -> DraftPrice:
-        """Return the rule's price of a draft by the present measurements."""
+    def _price_of(self) -> DraftPrice:
+        """Return the price of a draft by the present measurements."""
         measured = self._meter.measurements
         step_s, row_s = measured.step.fit()
         trip_s, byte_s = measured.round_trip.fit()
-        return rule.price(
+        return self._window.price(
             step_s=step_s,
             row_s=row_s,
             round_trip_s=trip_s + byte_s * DRAFT_BYTES,
             byte_s=byte_s,
             token_s=measured.pace.token_s,
             goal=self._stream.terms.goal,
-        )
-
-    def _view(self, drafter: int) -> EdgeView:
-        meter, stream = self._meter, self._stream
-        measured, mine, chances = meter.measurements, meter.drafter(drafter), meter.chances(self._chain, drafter)
-        step_s, row_s = measured.step.fit()
-        trip_s, byte_s = measured.round_trip.fit()
-        return EdgeView(
-            in_flight=len(self._chain),
-            survival=meter.survival(self._chain, drafter),
-            acceptance=mine.calibration.acceptance.rate,
-            drafting_s=mine.drafting_s.value,
-            step_s=step_s,
-            row_s=row_s,
-            round_trip_s=trip_s + byte_s * DRAFT_BYTES,
-            byte_s=byte_s,
-            token_s=measured.pace.token_s,
-            goal=stream.terms.goal,
-            chances=tuple(chances),
-            drafts=tuple(self._chain.drafts),
-            temperature=self._text.frame.sampling.temperature,
-            battery=self._battery,
-            covered=stream.covered,
-            sent=self._chain.sent,
         )

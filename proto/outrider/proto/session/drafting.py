@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from outrider.proto.drafter_format import published_name
 from outrider.proto.errors import OutriderError, UnknownToken
-from outrider.proto.policy import WindowPolicy
+from outrider.proto.policy import Window
 from outrider.proto.session.allowance import Allowance
 from outrider.proto.session.branching import Branching
 from outrider.proto.session.chain import Chain, DrafterName
@@ -44,7 +44,6 @@ class Drafting:
         last_job_s: duration of the newest job, in seconds.
         branching: branches of the chain.
         merging: branches that idle drafters make.
-        blocks: the length rule, where it also says which drafts travel together; None: it does not.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Drafting:
         stream: EdgeStream,
         meter: Meter,
         selection: Selection,
-        window: WindowPolicy,
+        window: Window,
         *,
         vectors: VectorKeeper | None,
         battery: float,
@@ -68,12 +67,11 @@ class Drafting:
         self._stream = stream
         self._meter = meter
         self._selection = selection
-        self._length = Allowance(text, chain, stream, meter, window=window, battery=battery, job_tokens=job_tokens)
-        self.blocks = self._length.blocks
+        self._allowance = Allowance(text, chain, stream, meter, window=window, job_tokens=job_tokens)
         self._verifier = VerifierArm()
         self._hits = HitCounter(text, meter, selection)
         self.branching = Branching(text, chain, stream, meter, battery)
-        self.merging = Merging(text, chain, meter, self.branching, selection, allowed=self.blocks is None)
+        self.merging = Merging(text, chain, meter, self.branching, selection)
         self._vectors = vectors
         self._job_tokens = job_tokens
         self._choice_due = True
@@ -104,12 +102,14 @@ class Drafting:
         return isinstance(self.running, DraftJob) and self.running.drafter == self.active
 
     def review(self) -> None:
-        """Ask the length rule once more, now that an event may have changed what it looks at."""
-        self._length.review()
+        """Compute the allowance once more, now that an event may have changed what it depends on."""
+        self._allowance.review()
 
     def allowance(self) -> int:
         """Return how many more tokens may be drafted in the next job."""
-        return 0 if self._stalled or self._yields or not self.enabled else self._length.tokens(self._selection.current)
+        if self._stalled or self._yields or not self.enabled:
+            return 0
+        return self._allowance.tokens(self._selection.current)
 
     @property
     def rests(self) -> bool:
@@ -160,7 +160,7 @@ class Drafting:
     def branch(self, now: float) -> DraftJob | None:
         """Issue a job for a branch of the chain; None: there is none worth drafting."""
         selection, committed = self._selection, len(self._text.tokens)
-        if self._text.done or not self.enabled or self.blocks is not None or selection.agreed < committed:
+        if self._text.done or not self.enabled or selection.agreed < committed:
             return None
         job = self.branching.job(self.active, selection.agreed, self._job_tokens, now)
         if job is not None:
@@ -235,7 +235,6 @@ class Drafting:
         committed = self._text.tokens[start : start + len(drafts)]
         hits = self._hits.compare(self.active, start, drafts, committed)
         agree = hits == len(drafts)
-        self._length.observe(hits, missed=not agree)
         self._selection.agreed = start + hits
         self._choice_due = self._choice_due or not agree
         return agree
@@ -300,9 +299,7 @@ class Drafting:
             # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
             drafts = chain.drafts[: len(tokens) - met]
             hits = self._hits.compare(self.active, position + met, drafts, tokens[met:], chain.borrowed)
-            missed = hits < len(drafts)
-            self._length.observe(hits, missed=missed)
-            if not missed:
+            if hits == len(drafts):
                 break
             met += hits + 1
             self._miss(position + met - 1, drafts[hits], tokens[met - 1], commit.chain)

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable
 
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken, bounded_retry_s
-from outrider.proto.policy import Measurements, SurvivalWindow, WindowPolicy
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.session.chain import Chain, DrafterName
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
@@ -64,7 +64,7 @@ class EdgeSession:
     def __init__(
         self,
         frame: Open,
-        window: WindowPolicy | None = None,
+        window: Window | None = None,
         retry: RetryRules | None = None,
         measurements: Measurements | None = None,
         *,
@@ -78,13 +78,13 @@ class EdgeSession:
 
         Args:
             frame: what to open streams with.
-            window: how far ahead to draft; None: `SurvivalWindow`.
+            window: how far ahead to draft; None: as far as it pays.
             retry: how long lost streams are reopened.
             measurements: snapshot of those of earlier texts with the same drafters; the machine's own from now on.
             send_q: whether to send the drafter's probabilities, so that commits carry rewards.
             steering: how the drafter uses the vectors that `frame.steering` requests; None: it is not steered.
             selection: selection among several drafters; None: there is one.
-            battery: share of charge that is left, for rules that price energy.
+            battery: share of charge that is left; the less, the likelier a branch must be.
             job_tokens: function from the seconds of a drafted token (0: unknown yet) to the most tokens of a job.
 
         Raises:
@@ -100,7 +100,7 @@ class EdgeSession:
         self._meter = Meter(selection.names, measurements or Measurements())
         parts = self._text, self._chain, self._stream, self._meter
         self._drafting = Drafting(
-            *parts, selection, window or SurvivalWindow(), vectors=self._vectors, battery=battery, job_tokens=job_tokens
+            *parts, selection, window or Window(), vectors=self._vectors, battery=battery, job_tokens=job_tokens
         )
         self._sender = Sender(*parts, self._drafting, self._vectors, send_q)
 

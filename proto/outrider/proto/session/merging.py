@@ -47,7 +47,6 @@ class Merging:
 
     Attributes:
         selection: the drafters.
-        allowed: whether drafts travel with branches at all.
     """
 
     _text: EdgeText
@@ -55,7 +54,6 @@ class Merging:
     _meter: Meter
     _branching: Branching
     selection: Selection
-    allowed: bool
     _worth: dict[str, Worth] = field(default_factory=dict)  # by name
     _read_to: dict[int, tuple[int, int]] = field(default_factory=dict)  # epoch, and end of the chain that was read
     _committed: int = 0  # length of the transcript when the newest job was issued
@@ -63,8 +61,9 @@ class Merging:
     @property
     def is_open(self) -> bool:
         """Whether idle drafters may make branches."""
-        several = self.allowed and self.selection.drafters > 1
-        return several and not self._text.done and bool(self._chain.drafts) and self._branching.takes_others
+        if self.selection.drafters < 2 or self._text.done:
+            return False
+        return bool(self._chain.drafts) and self._branching.takes_others
 
     def job(self, within_s: float) -> DraftJob | None:
         """Return a job of at most `within_s` seconds for an idle drafter; None: there is none that pays."""

@@ -44,10 +44,9 @@ class Sender:
         if chain.sent and not self._may_wait_long() and not self._worth_a_message():
             return []  # the verifier has the beginning of the chain; the rest goes after the next commit
         allowance = drafting.allowance()
-        if allowance and not self._leaves(len(unsent), now):
+        if allowance and not (len(chain) >= stream.terms.max_drafts > chain.sent or self._due(now)):
             return []
-        complete = not (allowance or drafting.job_runs or drafting.blocks)  # a block's verdict makes room for the next
-        return [self._send(unsent, now, complete=complete)]
+        return [self._send(unsent, now, complete=not (allowance or drafting.job_runs))]
 
     def send_branches(self, now: float, *, finished: bool) -> list[EdgeInstruction]:
         """Send the branches made when no more are worth making, or when more would come too late."""
@@ -72,7 +71,7 @@ class Sender:
         drafting = self._drafting
         if not (self._stream.connected and drafting.enabled) or drafting.job_runs or self._chain.said_complete:
             return []
-        if not self._may_wait_long() or drafting.allowance() or (drafting.blocks and self._chain):
+        if not self._may_wait_long() or drafting.allowance():
             return []
         return [self._send([], now, complete=True)]
 
@@ -90,13 +89,6 @@ class Sender:
         survival = itertools.accumulate(self._meter.chances(self._chain, self._drafting.active), operator.mul)
         expected = sum(itertools.islice(survival, self._chain.sent, None))  # of the unsent drafts, accepted ones
         return worth_a_message(expected, step_s=measured.step.mean, byte_s=measured.round_trip.slope)
-
-    def _leaves(self, unsent: int, now: float) -> bool:
-        """Return whether the unsent drafts must leave, although more can follow."""
-        chain, blocks = self._chain, self._drafting.blocks
-        if blocks is not None:
-            return blocks.is_block(chain.sent, unsent)
-        return len(chain) >= self._stream.terms.max_drafts > chain.sent or self._due(now)
 
     def _due(self, now: float) -> bool:
         meter = self._meter
