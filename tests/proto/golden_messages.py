@@ -97,9 +97,6 @@ EXAMPLES = {
         t.Open("m", HASH, (1,), t.Sampling(grammar=t.Grammar(t.GrammarKind.JSON_SCHEMA, '{"type": "object"}')), "s")
     ),
     "open with vLLM's noise": _edge(t.Open("m", HASH, (1,), t.Sampling(noise=t.Noise.VLLM), "s")),
-    "open with another patience after a miss": _edge(
-        t.Open("m", HASH, (1,), t.Sampling(), "s", patience=t.Patience(0.25, after_miss_s=0.125))
-    ),
     "open that bids the verifier draft": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafts_here=8)),
     "open that allows learning": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", learning=t.Learning(3))),
     "open of a later stream": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), epoch=3)),

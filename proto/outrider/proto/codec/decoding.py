@@ -74,7 +74,7 @@ OPEN = Table(
     t.Open,
     pb.Open,
     sampling=one(SAMPLING, missing="open.sampling"),
-    patience=optional(Table(t.Patience, pb.Patience, after_miss_s=optional_number)),
+    patience=optional(Table(t.Patience, pb.Patience)),
     steering=optional(STEERING_REQUEST),
     drafts_here=optional_number,
     learning=optional(Table(t.Learning, pb.Learning)),

@@ -164,10 +164,7 @@ class NextStep:
         enough = min(patience.drafts, room, *((self._window, credit) if from_edge else ()))
         if not self.waits_for_drafts or len(self.chain()[0]) >= enough:
             return self.ready_since
-        wait_s = patience.seconds
-        if patience.after_miss_s is not None and not self.received.since_miss:
-            wait_s = patience.after_miss_s
-        return self.ready_since + min(wait_s, self._rules.max_patience_s)
+        return self.ready_since + min(patience.seconds, self._rules.max_patience_s)
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
         """Return the expected tokens of a step now, and of one after the drafts that are due.

@@ -67,16 +67,13 @@ class Patience:
     Attributes:
         seconds: longest wait since the last commit, in seconds; may be infinite.
         drafts: number of drafts that ends the wait.
-        after_miss_s: the longest wait for the step right after a miss, in seconds; None: `seconds`.
     """
 
     seconds: float
     drafts: int = 1
-    after_miss_s: float | None = None
 
     def __post_init__(self) -> None:
         require(self.seconds >= 0, "patience.seconds", "must be 0 or more")
-        require(self.after_miss_s is None or self.after_miss_s >= 0, "patience.after_miss_s", "must be 0 or more")
         require(self.drafts >= 1, "patience.drafts", "must be 1 or more")
 
 

@@ -141,14 +141,12 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Patience(_message.Message):
-    __slots__ = ("seconds", "drafts", "after_miss_s")
+    __slots__ = ("seconds", "drafts")
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    AFTER_MISS_S_FIELD_NUMBER: _ClassVar[int]
     seconds: float
     drafts: int
-    after_miss_s: float
-    def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ..., after_miss_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning", "epoch", "prompt_logprobs", "trees", "isolation", "prompt_logprobs_from", "context_length")
