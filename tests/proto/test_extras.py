@@ -46,6 +46,13 @@ def test_what_is_missing_of_an_extra_is_named_and_what_is_there_is_not(installed
     assert extras.missing_packages("all") == ["nowhere-at-all", "ray"]
 
 
+def test_source_files_that_were_never_installed_name_what_could_not_be_imported(monkeypatch) -> None:
+    monkeypatch.setattr(extras, "PACKAGE", "never-installed")
+    assert "needs the extra [cloud], which is not all installed here (missing: torch)" in extras.lacking(
+        "cloud", "torch"
+    )
+
+
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [

@@ -32,7 +32,11 @@ def missing_packages(extra: str) -> list[str]:
 
 def _packages(extras: set[str]) -> list[str]:
     found: list[str] = []
-    for line in importlib.metadata.requires(PACKAGE) or []:
+    try:
+        lines = importlib.metadata.requires(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:  # its files alone are here, as in a Ray job
+        return []
+    for line in lines:
         name = re.match(r"[\w.-]+", line)
         marker = re.search(r"""extra\s*==\s*["']([\w.-]+)["']""", line)
         if name is None or marker is None or marker[1] not in extras:
