@@ -1,4 +1,4 @@
-"""Commands as jobs of a Ray cluster with its job server: sent with a wheel, followed, stopped, resumed, joined."""
+"""Commands as jobs of a Ray cluster with its job server: sent, followed, stopped, resumed, joined."""
 
 from __future__ import annotations
 
@@ -48,10 +48,14 @@ class RayHead:
 
     def outrider(self, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         """Run `outrider submit` against it."""
+        with self.start(*arguments, folder=folder) as process:
+            output, errors = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+    def start(self, *arguments: str, folder: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "outrider.deploy", "submit", "--address", self.address, *arguments]
-        return subprocess.run(
-            command, env=self.environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=self.environment, cwd=folder, text=True, **pipes)
 
     def wait_for_log(self, job: str, text: str) -> None:
         while not any(text in log.read_text() for log in self.folder.glob(f"session_2*/logs/job-driver-{job}.log")):
@@ -85,9 +89,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
             time.sleep(0.1)
 
 
-def test_a_drafter_is_trained_by_the_wheel_of_this_checkout_into_the_output_place(
-    head: RayHead, tmp_path: Path
-) -> None:
+def test_a_drafter_is_trained_into_the_output_place_and_a_stopped_job_resumed(head: RayHead, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"id": str(i), "text": f"Sentence number {i} of many. " * 40}) + "\n" for i in range(12))
     )
@@ -95,55 +97,61 @@ def test_a_drafter_is_trained_by_the_wheel_of_this_checkout_into_the_output_plac
     done = head.outrider("--input", "texts.jsonl", "--name", "train", "--", *train, "--steps", "2", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished after 2 steps" in done.stdout
-    assert f"output: {tmp_path / 'train'}" in done.stdout
+    assert f"files in {tmp_path / 'train'}" in done.stdout
     assert json.loads((tmp_path / "train/run/training.json").read_text())["steps"] == 2
     assert (tmp_path / "train/run/model.safetensors").stat().st_size > 100_000
     assert not (tmp_path / "train/texts.jsonl").exists(), "an input is no output"
 
-    # The same text again: the environment is there already, and a stop keeps what was learnt, for a job to resume.
+    # A stop, by Ctrl-C or from elsewhere, keeps what was learnt for a job to resume.
     place = f"file://{tmp_path}/kept"
-    arguments = ["--input", "texts.jsonl", "--wheel", "none", "--output", place]
-    sent = head.outrider("--name", "stopped", "--no-wait", *arguments, "--", *train, "--minutes", "30", folder=tmp_path)
-    assert "--follow stopped" in sent.stdout, sent.stderr
-    head.wait_for_log("stopped", "% step ")
-    assert "asked to stop" in head.outrider("--stop", "stopped", folder=tmp_path).stdout
-    followed = head.outrider("--follow", "stopped", folder=tmp_path)
-    assert followed.returncode == 143, followed.stdout + followed.stderr
-    assert "stopped" in followed.stderr
+    arguments = ["--input", "texts.jsonl", "--installed", "--output", place]
+    with head.start("--name", "ended", *arguments, "--", *train, "--minutes", "30", folder=tmp_path) as sent:
+        head.wait_for_log("ended", "% step ")
+        sent.send_signal(signal.SIGINT)
+        output, errors = sent.communicate(timeout=200)
+    assert sent.returncode == 143, output + errors
+    assert f"files in {place}" in output
+    assert "job ended stopped: " in errors
     (checkpoint,) = (tmp_path / "kept/run/checkpoints").glob("step-*")
     step = int(checkpoint.name.removeprefix("step-"))
     again = [*arguments, "--name", "again", "--no-wait", "--", *train, "--minutes", "30", "--resume"]
-    assert head.outrider(*again, folder=tmp_path).returncode == 0
+    assert "--follow again" in head.outrider(*again, folder=tmp_path).stdout
     head.wait_for_log("again", f"resumed after step {step}")
-    head.outrider("--stop", "again", folder=tmp_path)
+    assert "asked to stop" in head.outrider("--stop", "again", folder=tmp_path).stdout
+    followed = head.outrider("--follow", "again", folder=tmp_path)
+    assert followed.returncode == 143, followed.stdout + followed.stderr
 
 
 def test_a_job_that_fails_ends_the_command_as_it_ended_itself(head: RayHead, tmp_path: Path) -> None:
     command = ["generate", "hi", "--coordinator", "nowhere"]
-    failed = head.outrider("--wheel", "none", "--", *command, folder=tmp_path)
+    failed = head.outrider("--installed", "--", *command, folder=tmp_path)
     assert failed.returncode == 1
     assert "is not host:port" in failed.stdout
-    assert "failed with exit status 1" in failed.stderr
+    assert "failed: exit status 1" in failed.stderr
+    unknown = head.outrider("--follow", "nobody", folder=tmp_path)
+    assert unknown.returncode == 1
+    assert "Job nobody does not exist" in unknown.stderr
 
 
-def test_a_job_whose_path_has_another_python_says_how_to_start_ray(head: RayHead, tmp_path: Path) -> None:
-    path = ["--env", "PATH=/usr/bin:/bin"]  # as if Ray had been started by .venv/bin/ray alone
-    failed = head.outrider("--wheel", "none", *path, "--", "models", folder=tmp_path)
-    assert failed.returncode == 3, failed.stdout + failed.stderr
-    assert "start Ray there with its environment's bin folder first in PATH" in failed.stdout
-    assert "Traceback" not in failed.stdout
-
-
-def test_a_place_that_the_node_cannot_write_ends_the_job_before_its_command(head: RayHead, tmp_path: Path) -> None:
-    failed = head.outrider("--wheel", "none", "--output", "/proc/here", "--", "models", folder=tmp_path)
-    assert failed.returncode == 2
-    assert "outrider submit: output: /proc/here cannot be written" in failed.stdout
-    assert "failed with exit status 2" in failed.stderr
+def test_a_node_that_cannot_run_the_command_or_write_its_output_says_so(head: RayHead, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    path = ["--env", f"PATH={tmp_path}/bin:/usr/bin:/bin"]  # as if Ray had been started by .venv/bin/ray alone
+    for options, says in (
+        (path, "the first python3 of Ray's PATH"),
+        (["--output", "/proc/here"], "output: /proc/here on"),
+    ):
+        failed = head.outrider(*options, "--", "models", folder=tmp_path)
+        assert failed.returncode == 2, failed.stdout + failed.stderr
+        assert says in failed.stdout
+        assert "Traceback" not in failed.stdout
+        assert "failed: exit status 2" in failed.stderr
 
 
 def test_a_cluster_in_a_job_joins_the_one_that_runs_it(head: RayHead, tmp_path: Path) -> None:
     up = ["up", "--listen", "127.0.0.1:0", "--target", "reference", "--target-threads", "1"]
-    sent = head.outrider("--wheel", "none", "--name", "up", "--no-wait", "--", *up, folder=tmp_path)
+    sent = head.outrider("--installed", "--name", "up", "--no-wait", "--", *up, folder=tmp_path)
     assert sent.returncode == 0, sent.stderr
     head.wait_for_log("up", "outrider generate")
     assert not (head.folder / "ray").exists(), "no other Ray was started"

@@ -193,7 +193,8 @@ def _run(given: Given) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("outrider"):
             raise
-        raise ConfigError(lacking("edge" if given.command in ON_EDGES else "all", error.name)) from error
+        extra = "jobs" if given.command == "submit" else "edge" if given.command in ON_EDGES else "all"
+        raise ConfigError(lacking(extra, error.name)) from error
 
 
 def completion(given: Given) -> int:

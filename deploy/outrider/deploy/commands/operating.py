@@ -157,16 +157,7 @@ class SubmitSettings(Settings):
     no_wait: bool = option(False, "do not follow the job")
     cpus: float | None = option(None, "CPUs that Ray reserves for the command", metavar="N", check=at_least(0))
     gpus: float | None = option(None, "GPUs that Ray reserves for the command", metavar="N", check=at_least(0))
-    wheel: str = option(
-        "auto",
-        "wheel to run; auto: built from this checkout; none: the installed one",
-        metavar="FILE",
-    )
-    install: str = option(
-        "modules",
-        "modules: the wheel alone, if the cluster has its dependencies; pip: with them, from a package index",
-        choices=("modules", "pip"),
-    )
+    installed: bool = option(False, "run the Outrider that the nodes have installed, rather than send this one")
     env: tuple[str, ...] = option((), "environment variable of the command", metavar="NAME=VALUE")
     follow: str = option("", "show the log of this job, which may have ended", metavar="ID")
     stop: str = option("", "ask this job to stop", metavar="ID")
@@ -191,5 +182,5 @@ CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))
 IMPORT_TRACE = Command("outrider.deploy.link.command:import_trace", (part(RecordingSettings),))
-SUBMIT = Command("outrider.deploy.submit.command:submit", (part(SubmitSettings, defaults={"address": job_server}),))
+SUBMIT = Command("outrider.deploy.submit:submit", (part(SubmitSettings, defaults={"address": job_server}),))
 COMPLETION = Command("outrider.deploy.cli:completion", (part(CompletionSettings),))
