@@ -22,7 +22,6 @@ import requests
 from outrider.deploy import job as job_on_node
 from outrider.deploy import submit
 from outrider.deploy.cli import main
-from outrider.deploy.end_watch import EndWatch
 from outrider.deploy.job import Mirror
 from outrider.proto.errors import ConfigError, Unavailable
 
@@ -34,7 +33,6 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(submit, "RETRY_S", 0.0)
-    monkeypatch.setattr(submit, "WATCH", EndWatch())
     for name in ("here", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -243,11 +241,7 @@ def test_what_the_log_says_is_printed_once_however_often_the_stream_breaks(capsy
     assert capsys.readouterr().out == whole
 
 
-def test_ctrl_c_stops_a_job_of_this_command_and_shows_its_end(capsys) -> None:
-    server = Server("Ctrl-C", "Ctrl-C, and a checkpoint\n", status="STOPPED", message="stopped")
-    assert submit.follow(server, "j", stops=True) == 143
-    assert server.stopped == 1
-    assert capsys.readouterr() == ("Ctrl-C, and a checkpoint\n", "outrider submit: job j stopped: stopped\n")
+def test_ctrl_c_leaves_the_job_running() -> None:
     followed = Server("Ctrl-C", "never read")
     with pytest.raises(KeyboardInterrupt):
         submit.follow(followed, "j")

@@ -102,16 +102,19 @@ def test_a_drafter_is_trained_into_the_output_place_and_a_stopped_job_resumed(he
     assert (tmp_path / "train/run/model.safetensors").stat().st_size > 100_000
     assert not (tmp_path / "train/texts.jsonl").exists(), "an input is no output"
 
-    # A stop, by Ctrl-C or from elsewhere, keeps what was learnt for a job to resume.
+    # Ctrl-C leaves the job running; a stop keeps what was learnt for a job to resume.
     place = f"file://{tmp_path}/kept"
     arguments = ["--input", "texts.jsonl", "--installed", "--output", place]
     with head.start("--name", "ended", *arguments, "--", *train, "--minutes", "30", folder=tmp_path) as sent:
         head.wait_for_log("ended", "% step ")
         sent.send_signal(signal.SIGINT)
         output, errors = sent.communicate(timeout=200)
-    assert sent.returncode == 143, output + errors
-    assert f"files in {place}" in output
-    assert "job ended stopped: " in errors
+    assert sent.returncode == 130, output + errors
+    assert "asked to stop" in head.outrider("--stop", "ended", folder=tmp_path).stdout
+    stopped = head.outrider("--follow", "ended", folder=tmp_path)
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    assert f"files in {place}" in stopped.stdout
+    assert "job ended stopped: " in stopped.stderr
     (checkpoint,) = (tmp_path / "kept/run/checkpoints").glob("step-*")
     step = int(checkpoint.name.removeprefix("step-"))
     again = [*arguments, "--name", "again", "--no-wait", "--", *train, "--minutes", "30", "--resume"]

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shlex
-import signal
 import sys
 import time
 import uuid
@@ -24,7 +23,6 @@ from ray.job_submission import JobSubmissionClient
 import outrider
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import SubmitSettings
-from outrider.deploy.end_watch import WATCH
 from outrider.deploy.termination import temporary_folder
 from outrider.proto.errors import ConfigError, Unavailable
 
@@ -55,7 +53,7 @@ def submit(given: Given) -> int:
     written = [path for path in map(values.get, WRITING) if isinstance(path, Path) and not path.is_absolute()]
     job_id = send(client, arguments, [path.as_posix() for path in written], options)
     print(f"job {job_id} at {options.address}; --follow {job_id} shows its log, --stop {job_id} stops it", flush=True)
-    return 0 if options.no_wait else follow(client, job_id, stops=True)
+    return 0 if options.no_wait else follow(client, job_id)
 
 
 @contextmanager
@@ -118,8 +116,8 @@ def link_inputs(spelled: Iterable[str], folder: Path) -> dict[str, str]:
     return names
 
 
-def follow(client: JobSubmissionClient, job_id: str, *, stops: bool = False) -> int:
-    """Show a job's log until the job has ended, and return its exit status; with `stops`, Ctrl-C stops it first.
+def follow(client: JobSubmissionClient, job_id: str) -> int:
+    """Show a job's log until the job has ended, and return its exit status; Ctrl-C leaves it running.
 
     A stream that breaks is opened again, begins at the log's beginning, and is printed from where it broke.
     """
@@ -133,22 +131,13 @@ def follow(client: JobSubmissionClient, job_id: str, *, stops: bool = False) -> 
             at += len(piece)
             printed = max(printed, at)
 
-    if stops:
-        WATCH.leave_to_command()
     while not ended:
-        try:
-            with ray_errors(client.get_address()):
-                job = client.get_job_info(job_id)
-            ended = job.status.is_terminal()  # then its log is whole
-            with suppress(Unavailable), ray_errors(client.get_address()):
-                asyncio.run(show())
-            time.sleep(0 if ended else RETRY_S)
-        except KeyboardInterrupt:
-            if not stops or (WATCH.noted() and WATCH.number != signal.SIGINT):  # a closed terminal, say
-                raise
-            stops = False
-            with ray_errors(client.get_address()):
-                client.stop_job(job_id)
+        with ray_errors(client.get_address()):
+            job = client.get_job_info(job_id)
+        ended = job.status.is_terminal()  # then its log is whole
+        with suppress(Unavailable), ray_errors(client.get_address()):
+            asyncio.run(show())
+        time.sleep(0 if ended else RETRY_S)
     status = {"SUCCEEDED": 0, "STOPPED": 143}.get(job.status.value, int(job.driver_exit_code or 1))
     if status:
         why = f"exit status {status}" if job.driver_exit_code else shortened(job.message or "")
