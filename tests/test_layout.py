@@ -131,10 +131,10 @@ def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
     assert {name for name in serving if graph[f"cloud.{name}"] & behind} == set()
 
 
-def test_four_files_know_the_names_of_vllm(root) -> None:
+def test_three_files_know_the_names_of_vllm(root) -> None:
     folder = root / ROOMS["cloud"]
     users = {path for path in folder.rglob("*.py") if any(name.split(".")[0] == "vllm" for name in imports(path))}
-    names = ("adapter.py", "native_rule.py", "runner_v2.py", "worker.py")
+    names = ("adapter.py", "runner_v2.py", "worker.py")
     assert users == {folder / "vllm" / name for name in names}
 
 

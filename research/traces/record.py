@@ -61,9 +61,7 @@ def record(given: Given) -> int:
     costs_file = costs_path(options.output, "output")
     if options.seeds > 1 and options.temperature == 0:
         raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
-    sampling = Sampling(
-        temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens, noise=verifier.noise
-    )
+    sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
     prompts = choose_prompts(options.prompts, options.per_domain)
     packages = find_packages(options.drafter, "drafter", without=(NGRAM, RETRIEVAL))
     check_file(options.output, "output")

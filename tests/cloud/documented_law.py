@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from outrider.proto.types import Noise, Sampling
+from outrider.proto.types import Sampling
 
 
 def documented_law(
@@ -33,8 +33,6 @@ def documented_law(
     if sampling.temperature == 0:
         return {max(score, key=lambda t: score[t]): 1.0}
     score = {t: s / sampling.temperature for t, s in score.items()}
-    if sampling.min_p and sampling.noise is Noise.VLLM:
-        score = {t: s for t, s in score.items() if s >= max(score.values()) + math.log(sampling.min_p)}
     if sampling.top_k:
         score = dict(sorted(score.items(), key=lambda item: -item[1])[: sampling.top_k])
     law = normalised({t: math.exp(s) for t, s in score.items()})
@@ -46,7 +44,7 @@ def documented_law(
             kept[t] = law[t]
             total += law[t]
         law = normalised(kept)
-    if sampling.min_p and sampling.noise is not Noise.VLLM:
+    if sampling.min_p:
         law = normalised({t: p for t, p in law.items() if p >= sampling.min_p * max(law.values())})
     return law
 

@@ -24,12 +24,10 @@ from documented_law import documented_law
 
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampled, Sampler
-from outrider.cloud.vllm_rule import VllmRule
 from outrider.proto.noise import gumbel, row_key
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Noise, Open, Sampling, token_ids
-from outrider.proto.vllm_noise import gumbel32
+from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -63,7 +61,6 @@ SAMPLINGS = {
         allowed_tokens=(0, 1, 2),
     ),
 }
-SAMPLINGS |= {f"{name}, vLLM's noise": replace(sampling, noise=Noise.VLLM) for name, sampling in SAMPLINGS.items()}
 DRAWN = {name: sampling for name, sampling in SAMPLINGS.items() if sampling.temperature > 0}
 
 
@@ -163,22 +160,18 @@ def fixed_drafts(*blocks):
 
 
 @cache
-def noise_of(gumbel, seed: int, position: int) -> list[float]:
+def noise_of(seed: int, position: int) -> list[float]:
     return gumbel(seed, position, TOKENS).tolist()
 
 
-def noise_reading(seed, step, transcript, gumbel=gumbel):
+def noise_reading(seed, step, transcript):
     """Reads the very noise that decides: proposes its argmax where it is large, and its argmin elsewhere."""
     prefix = list(transcript)
     for _ in range(LENGTH - 1):
-        noise = noise_of(gumbel, seed, len(prefix))
+        noise = noise_of(seed, len(prefix))
         scores = [a + b for a, b in zip(logits_after(tuple(prefix)), noise, strict=True)]
         prefix.append(scores.index(max(scores) if max(scores) > 1.5 else min(scores)))
     return [prefix[len(transcript) : -1], prefix[-1:]]
-
-
-def reading_vllms_noise(seed, step, transcript):
-    return noise_reading(seed, step, transcript, gumbel32)
 
 
 def without_drafts(sampling, seeds, sampler=None):
@@ -245,8 +238,7 @@ def test_the_text_is_the_same_for_every_possible_sequence_of_drafts(name):
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_texts_follow_the_processed_law_though_drafts_read_the_noise(name):
-    reading = reading_vllms_noise if DRAWN[name].noise is Noise.VLLM else noise_reading
-    assert texts_follow_the_law(DRAWN[name], Sampler(torch.device("cpu")), adversary=reading)
+    assert texts_follow_the_law(DRAWN[name], Sampler(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("name", [name for name, s in SAMPLINGS.items() if s.temperature == 0])
@@ -420,21 +412,6 @@ class ForgetfulPenalty(Sampler):
         return results
 
 
-class RelativeVllmNoise(VllmRule):
-    """vLLM's noise, keyed on a row's place in the step instead of its position in the text."""
-
-    def choose(self, logits, sessions, asked):
-        return super().choose(logits, [replace(session, transcript=[0]) for session in sessions], asked)
-
-
-class RelativeVllmSampler(Sampler):
-    """The sampler with that rule."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self._vllm = RelativeVllmNoise(device)
-
-
 class FreshNoise(Sampler):
     """The noise of a row depends on the drafts before it: exact in distribution, but not the same text."""
 
@@ -459,12 +436,6 @@ def greedy_drafts(seed, step, transcript):
 @pytest.mark.parametrize("wrong", [Unprocessed, RelativeNoise, ForgetfulPenalty, FreshNoise])
 def test_a_wrong_sampler_does_not_give_the_same_text(wrong):
     assert not same_text(SAMPLINGS["penalised"], wrong(torch.device("cpu")))
-
-
-def test_vllms_noise_in_a_wrong_place_gives_neither_the_same_text_nor_the_law():
-    wrong, name = RelativeVllmSampler(torch.device("cpu")), "temperature 1, vLLM's noise"
-    assert not same_text(SAMPLINGS[name], wrong)
-    assert not texts_follow_the_law(SAMPLINGS[name], wrong, trials=1500, adversary=greedy_drafts)
 
 
 @pytest.mark.parametrize(

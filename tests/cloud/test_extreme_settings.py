@@ -16,7 +16,7 @@ from outrider.cloud.sampling import Sampler
 from outrider.cloud.shortlist import SMALLEST_VOCAB
 from outrider.cloud.testing.conformance import Suite, Text
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target
-from outrider.proto.types import BOUNDS, DraftToken, Noise, Sampling
+from outrider.proto.types import BOUNDS, DraftToken, Sampling
 
 torch.set_num_threads(1)
 
@@ -51,29 +51,27 @@ def extremes(most: int) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("noise", Noise)
-def test_settings_at_their_bounds_give_a_token_and_its_probability(vocab: int, noise: Noise) -> None:
+def test_settings_at_their_bounds_give_a_token_and_its_probability(vocab: int) -> None:
     torch.manual_seed(3)
     sampler, logits = Sampler(torch.device("cpu")), 20 * torch.randn(3, vocab)
     for settings in extremes(3 if vocab == VOCABS[0] else 2):
-        (sampled,) = sampler.sample(logits.clone(), [session(vocab, Sampling(noise=noise, **settings))])
+        (sampled,) = sampler.sample(logits.clone(), [session(vocab, Sampling(**settings))])
         assert all(0 <= token.id < vocab for token in sampled.tokens), settings
         assert not any(math.isnan(token.logp or 0.0) for token in sampled.tokens), settings
 
 
-def beyond(noise: Noise, name: str, temperature: float) -> Sampling:
-    sampling = Sampling(noise=noise, temperature=temperature, top_k=60, top_p=0.9, frequency_penalty=0.1)
+def beyond(name: str, temperature: float) -> Sampling:
+    sampling = Sampling(temperature=temperature, top_k=60, top_p=0.9, frequency_penalty=0.1)
     object.__setattr__(sampling, name, BEYOND[name])
     return sampling
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
-@pytest.mark.parametrize("noise", Noise)
 @pytest.mark.parametrize("name", BEYOND)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_scores_that_are_no_numbers_raise_whatever_made_them(vocab, noise, name, temperature) -> None:
+def test_scores_that_are_no_numbers_raise_whatever_made_them(vocab, name, temperature) -> None:
     sampler, logits = Sampler(torch.device("cpu")), torch.randn(3, vocab)
-    spoiled = session(vocab, beyond(noise, name, temperature))
+    spoiled = session(vocab, beyond(name, temperature))
     with pytest.raises(FloatingPointError):
         sampler.sample(logits, [spoiled])
     sampled, numbers = sampler.sample_numbers(logits, [spoiled])
@@ -81,10 +79,9 @@ def test_scores_that_are_no_numbers_raise_whatever_made_them(vocab, noise, name,
     assert len(sampled[0].tokens) == 3
 
 
-@pytest.mark.parametrize("noise", Noise)
-def test_a_pass_of_vllms_workers_with_such_scores_is_no_text(noise: Noise, tmp_path) -> None:
+def test_a_pass_of_vllms_workers_with_such_scores_is_no_text(tmp_path) -> None:
     oracle = Oracle(save_conformance_target(tmp_path))
     suite = Suite(emulated_backend(EmulatedCore(oracle)), oracle)
-    text = Text(suite, suite.prompt(8), beyond(noise, "logit_bias", 1.0))
+    text = Text(suite, suite.prompt(8), beyond("logit_bias", 1.0))
     with pytest.raises(FloatingPointError):
         suite.backend.step([text.row()])

@@ -16,7 +16,7 @@ from lesson_records import record_of, teaching
 from outrider.cloud.learning.record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonKind, LessonRecord
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.salts import salted
-from outrider.proto.types import BOUNDS, Grammar, GrammarKind, Noise, Sampling
+from outrider.proto.types import BOUNDS, Grammar, GrammarKind, Sampling
 
 PROMPT, TEXT = [1, 2, 3], [10, 11, 12, 13, 14, 15]
 BLOCKS = {3: [10, 11, 99, 13], 6: [], 7: [14]}
@@ -85,7 +85,6 @@ def records(draw: st.DrawFn) -> LessonRecord:
         seed=draw(st.integers(0, (1 << 64) - 1)),
         top_k=draw(st.integers(0, 9)),
         repetition_penalty=draw(st.floats(0.5, 2)),
-        noise=draw(st.sampled_from((None, *Noise))),
     )
     tokenizer = draw(st.sampled_from(("", "ab" * 32)))
     drafters = draw(st.sampled_from(((), ("tiny@1",), ("ünique@0123456789ab", "tiny@1"))))

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 import torch
 from documented_law import documented_law
-from test_exactness import HASH, PROMPT, VOCAB, chi_square_p, logits_after, noise_reading, reading_vllms_noise
+from test_exactness import HASH, PROMPT, VOCAB, chi_square_p, logits_after, noise_reading
 
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampler
-from outrider.cloud.vllm_rule import vllm_scores
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Noise, Open, Sampling, token_ids
+from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -43,7 +42,6 @@ SAMPLINGS = {
     "only ends": Sampling(temperature=1.0, allowed_tokens=(EOS, STOP), stop_tokens=(STOP,), **LIMITS),
     "every token": Sampling(temperature=1.0, min_tokens=LENGTH, max_tokens=LENGTH),
 }
-SAMPLINGS |= {f"{name}, vLLM's noise": replace(sampling, noise=Noise.VLLM) for name, sampling in SAMPLINGS.items()}
 DRAWN = {name: sampling for name, sampling in SAMPLINGS.items() if sampling.temperature > 0}
 
 
@@ -120,7 +118,7 @@ def rows_of(text, block, sampling, rule):
     logits = torch.tensor([logits_after(prefix + block[:j]) for j in range(len(block) + 1)])
     drafts = tuple(map(DraftToken, block))
     session = rule(VerificationInput(sampling, list(prefix), len(PROMPT), drafts, eos_tokens=frozenset({EOS})))
-    scores = (vllm_scores if sampling.noise is Noise.VLLM else processed_logits)(logits, session).double()
+    scores = processed_logits(logits, session)
     if sampling.temperature == 0:
         return torch.nn.functional.one_hot(scores.argmax(dim=-1), VOCAB).tolist()
     return torch.softmax(scores, -1).tolist()
@@ -165,7 +163,7 @@ def test_the_enumerated_law_is_that_of_plain_decoding_for_every_block_of_drafts(
     assert exact_for_every_block(SAMPLINGS[name])
 
 
-@pytest.mark.parametrize("name", ["temperature 1", "stop token, vLLM's noise"])
+@pytest.mark.parametrize("name", ["temperature 1", "stop token"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_enumeration_rejects_a_count_from_anywhere_else(wrong, name):
     assert not exact_for_every_block(SAMPLINGS[name], wrong)
@@ -239,11 +237,10 @@ def test_a_count_from_anywhere_else_does_not_give_the_same_text(wrong):
     assert Texts(sampling, wrong).decode(seeds, fixed((0, 1, 0))) != right
 
 
-@pytest.mark.parametrize("name", ["stop token", "cut", "stop token, vLLM's noise"])
+@pytest.mark.parametrize("name", ["stop token", "cut"])
 def test_texts_follow_the_law_though_drafts_read_the_noise(name):
     sampling = DRAWN[name]
-    reading = reading_vllms_noise if sampling.noise is Noise.VLLM else noise_reading
-    texts = Texts(sampling).decode(range(10_000, 10_400), reading)
+    texts = Texts(sampling).decode(range(10_000, 10_400), noise_reading)
     assert chi_square_p(Counter(texts), law_of_text(sampling), len(texts)) > 1e-4
     plain = law_of_text(replace(sampling, min_tokens=0))
     assert chi_square_p(Counter(texts), plain, len(texts)) < 1e-4, "the check tells the two laws apart"
@@ -252,31 +249,28 @@ def test_texts_follow_the_law_though_drafts_read_the_noise(name):
 # === rows of a grammar, of a large vocabulary, and what is reported ==============================================
 
 
-@pytest.mark.parametrize("process", [processed_logits, vllm_scores])
-def test_a_grammar_that_leaves_only_the_end_keeps_it_and_no_row_is_all_forbidden(process):
+def test_a_grammar_that_leaves_only_the_end_keeps_it_and_no_row_is_all_forbidden():
     logits = torch.zeros(4, VOCAB)
     allowed = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 0]], dtype=bool)
     sampling = Sampling(temperature=1.0, min_tokens=3, stop_tokens=(STOP,))
     drafts = tuple(map(DraftToken, (0, 0, 0)))
     session = VerificationInput(sampling, [1, 0], 1, drafts, allowed, eos_tokens=frozenset({EOS}))
     assert session.rows_before_end == 2, "one token of text was there before the first row"
-    kept = process(logits, session).isfinite().tolist()
+    kept = processed_logits(logits, session).isfinite().tolist()
     assert kept == [[True, True, False, False], [False, False, True, False], *allowed[2:].tolist()]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("noise", Noise)
-def test_large_rows_hold_the_ends_back_and_report_the_log_probability_of_the_row(temperature, noise):
+def test_large_rows_hold_the_ends_back_and_report_the_log_probability_of_the_row(temperature):
     vocab, eos = 4000, frozenset({7, 9})
     for seed in range(12):
         logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 2
         logits[:, [7, 9, 11]] += 9.0  # the ends would win almost every row
-        sampling = Sampling(temperature, seed, min_tokens=3, stop_tokens=(11,), noise=noise)
+        sampling = Sampling(temperature, seed, min_tokens=3, stop_tokens=(11,))
         drafts = tuple(map(DraftToken, (40, 41)))
         session = VerificationInput(sampling, [1, 2, 3], 1, drafts, logprobs=True, eos_tokens=eos)
         [got] = Sampler(torch.device("cpu")).sample(logits, [session])
-        process = vllm_scores if noise is Noise.VLLM else processed_logits
-        logp = torch.log_softmax(process(logits, session).double(), -1)
+        logp = torch.log_softmax(processed_logits(logits, session), -1)
         assert got.tokens[0].id not in (7, 9, 11), "two tokens of text, three wanted"
         assert session.rows_before_end == 1
         for j, token in enumerate(got.tokens):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud import distribution, vllm_rule
+from outrider.cloud import distribution
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput, masked
 from outrider.cloud.engine import Engine
@@ -30,7 +30,6 @@ from outrider.proto.types import (
     DraftToken,
     FinishReason,
     Goaway,
-    Noise,
     Open,
     Opened,
     Patience,
@@ -355,16 +354,14 @@ def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) 
     assert bench.corrupted == 1
 
 
-@pytest.mark.parametrize("noise", Noise)
-def test_settings_that_make_no_numbers_end_the_session_that_has_them(bench, texts, noise, monkeypatch) -> None:
+def test_settings_that_make_no_numbers_end_the_session_that_has_them(bench, texts, monkeypatch) -> None:
     """No door lets such settings in; a verifier does not rest on that."""
-    spoiled = replace(SAMPLING, noise=noise, repetition_penalty=1.5)
+    spoiled = replace(SAMPLING, repetition_penalty=1.5)
 
     def spoiling(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
         return masked(scores, session) * (math.nan if session.sampling.penalises else 1)
 
-    for module in (distribution, vllm_rule):
-        monkeypatch.setattr(module, "masked", spoiling)
+    monkeypatch.setattr(distribution, "masked", spoiling)
     for key in range(2):
         bench.open(2 * key)
         bench.open(2 * key + 1, prompt=(5, 6, POISON), sampling=spoiled)

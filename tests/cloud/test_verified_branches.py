@@ -20,7 +20,7 @@ from outrider.cloud.branch_cache import BranchCache
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot
 from outrider.proto.session import VerifierRules, VerifierSession
-from outrider.proto.types import BlockBranch, DraftToken, FinishReason, Noise, Open, Sampling, token_ids
+from outrider.proto.types import BlockBranch, DraftToken, FinishReason, Open, Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -31,7 +31,6 @@ SAMPLINGS = {
     "temperature 1": Sampling(temperature=1.0),
     "penalised": Sampling(temperature=1.0, repetition_penalty=2.5, presence_penalty=0.8, frequency_penalty=0.7),
     "cut": Sampling(temperature=1.4, top_k=2, min_p=0.05, logit_bias=((1, 0.7),)),
-    "vLLM's noise": Sampling(temperature=1.0, frequency_penalty=0.7, noise=Noise.VLLM),
 }
 
 

@@ -19,7 +19,7 @@ from outrider.deploy.learn_here import LearningHere
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.types import Grammar, GrammarKind, Noise, Sampling
+from outrider.proto.types import Grammar, GrammarKind, Sampling
 
 EDGE = ["edge", "--verifier", "127.0.0.1:1", "--model", "m"]
 
@@ -35,7 +35,7 @@ def learner() -> LearningHere:
 
 
 def text(session: str = "s", tokens: int = 50, **changes: Any) -> OwnText:
-    fields = {"sampling": Sampling(temperature=1.0, seed=7, noise=Noise.VLLM), "prompt_class": 3} | changes
+    fields = {"sampling": Sampling(temperature=1.0, seed=7), "prompt_class": 3} | changes
     return OwnText(session, tuple(range(tokens)), 4, **fields)
 
 
@@ -61,14 +61,14 @@ def test_a_folder_alone_is_a_mistake() -> None:
         _learning(parse([*EDGE, "--learn-here-folder", "x"]), client())
 
 
-def test_a_text_waits_as_a_record_with_its_seed_and_noise() -> None:
+def test_a_text_waits_as_a_record_with_its_seed() -> None:
     learning = learner()
     learning.take(text())
     (waiting,) = learning._waiting
     record = LessonRecord.decode(waiting)
     assert (record.model, record.prompt_class, record.first_generated) == ("reference", 3, 4)
     assert record.tokenizer_sha256 == "ab" * 32
-    assert (record.sampling.seed, record.sampling.noise) == (7, Noise.VLLM)
+    assert record.sampling.seed == 7
     assert record.tokens.tolist() == list(range(50))
     assert record.top_ids.shape == (46, 0)
 

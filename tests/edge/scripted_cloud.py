@@ -23,7 +23,6 @@ from outrider.proto.types import (
     DraftToken,
     EdgeFrame,
     Lease,
-    Noise,
     Open,
     Opened,
     token_ids,
@@ -78,7 +77,6 @@ class ScriptedStream:
                     CONTEXT,
                     vocab_size=VOCABULARY,
                     keep_s=frame.keep_s,
-                    noise=self._channels.noise,
                     epoch=frame.epoch,
                     min_tokens=True,
                     eos_tokens=self._channels.eos_tokens,
@@ -111,7 +109,6 @@ class ScriptedChannels:
         script: tokens of a text, which go on beyond its end.
         sizes: numbers of tokens in the first commits of each text; the others have one.
         paced: whether the edge can answer each commit before the next, as with steps that take time.
-        noise: noise by which the texts are drawn.
         eos_tokens: ids that end a text of the target.
     """
 
@@ -119,7 +116,6 @@ class ScriptedChannels:
         self.script: Script = lambda _: ()
         self.sizes: Sequence[int] = ()
         self.paced = True
-        self.noise = Noise.OUTRIDER
         self.eos_tokens: tuple[int, ...] = ()
         self.connection = Connection(None, lambda: self.connection)  # type: ignore[arg-type]
 

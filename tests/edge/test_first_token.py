@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
 from outrider.drafters import NgramDrafter
 from outrider.edge import Client
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Noise, Open, Sampling
+from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Open
 
 TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 6))
 PROMPT = (5, 6, 7, 8) * 8
@@ -109,21 +108,6 @@ def test_drafts_follow_the_open_of_a_verifier_that_has_answered_before(tokenizer
         assert isinstance(opening, Open)
         assert isinstance(draft, Draft)
         assert (draft.start, draft.tokens[0].id) == (len(PROMPT), 5)
-
-    run(tokenizer_file, drafter, scenario)
-
-
-@pytest.mark.parametrize("noise", Noise)
-def test_early_drafts_are_drawn_with_the_noise_of_the_verifiers_texts(tokenizer_file: Path, noise: Noise) -> None:
-    drafter = HeldDrafter()
-    drafter.go_on.set()
-
-    async def scenario(client: Client, channels: WatchfulChannels) -> None:
-        channels.noise = noise
-        for _ in range(2):
-            channels.answers_after_a_draft = bool(channels.streams)
-            await client.complete(PROMPT, Sampling(temperature=1.0), max_tokens=4)
-        assert drafter.rules[-1].noise is noise
 
     run(tokenizer_file, drafter, scenario)
 

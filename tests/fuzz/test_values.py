@@ -6,7 +6,6 @@ import json
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -36,11 +35,11 @@ from outrider.edge.daemon.responses.schema import ResponsesRequest
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError
-from outrider.proto.types import EdgeFrame, Noise, Sampling
+from outrider.proto.types import EdgeFrame, Sampling
 
 PHASES = (Phase.generate, Phase.shrink)
 PLAIN = Sampling(temperature=1.0, seed=5, max_tokens=value_doors.TEXT, ignore_eos=True)
-SAMPLINGS = (PLAIN, value_doors.SETTINGS, replace(value_doors.SETTINGS, noise=Noise.VLLM))
+SAMPLINGS = (PLAIN, value_doors.SETTINGS)
 
 
 def examples(number: int) -> Any:

@@ -96,7 +96,6 @@ EXAMPLES = {
     "open with a grammar": _edge(
         t.Open("m", HASH, (1,), t.Sampling(grammar=t.Grammar(t.GrammarKind.JSON_SCHEMA, '{"type": "object"}')), "s")
     ),
-    "open with vLLM's noise": _edge(t.Open("m", HASH, (1,), t.Sampling(noise=t.Noise.VLLM), "s")),
     "open that bids the verifier draft": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafts_here=8)),
     "open that allows learning": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", learning=t.Learning(3))),
     "open of a later stream": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), epoch=3)),
@@ -165,7 +164,6 @@ EXAMPLES = {
     "opened by a verifier that knows min_tokens": _cloud(
         t.Opened(0, 64, 128, "v0", 4096, min_tokens=True, eos_tokens=(2, 151645))
     ),
-    "opened with vLLM's noise": _cloud(t.Opened(0, 64, 128, "v0", 4096, noise=t.Noise.VLLM)),
     "opened": _cloud(
         t.Opened(
             committed=2,

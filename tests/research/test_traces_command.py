@@ -280,18 +280,6 @@ def test_a_probe_separates_reading_from_drafting(monkeypatch) -> None:
     assert costs.catch_up_s == pytest.approx(0.0005)
 
 
-def test_the_command_records_texts_of_either_noise(target_folder, prompt_file, tmp_path, capfd) -> None:
-    texts = []
-    for noise in ("outrider", "vllm"):
-        out_file = tmp_path / f"{noise}.jsonl"
-        hot = ["--temperature", "1", "--max-tokens", "20", "--drafter", "ngram", "--noise", noise]
-        arguments = ["--target", str(target_folder), "--prompts", str(prompt_file), *hot, "--output", str(out_file)]
-        status, _, err = run_command(["record", *arguments], capfd)
-        assert status == 0, err
-        texts.append([trace.tokens for trace in load_traces(out_file)])
-    assert all(one != other for one, other in zip(*texts, strict=True))
-
-
 def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_path, capfd) -> None:
     out_file = tmp_path / "new" / "t.jsonl"
     arguments = ["--target", str(target_folder), "--drafter", "ngram", "--prompts", str(prompt_file)]

@@ -20,7 +20,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
-from outrider.proto.types import CloudFrame, Commit, Grammar, GrammarKind, Noise, Patience, Sampling
+from outrider.proto.types import CloudFrame, Commit, Grammar, GrammarKind, Patience, Sampling
 
 TOKENS = 48
 PROMPTS = [prompt.text for prompt in held_out(2)]
@@ -41,7 +41,6 @@ SETTINGS = {
     "biased": replace(PLAIN, temperature=1.0, logit_bias=((16, 2.0), (203, -5.0))),
     "restricted": replace(PLAIN, temperature=1.0, allowed_tokens=tuple(range(200, 900))),
     "grammar": replace(PLAIN, temperature=0.8, max_tokens=64, grammar=Grammar(GrammarKind.JSON_SCHEMA, SCHEMA)),
-    "noise of vLLM": replace(PLAIN, temperature=1.0, noise=Noise.VLLM),
 }
 CHAT = ("The first thing to know about rivers is", " And the second thing is", " Finally")
 

@@ -11,7 +11,7 @@ from outrider.proto.plumbing.cores import computing_cores
 from outrider.proto.plumbing.serving import GrpcServerSettings
 from outrider.proto.settings import above, at_least, between, declared, no_empty_text, option
 from outrider.proto.tracing import trace_endpoint_option
-from outrider.proto.types import Goal, Noise, Patience
+from outrider.proto.types import Goal, Patience
 
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -130,11 +130,6 @@ class VerifierConfig(GrpcServerSettings):
         group=TARGET,
         check=no_empty_text,
         parse=absolute,
-    )
-    noise: Noise = option(
-        Noise.OUTRIDER,
-        "noise of texts that ask for none; vllm: that of vLLM's Model Runner V2, for the texts of a plain vLLM",
-        group=TARGET,
     )
     goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps", group=TARGET)
     draft_here: str = option(

@@ -18,9 +18,8 @@ from outrider.cloud.distribution import (
     scores_by_session,
 )
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
-from outrider.cloud.vllm_rule import VllmRule
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import CommittedToken, Noise, Sampling, TopLogprobs, token_ids
+from outrider.proto.types import CommittedToken, Sampling, TopLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +40,10 @@ _Part = tuple[int, VerificationInput]  # a session and the place of its first ro
 
 
 class Sampler:
-    """The coupled rule on one device: by a short list where that is enough (on a CPU), else over whole rows.
+    """The coupled rule on one device: by a short list where that is enough (on a CPU), else over whole rows."""
 
-    Sessions of `Noise.VLLM` are left to `VllmRule`, or to one that does it in other ways.
-    """
-
-    def __init__(self, device: torch.device, rule_of_vllm: VllmRule | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._noise = TorchNoise(torch, device)
-        self._vllm = rule_of_vllm or VllmRule(device)
         self._device = device
         self._shortlist: Shortlist | None = None
 
@@ -63,14 +58,12 @@ class Sampler:
         firsts = list(itertools.accumulate((session.rows for session in sessions), initial=0))[:-1]
         parts = list(zip(firsts, sessions, strict=True))
         asked = np.array(_asked(sessions))
-        theirs = [part for part in parts if part[1].sampling.noise is Noise.VLLM]
-        ours = [part for part in parts if part[1].sampling.noise is not Noise.VLLM]
-        choice = self._by_shortlist(logits, ours, asked)
-        for left, rule in ((_unsettled(ours, choice.certain), self._by_whole_rows), (theirs, self._vllm.choose)):
-            if left:
-                rows = _rows_of(left)
-                of_left = logits if len(rows) == len(asked) else logits[torch.from_numpy(rows)]
-                choice.put(rows, rule(of_left, [session for _, session in left], asked[rows]))
+        choice = self._by_shortlist(logits, parts, asked)
+        left = _unsettled(parts, choice.certain)
+        if left:
+            rows = _rows_of(left)
+            of_left = logits if len(rows) == len(asked) else logits[torch.from_numpy(rows)]
+            choice.put(rows, self._by_whole_rows(of_left, [session for _, session in left], asked[rows]))
         sampled = _per_session(sessions, choice)
         return [
             with_logprobs(of_session, logits[first : first + session.rows], session) if session.logprobs else of_session

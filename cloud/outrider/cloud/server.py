@@ -282,7 +282,6 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         guarantee=target.guarantee,
         keep_s=config.keep_s,
         release=release(),
-        noise=config.noise,
         precision=target.precision,
         scores_prompts=target.scores_prompts,
         trees=target.verifies_branches,

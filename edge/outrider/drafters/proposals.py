@@ -15,17 +15,13 @@ from collections.abc import Collection
 
 import numpy as np
 
-from outrider.proto import noise, vllm_noise
+from outrider.proto.noise import exponentials_for_proposals
 from outrider.proto.token_counts import TokenCounts
-from outrider.proto.types import DraftToken, Noise, Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 GREEDY_CANDIDATES = 8  # the entropy of these correlates with that of all by 0.99; they cost a token 1 to 2 % more
 _LOG_LARGEST_VOCABULARY = 15.0
 NO_PROPOSAL = DraftToken(-1)
-_EXPONENTIALS = {  # E of (seed, position, tokens), with the noise G = -log E
-    Noise.OUTRIDER: noise.exponentials_for_proposals,
-    Noise.VLLM: vllm_noise.exponentials_for_proposals,
-}
 
 
 class ProposalRule:
@@ -42,8 +38,7 @@ class ProposalRule:
         """Make the rule.
 
         Args:
-            sampling: the session's parameters, seed and law of the shared noise among them; Outrider's where none is
-                named.
+            sampling: the session's parameters, the seed of the shared noise among them.
             prompt_length: tokens of prompt, which presence and frequency penalties and `min_tokens` leave out.
             runners_up: most tokens to name beside each proposal that would have been proposed next.
             eos_tokens: ids that end a text of the target, as far as they are known; `min_tokens` forbids them.
@@ -51,8 +46,6 @@ class ProposalRule:
         self.sampling = sampling
         self.runners_up = runners_up
         self.eos_tokens = frozenset(eos_tokens)
-        self.noise = sampling.noise or Noise.OUTRIDER
-        self._exponentials = _EXPONENTIALS[self.noise]
         self.prompt_length = prompt_length
         self._bias = dict(sampling.logit_bias)
         self._allowed = np.array(sorted(sampling.allowed_tokens), dtype=np.int64)
@@ -122,7 +115,7 @@ class ProposalRule:
         The argmax of log q + G is that of q e^G = q / E, which spares a logarithm and an exponential.
         """
         q = np.exp(log_q)
-        race = q / self._exponentials(self.sampling.seed, position, tokens)
+        race = q / exponentials_for_proposals(self.sampling.seed, position, tokens)
         index = int(race.argmax())
         perturbed = float(race[index]) / _sum(race)
         confidence, entropy = min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1])
@@ -169,7 +162,7 @@ class ProposalRule:
             index = int(processed.argmax())
             perturbed = min(1.0, float(q[index]))
         else:
-            noisy = processed - np.log(self._exponentials(self.sampling.seed, position, tokens))
+            noisy = processed - np.log(exponentials_for_proposals(self.sampling.seed, position, tokens))
             index = int(noisy.argmax())
             perturbed = 1.0 / float(np.exp(noisy - noisy[index]).sum())
         confidence = min(1.0, float(q[index]))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outrider.edge.event_stream import Completion, Event, Finished, Tokens
     from outrider.edge.request import Tenant
     from outrider.edge.sync_client import SyncClient, SyncConversation
-    from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Noise, Provenance, Sampling
+    from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Provenance, Sampling
 
 __all__ = [
     "Client",
@@ -39,7 +39,6 @@ __all__ = [
     "Finished",
     "Grammar",
     "GrammarKind",
-    "Noise",
     "Provenance",
     "Sampling",
     "SyncClient",
@@ -61,7 +60,6 @@ _MODULES = {
         "FinishReason",
         "Grammar",
         "GrammarKind",
-        "Noise",
         "Provenance",
         "Sampling",
     ),

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
@@ -43,7 +43,7 @@ from outrider.proto.session import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Lease, Noise, Opened, Pong, Sampling
+from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Lease, Opened, Pong, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Decoding:
             self._thread.submit(self._states.close, kept)  # after a job that may still run there
         self._emitted = asyncio.Queue()
         self._stopped_by = None
-        self._follow_sampling(self.machine.sampling)
+        self._make_rule()
         if self._stream is not None:
             self._stream.statistics = self.machine.statistics
         self._apply(instructions)
@@ -323,7 +323,7 @@ class Decoding:
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
         expected = stream.connection.opened
         if expected is not None:
-            self._follow_terms(expected, self.machine.sampling.noise or expected.noise)
+            self._follow_terms(expected)
         self._handle(StreamReady(lease.token, expected))
         receiving = asyncio.create_task(self._receive_all(stream, lease))
         guarding = asyncio.create_task(self._guard.find_another(stream, lease, avoid))
@@ -371,17 +371,16 @@ class Decoding:
             self._on_opened(frame)
             if self._stream is not None:
                 self._stream.connection.opened = frame
-            if self.machine.sampling.noise is not None:
-                self._follow_terms(frame, self.machine.sampling.noise)
+            self._follow_terms(frame)
 
-    def _follow_terms(self, terms: Opened, noise: Noise) -> None:
-        """Propose with this noise, and no EOS of the verifier's target where `min_tokens` forbids it."""
-        sampling, rule = self.machine.sampling, self._states.rule
+    def _follow_terms(self, terms: Opened) -> None:
+        """Propose no EOS of the verifier's target where `min_tokens` forbids it."""
         self._eos_tokens = frozenset(terms.eos_tokens)
-        if noise is not rule.noise or (sampling.min_tokens and self._eos_tokens != rule.eos_tokens):
-            self._follow_sampling(replace(sampling, noise=noise))
+        if self.machine.sampling.min_tokens and self._eos_tokens != self._states.rule.eos_tokens:
+            self._make_rule()
 
-    def _follow_sampling(self, sampling: Sampling) -> None:
+    def _make_rule(self) -> None:
+        machine = self.machine
         self._states.rule = ProposalRule(
-            sampling, prompt_length=self.machine.prompt_length, runners_up=RUNNERS_UP, eos_tokens=self._eos_tokens
+            machine.sampling, prompt_length=machine.prompt_length, runners_up=RUNNERS_UP, eos_tokens=self._eos_tokens
         )

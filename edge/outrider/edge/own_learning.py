@@ -26,7 +26,7 @@ class OwnText:
         session: id of its session.
         tokens: [n] ids, prompt and text.
         first_generated: number of the prompt's.
-        sampling: settings with the seed and the noise, by which any drafter's hits are known.
+        sampling: settings with the seed of the noise, by which any drafter's hits are known.
         prompt_class: kind of text.
     """
 

@@ -29,7 +29,7 @@ from outrider.edge.routes import DirectRoute
 from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 from outrider.proto.session import Disconnected, EdgeSession, step_tree
 from outrider.proto.session.both_ends import BothEnds
-from outrider.proto.types import CloudFrame, Commit, FinishReason, Noise, Opened, Sampling
+from outrider.proto.types import CloudFrame, Commit, FinishReason, Opened, Sampling
 
 AN_AGE_S = 61.0  # longer than a text may fail
 EMPTY_WITHIN_S, WITHIN_S = 10.0, 150.0
@@ -321,8 +321,6 @@ class Play:
     async def _written(self, prompt: list[int], sampling: Sampling, pattern: str) -> PlainText | None:
         """Return the text in the longest context; None: a stranger cannot know it."""
         self._known.texts[sampling.seed] = PlainText(), 0
-        if sampling.noise is Noise.VLLM:
-            return None
         try:
             whole = await asyncio.to_thread(self._plain.write, prompt, sampling, max(self._world.contexts), pattern)
         except NoLaw:

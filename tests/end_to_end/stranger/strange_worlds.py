@@ -13,7 +13,7 @@ from plain_texts import PlainModel
 from random_models import SMALL, save_random_model
 from vocabularies import EOS, VOCABULARIES, Vocabulary
 
-from outrider.proto.types import Grammar, GrammarKind, Noise, Patience
+from outrider.proto.types import Grammar, GrammarKind, Patience
 
 WORLDS = 36  # that are played
 CONTEXT = 160
@@ -227,8 +227,6 @@ def settings(rng: random.Random, world: World, words: Vocabulary) -> tuple[dict[
         drawn |= {"max_tokens": 40, "min_tokens": 20, "stop_tokens": (), "allowed_tokens": ()}
     if world.theme == "contexts" and not pattern:
         drawn |= {"max_tokens": rng.choice((60, 10**6)), "ignore_eos": True, "stop_tokens": ()}
-    if world.theme == "extremes":
-        drawn["noise"] = rng.choice((Noise.OUTRIDER, Noise.VLLM))  # a later turn that names none has the one before's
     if world.theme == "extremes" and rng.random() < 0.6:
         name = rng.choice(("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "temperature"))
         value = rng.choice(HUGE)

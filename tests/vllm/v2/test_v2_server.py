@@ -1,4 +1,4 @@
-"""A verifier on Model Runner V2 with vLLM's noise: an edge's drafts, steered ones too, change nothing."""
+"""A verifier on Model Runner V2: an edge's drafts, steered ones too, change nothing."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.deploy.prompts import held_out
-from outrider.edge import Client, EdgeConfig, Grammar, GrammarKind, Noise, Sampling
+from outrider.edge import Client, EdgeConfig, Grammar, GrammarKind, Sampling
 
 PROMPTS = [prompt.text for prompt in held_out(1)]
-HOT = Sampling(max_tokens=16, temperature=1.0, seed=31)
 SETTINGS = {
-    "vLLM's noise": HOT,
-    "Outrider's noise": Sampling(max_tokens=16, temperature=1.0, seed=31, noise=Noise.OUTRIDER),
+    "drawn": Sampling(max_tokens=16, temperature=1.0, seed=31),
     "grammar": Sampling(max_tokens=16, temperature=1.0, grammar=Grammar(GrammarKind.REGEX, "[a-c ]{9,12}")),
     "greedy, penalised": Sampling(max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.5),
 }
 
 
 def config_of(**fields: Any) -> VerifierConfig:
-    return VerifierConfig(
-        dtype="float32", threads=1, kv_tokens=4096, context_length=512, max_sessions=8, noise=Noise.VLLM, **fields
-    )
+    return VerifierConfig(dtype="float32", threads=1, kv_tokens=4096, context_length=512, max_sessions=8, **fields)
 
 
 async def texts(address: str, drafter: str) -> tuple[dict[str, Any], int]:
@@ -53,5 +49,4 @@ def test_texts_are_those_of_our_own_engine(drafter: str) -> None:
             actor.stop()
     (expected, _), (theirs, accepted) = found
     assert theirs == expected
-    assert expected["vLLM's noise"] != expected["Outrider's noise"]
     assert (accepted > 0) is (drafter != "none")

@@ -14,7 +14,6 @@ from outrider.cloud.learning.record import TOP, LessonKind, LessonRecord
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import TorchNoise
-from outrider.proto.types import Noise
 
 CONTEXT = 256  # tokens before the first row of a passage that the drafter reads
 PROPOSED = 128  # of the drafter's most likely tokens, among which it draws
@@ -35,11 +34,8 @@ def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: 
     """Return the rows of `records` that `loss` can learn from, as the drafter sees them now; None: there are none.
 
     Where the loss asks for it, each position that follows text is judged as if the drafter of today had drafted there:
-    the noise is known, so its proposal is, and whether it hits (Daliri, Musco, Suresh 2024). Texts of
-    another noise keep the drafts that were made, and losses that need the noise pass them over.
+    the noise is known, so its proposal is, and whether it hits (Daliri, Musco, Suresh 2024).
     """
-    if loss.needs_noise:
-        records = [record for record in records if record.sampling.noise is not Noise.VLLM]
     passages = [passage for record in records for passage in _passages(record, suffixes=loss.reads_suffixes)]
     if not passages:
         return None
@@ -165,8 +161,7 @@ def _with_noise(rows: JudgedRows, passages: Sequence[_Passage], loss: Loss) -> J
         perturbed = best.values + heat * noise.gumbel(row_keys, best.indices).float()
         proposed = best.indices.gather(1, perturbed.argmax(1, keepdim=True))[:, 0]
         judged = torch.where(proposed == rows.committed, LessonKind.ACCEPTED, LessonKind.MISSED)
-        foreign = [np.full(len(each.rows), each.record.sampling.noise is Noise.VLLM) for each in passages]
-        behind = (rows.kinds == LessonKind.SUFFIX) | torch.from_numpy(np.concatenate(foreign))
+        behind = rows.kinds == LessonKind.SUFFIX
         kinds = torch.where(behind, rows.kinds, judged)
         rows = replace(rows, kinds=kinds, drafted=torch.where(behind, rows.drafted, proposed))
     return rows

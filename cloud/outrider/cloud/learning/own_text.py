@@ -31,7 +31,7 @@ def record_of_text(
     Args:
         tokens: [n] the text from position 0; what is beyond `MAX_ROWS` generated tokens is left out.
         first_generated: position of the first token after the prompt.
-        sampling: settings with the seed and, where it is not the default, the noise.
+        sampling: settings with the seed.
         model: id of the target.
         session_salt: [16] bytes, the same for all texts of a session.
         key_salt: [16] bytes, the same for all texts of whom they are taken to be.

@@ -63,7 +63,7 @@ class LessonRecord:
         key_salt: [16] bytes, the same for all sessions of an API key.
         prompt_class: kind of text, as in leases, below 16; 0: unknown.
         drafters: name@version of each drafter in `drafted_by`.
-        sampling: settings of the text with seed and noise, by which a drafter's hits can be computed again.
+        sampling: settings of the text with the seed of its noise, by which a drafter's hits can be computed again.
         at_s: time of the first row, Unix seconds.
         start: absolute position of `tokens[0]`.
         first_generated: absolute position of the first token after the prompt.

@@ -1,8 +1,8 @@
 """The seam to vLLM's internals in this process: its engine core, its KV blocks and its messages to workers.
 
-`worker.py` is the seam in the processes that compute, for V1's runner, and `runner_v2.py` with `native_rule.py` for
-Model Runner V2. No other module knows a name of vLLM's. All are written for the releases in `RELEASES`, and what they
-use beyond vLLM's public names is looked for before anything is loaded.
+`worker.py` is the seam in the processes that compute, for V1's runner, and `runner_v2.py` for Model Runner V2. No other
+module knows a name of vLLM's. All are written for the releases in `RELEASES`, and what they use beyond vLLM's public
+names is looked for before anything is loaded.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ PROBED_OF_V2: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits", "ctx")),
     (f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply_staged_writes", ()),
     (f"{_V2}.sample.logits_processor.interface", "LogitsContext", ("idx_mapping_np",)),
-    (f"{_V2}.sample.sampler", "Sampler.sample", ("expanded_idx_mapping", "pos", "expanded_local_pos")),
-    (f"{_V2}.sample.sampler", "Sampler.add_request", ("req_idx", "sampling_params")),
     (f"{_V2}.spec_decode.speculator", "BaseSpeculator.propose", ("input_batch", "aux_hidden_states")),
-    (f"{_V2}.states", "RequestState", ("max_num_reqs", "vocab_size", "device")),
 )
 
 log = logging.getLogger(__name__)

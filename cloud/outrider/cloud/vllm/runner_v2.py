@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.vllm.messages import PassResult, PassRow, Wanted
-from outrider.cloud.vllm.native_rule import NativeRule
 from outrider.cloud.vllm.requests import committed_tokens
 
 if current_platform.is_cpu():
@@ -94,7 +93,7 @@ class CoupledRows(LogitsProcessor):
     def attach(self, runner: Any) -> None:
         """Sample for `runner`."""
         self._states = runner.req_states
-        self._sampler = Sampler(runner.device, NativeRule(runner))
+        self._sampler = Sampler(runner.device)
 
     def begin(self, rows: Sequence[PassRow], orders: Mapping[str, Wanted]) -> None:
         """Take the plan of the next pass, and what is wanted of each request."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from outrider.drafters.by_text.vocabulary import Vocabulary
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
+from outrider.proto.noise import exponentials_for_proposals
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken, Sampling
 
@@ -100,9 +101,7 @@ class TextRule(ProposalRule):
             drafter: the drafter's vocabulary.
         """
         s = rule.sampling
-        plain = Sampling(
-            temperature=s.temperature, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, noise=rule.noise
-        )
+        plain = Sampling(temperature=s.temperature, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
         super().__init__(plain, prompt_length=0)
         self._text_until = rule.prompt_length + s.min_tokens if s.min_tokens else 0  # position of the target
         self._groups = groups
@@ -226,7 +225,7 @@ class TextRule(ProposalRule):
 
     def _gumbel(self, position: int, tokens: np.ndarray) -> np.ndarray:
         """Return the target's noise G of its `tokens` [n] at `position`."""
-        noise: np.ndarray = -np.log(self._exponentials(self.sampling.seed, position, tokens))
+        noise: np.ndarray = -np.log(exponentials_for_proposals(self.sampling.seed, position, tokens))
         return noise
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from outrider.proto import types as t
 from outrider.proto.codec.fields import (
     Field,
-    Maker,
     Table,
     enumeration,
     microseconds,
@@ -50,22 +49,26 @@ def _logit_bias(_: str) -> Field:
     return Field(encode, decode)
 
 
-def _noise(unset: t.Noise | None, field: str) -> Maker:
-    """Copy a noise, of which `unset` takes no byte; errors name `field`."""
+def _refuse_other_noise(field: str) -> Callable[[pb.Sampling | pb.Opened], None]:
+    """Check that a peer of an older release draws the text with the noise that there is; errors name `field`."""
 
-    def encode(noise: t.Noise | None) -> dict[str, Any]:
-        return {} if noise is None or noise is unset else {"noise": noise.value}
+    def check(wire: pb.Sampling | pb.Opened) -> None:
+        if wire.noise > 1:
+            raise InvalidArgument(
+                f"is {wire.noise}, and this release has 1 alone; update the other side, or start it without --noise",
+                field=field,
+            )
 
-    return lambda _: Field(encode, lambda wire: to_enum(t.Noise, wire.noise, field) if wire.noise else unset)
+    return check
 
 
 GRAMMAR = Table(t.Grammar, pb.Grammar, kind=enumeration(t.GrammarKind, "sampling.grammar"))
 SAMPLING = Table(
     t.Sampling,
     pb.Sampling,
+    _refuse_other_noise("sampling.noise"),
     logit_bias=_logit_bias,
     grammar=optional(GRAMMAR),
-    noise=_noise(None, "sampling.noise"),
 )
 _PRECISION = enumeration(t.SteeringPrecision, "steering.precision")
 STEERING = Table(t.Steering, pb.Steering, precision=_PRECISION)
@@ -88,8 +91,8 @@ CANCEL = Table(t.Cancel, pb.Cancel)
 OPENED = Table(
     t.Opened,
     pb.Opened,
+    _refuse_other_noise("opened.noise"),
     goal=enumeration(t.Goal, "opened.goal"),
-    noise=_noise(t.Noise.OUTRIDER, "opened.noise"),
     guarantee=enumeration(t.Guarantee, "opened.guarantee"),
 )
 GOAWAY = Table(t.Goaway, pb.Goaway)

@@ -99,10 +99,21 @@ def microseconds(name: str) -> Field:
 class Table(Generic[T]):
     """A dataclass and its message."""
 
-    def __init__(self, kind: type[T], wire: Callable[..., Any], /, **makers: Maker) -> None:
-        """Pair a dataclass with the message class `wire`; `makers` make the fields that are not copied as they are."""
+    def __init__(
+        self,
+        kind: type[T],
+        wire: Callable[..., Any],
+        check: Callable[[Any], None] | None = None,
+        /,
+        **makers: Maker,
+    ) -> None:
+        """Pair a dataclass with the message class `wire`; `makers` make the fields that are not copied as they are.
+
+        `check` raises InvalidArgument for messages that are refused by what the dataclass has no field for.
+        """
         self._kind = kind
         self._wire = wire
+        self._check = check
         lists = {entry.name for entry in wire.DESCRIPTOR.fields if entry.is_repeated}  # type: ignore[attr-defined]
         self._fields = {
             name: makers.pop(name, plain_list if name in lists else plain)(name)
@@ -120,6 +131,8 @@ class Table(Generic[T]):
 
     def from_wire(self, wire: Any) -> T:
         """Return the checked value that the message holds."""
+        if self._check is not None:
+            self._check(wire)
         return self._kind(**{name: field.decode(wire) for name, field in self._fields.items()})
 
     def encode(self, value: T) -> bytes:

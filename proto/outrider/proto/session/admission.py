@@ -23,7 +23,6 @@ from outrider.proto.types import (
     Draft,
     Goal,
     Guarantee,
-    Noise,
     Open,
     Patience,
     Sampling,
@@ -44,7 +43,6 @@ class VerifierRules:
         keep_s: longest time that an idle session is kept at its edge's request, in seconds.
         release: version of Outrider, for people.
         projections: projections whose steering vectors the verifier can make.
-        noise: noise of texts that ask for none.
         precision: what decides its rounding; empty: unknown.
         scores_prompts: whether it can tell the log probabilities of prompts.
         trees: whether a step can verify branches beside the chain.
@@ -65,7 +63,6 @@ class VerifierRules:
     keep_s: float = 300.0
     release: str = ""
     projections: frozenset[str] = frozenset()
-    noise: Noise = Noise.OUTRIDER
     precision: str = ""
     scores_prompts: bool = True
     trees: bool = False

@@ -138,23 +138,17 @@ class EdgeStream:
         """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
 
         Raises:
-            InvalidArgument: it took over another text, draws it with another noise, or does not know its `min_tokens`.
+            InvalidArgument: it took over another text, or does not know its `min_tokens`.
             Unavailable: it computes in another precision than the text so far, or would end it elsewhere.
         """
         if self._opened_for != self._text.turns:
             return Reopen(0.0, Unavailable("opened for a turn that has ended"))
         if opened.committed != self._opened_with:
             raise InvalidArgument("the verifier took over another text", field="opened.committed")
-        sampling = self._text.frame.sampling
-        if sampling.noise not in (None, opened.noise):
-            raise InvalidArgument(
-                f"is {opened.noise.name}, the text has {sampling.noise.name}; update the verifier", field="opened.noise"
-            )
-        check_terms(opened, sampling)
+        check_terms(opened, self._text.frame.sampling)
         self._check_promises(opened)
         self._precision = opened.precision or self.precision
         self._promised = opened.max_tokens
-        self._text.frame = replace(self._text.frame, sampling=replace(sampling, noise=opened.noise))
         self.connected, self.opening = True, False
         self._failed_s += now - min(now, self._failing_since)
         self._failing_since = math.inf

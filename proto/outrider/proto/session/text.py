@@ -131,14 +131,13 @@ class EdgeText:
         return len(self.tokens) - self.prompt_length
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> None:
-        """Continue with `prompt` after the first `start` tokens, and with the same noise unless `sampling` names one.
+        """Continue with `prompt` after the first `start` tokens.
 
         Raises:
             InvalidArgument: with the field named; nothing has changed then.
         """
         if not self.done:
             raise InvalidArgument("still runs; finish or leave it before the next", field="turn")
-        sampling = replace(sampling, noise=sampling.noise or self.frame.sampling.noise)
         prompt = (*self.tokens[:start], *prompt)
         self.frame = replace(self.frame, prompt=prompt, committed=(), sampling=sampling, prompt_logprobs=None)
         self.prompt = []

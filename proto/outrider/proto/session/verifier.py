@@ -83,8 +83,7 @@ class VerifierSession:
         """
         check_open(frame, rules)
         self.id, self.epoch = frame.session, frame.epoch
-        self.noise = frame.sampling.noise or rules.noise
-        self.sampling = replace(limited(frame, rules), noise=self.noise)
+        self.sampling = limited(frame, rules)
         self.eos_tokens = rules.eos_tokens
         self.prompt_length = len(frame.prompt)
         self.transcript: list[int] = [*frame.prompt, *frame.committed]
@@ -128,7 +127,6 @@ class VerifierSession:
             keep_s=self.keep_s,
             release=rules.release,
             steered=self.steered,
-            noise=self.noise,
             drafter_here=self.own_drafter,
             branches=True,
             precision=rules.precision,
@@ -153,13 +151,12 @@ class VerifierSession:
                 "comes while a turn still runs; cancel it or wait for its last commit", field="frame.continuation"
             )
         prompt = check_continue(frame, self.transcript, self._first_chain, self._rules)
-        sampling = frame.sampling or self._frame.sampling
         session = VerifierSession(
             replace(
                 self._frame,
                 prompt=prompt,
                 committed=(),
-                sampling=replace(sampling, noise=sampling.noise or self.noise),
+                sampling=frame.sampling or self._frame.sampling,
                 drafting=self._next.drafting,
                 steering=self._steering,
                 prompt_logprobs=None,

@@ -57,7 +57,7 @@ from outrider.proto.types.decoding import (
     token_ids,
 )
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, PromptToken, TopLogprobs
-from outrider.proto.types.sampling import Grammar, GrammarKind, Noise, Sampling
+from outrider.proto.types.sampling import Grammar, GrammarKind, Sampling
 from outrider.proto.types.steering import Steering, SteeringPrecision, SteeringRequest
 
 __all__ = [
@@ -97,7 +97,6 @@ __all__ = [
     "Learning",
     "Lease",
     "LeaseRequest",
-    "Noise",
     "Open",
     "Opened",
     "Patience",

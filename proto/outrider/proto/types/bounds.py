@@ -1,8 +1,8 @@
 """NumberRange of the numbers that process a text's distribution: one table for SDK, wire, command line and HTTP.
 
-They are wider than an honest client needs, and so narrow that float32, in which vLLM's rule works, holds what comes of
-them: a million times the largest penalty, or a logit of 1e30 under the largest repetition penalty and a temperature of
-0.01. HTTP APIs are narrower, as OpenAI's and vLLM's are.
+They are wider than an honest client needs, and so narrow that even float32 holds what comes of them: a million times
+the largest penalty, or a logit of 1e30 under the largest repetition penalty and a temperature of 0.01. HTTP APIs are
+narrower, as OpenAI's and vLLM's are.
 """
 
 from __future__ import annotations

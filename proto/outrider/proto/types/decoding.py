@@ -21,7 +21,7 @@ from outrider.proto.types.checks import (
     require_tokens,
 )
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TopLogprobs
-from outrider.proto.types.sampling import Noise, Sampling
+from outrider.proto.types.sampling import Sampling
 from outrider.proto.types.steering import Steering, SteeringRequest
 
 PROTOCOL_VERSION = 2
@@ -332,7 +332,6 @@ class Opened:
         planned: whether the verifier plans how long it waits for drafts; its patience is fixed otherwise.
         keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
         steered: whether it has the requested projection and sends its vectors.
-        noise: noise by which it draws the text.
         drafter_here: drafter of the verifier's own in this text, as name@version; empty: none.
         branches: whether it takes Branches.
         precision: what decides its rounding, such as `bfloat16`; empty: unknown.
@@ -355,7 +354,6 @@ class Opened:
     keep_s: float = 0.0
     release: str = ""
     steered: bool = False
-    noise: Noise = Noise.OUTRIDER
     drafter_here: str = ""
     branches: bool = False
     precision: str = ""

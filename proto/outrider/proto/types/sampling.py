@@ -16,17 +16,6 @@ MAX_STOP_TOKENS = 256  # all are compared with every token
 MAX_GRAMMAR_BYTES = 1 << 16
 
 
-class Noise(Enum):
-    """Law of the noise by which texts are drawn, fixed for a whole text.
-
-    `OUTRIDER` is that of `outrider.proto.noise`; `VLLM` that of `outrider.proto.vllm_noise`, with which processing too
-    is that of vLLM, in its order and in float32.
-    """
-
-    OUTRIDER = 1
-    VLLM = 2
-
-
 class GrammarKind(Enum):
     """Notation of a grammar."""
 
@@ -70,13 +59,11 @@ class Sampling:
     """Processing of the target's distribution.
 
     The order is: grammar, allowed tokens, `min_tokens`, bias, repetition, presence and frequency penalty, temperature,
-    top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken. `Noise.VLLM` takes frequency before
-    presence penalty and min-p before top-k.
+    top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken.
 
     Attributes:
         min_tokens: tokens of text before which EOS and the stop tokens have no chance, also with `ignore_eos`; where
             nothing else may come, as after a complete grammar, they keep it.
-        noise: noise of the text; None: that of the verifier that begins it.
     """
 
     temperature: float = _number("temperature", 0.0, "temperature; 0: greedy", "T")
@@ -96,7 +83,6 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
-    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         for name, bounds in BOUNDS.items():
@@ -121,7 +107,6 @@ class Sampling:
             len(set(self.allowed_tokens)) == len(self.allowed_tokens), "sampling.allowed_tokens", "a token stands twice"
         )
         require(isinstance(self.ignore_eos, bool), "sampling.ignore_eos", "must be True or False")
-        require(self.noise is None or isinstance(self.noise, Noise), "sampling.noise", "is no Noise")
         if self.grammar is not None:
             require(isinstance(self.grammar, Grammar), "sampling.grammar", "is no Grammar")
             require(not self.ignore_eos, "sampling.ignore_eos", "cannot go with a grammar, whose texts end with EOS")

@@ -7,12 +7,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Noise(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    NOISE_UNSPECIFIED: _ClassVar[Noise]
-    NOISE_OUTRIDER: _ClassVar[Noise]
-    NOISE_VLLM: _ClassVar[Noise]
-
 class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
@@ -41,9 +35,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
-NOISE_UNSPECIFIED: Noise
-NOISE_OUTRIDER: Noise
-NOISE_VLLM: Noise
 GRAMMAR_KIND_UNSPECIFIED: GrammarKind
 GRAMMAR_KIND_JSON_OBJECT: GrammarKind
 GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
@@ -128,9 +119,9 @@ class Sampling(_message.Message):
     stop_tokens: _containers.RepeatedScalarFieldContainer[int]
     ignore_eos: bool
     grammar: Grammar
-    noise: Noise
+    noise: int
     min_tokens: int
-    def __init__(self, temperature: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., noise: _Optional[_Union[Noise, str]] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., noise: _Optional[int] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "text")
@@ -334,7 +325,7 @@ class Opened(_message.Message):
     keep_s: float
     release: str
     steered: bool
-    noise: Noise
+    noise: int
     drafter_here: str
     branches: bool
     precision: str
@@ -342,7 +333,7 @@ class Opened(_message.Message):
     min_tokens: bool
     eos_tokens: _containers.RepeatedScalarFieldContainer[int]
     trees: bool
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., min_tokens: _Optional[bool] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., trees: _Optional[bool] = ...) -> None: ...
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[int] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., min_tokens: _Optional[bool] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., trees: _Optional[bool] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("start", "logprobs", "ranks", "top_tokens", "top_logp", "epoch")
