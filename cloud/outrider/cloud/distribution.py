@@ -7,7 +7,7 @@ is verified in the same step exactly as if it had been committed before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,32 +84,13 @@ def are_numbers(rows: torch.Tensor) -> bool:
     return bool(rows.amax(dim=-1).isfinite().all())
 
 
-def checked(scores: torch.Tensor) -> torch.Tensor:
-    """Return processed scores [rows, vocab]; raise `FloatingPointError` where they are no numbers."""
-    if not are_numbers(scores):
-        raise FloatingPointError("a session's settings make scores of its logits that are no numbers")
-    return scores
-
-
-def scores_by_session(
-    logits: torch.Tensor,
-    sessions: Sequence[VerificationInput],
-    process: Callable[[torch.Tensor, VerificationInput], torch.Tensor],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return [sum of rows, vocab] of `dtype`: the rows of each session by `process`.
-
-    Args:
-        logits: [sum of rows, vocab] float32, the target's, in order of `sessions`.
-        sessions: sessions of the rows.
-        process: maps one session's rows to their scores.
-        dtype: type of the scores.
-    """
-    scores = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+def processed_logits_of_all(logits: torch.Tensor, sessions: Sequence[VerificationInput]) -> torch.Tensor:
+    """Return `processed_logits` [sum of rows, vocab] float64 of the rows of `sessions`, in their order."""
+    scores = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
     first = 0
     for session in sessions:
         rows = slice(first, first + session.rows)
-        scores[rows] = process(logits[rows], session)
+        scores[rows] = processed_logits(logits[rows], session)
         first += session.rows
     return scores
 
@@ -155,8 +136,10 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
         biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
         scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
     if sampling.penalises:
-        scores = penalise(scores, session, _penalised)
-    return checked(scores)
+        _penalise(scores, session)
+    if not are_numbers(scores):
+        raise FloatingPointError("a session's settings make scores of its logits that are no numbers")
+    return scores
 
 
 def masked(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
@@ -184,12 +167,7 @@ def _without_ends(scores: torch.Tensor, session: VerificationInput) -> torch.Ten
     return torch.cat([early, scores[session.rows_before_end :]])
 
 
-# Makes columns [rows, n] of scores, how often their tokens are in the text and whether in prompt or text, each [n] or
-# [rows, n], and the settings, into penalised columns.
-PenaltyRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sampling], torch.Tensor]
-
-
-def penalise(scores: torch.Tensor, session: VerificationInput, rule: PenaltyRule) -> torch.Tensor:
+def _penalise(scores: torch.Tensor, session: VerificationInput) -> None:
     """Penalise the tokens that came before, a few columns of `scores` [k + 1, vocab], in place."""
     counts = session.counts or TokenCounts(session.prompt_length, session.transcript)
     block = np.array(token_ids(session.block), dtype=np.int64)
@@ -203,7 +181,7 @@ def penalise(scores: torch.Tensor, session: VerificationInput, rule: PenaltyRule
         in_text = torch.from_numpy(counts.in_text(tokens) + earlier).to(scores.device)
         seen = (in_text + torch.from_numpy(counts.in_prompt(tokens)).to(scores.device)) > 0
         columns = scores.index_select(1, torch.from_numpy(tokens).to(scores.device))
-        return rule(columns, in_text, seen, session.sampling)
+        return _penalised(columns, in_text, seen, session.sampling)
 
     of_drafted = penalised(drafted, earlier.cumsum(axis=0))
     for tokens, columns in (
@@ -211,10 +189,10 @@ def penalise(scores: torch.Tensor, session: VerificationInput, rule: PenaltyRule
         (drafted, of_drafted),  # after those of the transcript alone, which it corrects
     ):
         scores.index_copy_(1, torch.from_numpy(tokens).to(scores.device), columns)
-    return scores
 
 
 def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return penalised `columns` [rows, n]: their tokens are `in_text` so often, `seen` also counts the prompt."""
     if sampling.repetition_penalty != 1:
         factor = sampling.repetition_penalty
         columns = torch.where(seen, torch.where(columns > 0, columns / factor, columns * factor), columns)

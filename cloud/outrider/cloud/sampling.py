@@ -14,8 +14,7 @@ from outrider.cloud.distribution import (
     VerificationInput,
     adjusted_logits,
     are_numbers,
-    processed_logits,
-    scores_by_session,
+    processed_logits_of_all,
 )
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
@@ -107,7 +106,7 @@ class Sampler:
         return choice
 
     def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput], asked: np.ndarray) -> RowChoices:
-        scores = scores_by_session(logits, sessions, processed_logits, torch.float64)
+        scores = processed_logits_of_all(logits, sessions)
         logp = scores - torch.logsumexp(scores, dim=-1, keepdim=True)
         tokens = self._choose(scores, sessions)
         wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)
