@@ -258,7 +258,7 @@ RECORD = Command(
     "research.traces.record:record",
     (
         part(RecordSettings),
-        loaded("target", "dtype", "device", "threads", "noise", dtype="float32"),
+        loaded("target", "dtype", "device", "threads", dtype="float32"),
         part(VerifierConfig, "steering"),
     ),
 )

@@ -14,7 +14,3 @@ def prepare_interpreter() -> None:
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=driver)
 
     import vllm.v1.worker.cpu.shm  # noqa: F401 - stands in for what torch has with CUDA alone
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    # The one kernel that is beyond the interpreter; vLLM has the same in torch.
-    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
