@@ -30,7 +30,7 @@ from outrider.drafters import ProposalRule
 from outrider.drafters.adapters import read_adapter
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
-from outrider.proto.errors import InvalidArgument, Unavailable
+from outrider.proto.errors import ConfigError, InvalidArgument, Unavailable
 from outrider.proto.salts import salted
 
 VOCAB = 8192
@@ -59,7 +59,7 @@ def take_all(learner: Learner, records: list[bytes]) -> None:
 def teach(learner: Learner, rounds: int, first: int = 0) -> None:
     for number in range(rounds):
         for data in texts(first + 4 * number, 4):
-            assert learner.take(data)
+            learner.take(data)
         assert learner.step(time.time())
 
 
@@ -423,6 +423,32 @@ def test_forgetting_reaches_what_waits_in_the_inbox_too(actor, monkeypatch) -> N
     assert actor.info()["waiting"] == 16 * 16
 
 
+def test_a_key_that_allows_learning_no_longer_teaches_nothing_old_or_new(actor, monkeypatch) -> None:
+    monkeypatch.setattr(actor._learner.trainer, "ready", lambda: False)
+    revoked, other = salted(b"", "key-0"), salted(b"", "key-1")
+    actor.allow(frozenset({revoked, other}))
+    actor.push(tuple(texts(0, 18)))
+    until(lambda: actor.info()["waiting"] == 18 * 16)
+    actor.allow(frozenset({other}))
+    until(lambda: actor.info()["waiting"] == 16 * 16)
+    actor.push(tuple(texts(18, 9)))
+    until(lambda: actor.info()["counts"]["records"] == 27)
+    assert actor.info()["waiting"] == (16 + 8) * 16, "keys that no coordinator has named teach on"
+    assert actor.forget(revoked) == 0
+    actor.allow(frozenset({revoked, other}))
+    until(lambda: not actor._learner._revoked)
+    actor.push(tuple(texts(27, 9)))
+    until(lambda: actor.info()["counts"]["records"] == 36)
+    assert actor.forget(revoked) == 16, "it allows learning again"
+
+
+def test_a_text_is_dropped_after_a_day_though_no_step_is_made(actor, monkeypatch) -> None:
+    monkeypatch.setattr(actor._gate, "opens", lambda: False)
+    old = text_record(TARGET, vocab=VOCAB, seed=1, length=16, at_s=time.time() - 25 * 3600.0)
+    actor.push((*texts(0, 1), old.encode()))
+    until(lambda: actor.info()["counts"].get("records") == 2 and actor.info()["waiting"] == 16)
+
+
 def test_an_actor_deletes_what_a_coordinator_retires_and_nothing_else(actor, tmp_path: Path) -> None:
     with actor._learning:
         trainer = actor._learner.trainer
@@ -466,3 +492,10 @@ def test_learning_that_fails_ends_the_process(actor, monkeypatch) -> None:
 
 def test_the_folder_of_versions_is_made_for_a_catalogue(tmp_path: Path) -> None:
     assert drafters_folder(settings(tmp_path / "new")).is_dir()
+
+
+def test_a_folder_with_what_single_keys_have_taught_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own" / "5a5a").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"for single API keys, .* remove it") as refused:
+        drafters_folder(settings(tmp_path))
+    assert refused.value.field == "folder"

@@ -59,11 +59,8 @@ class Caller:
     async def __call__(self, method: str, *request: Any) -> Any:
         return DECODERS[method](await self.raw(method, ENCODERS[method](*request)))
 
-    async def stream(
-        self, method: str, *request: Any, metadata: tuple[tuple[str, str], ...] = ()
-    ) -> AsyncIterator[Any]:
-        stream = self.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/{method}")
-        call = stream(ENCODERS[method](*request), timeout=60, metadata=metadata)
+    async def stream(self, method: str, *request: Any) -> AsyncIterator[Any]:
+        call = self.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/{method}")(ENCODERS[method](*request), timeout=60)
         try:
             async for data in call:
                 yield DECODERS[method](data)

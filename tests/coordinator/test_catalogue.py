@@ -134,6 +134,8 @@ def test_a_file_that_is_changed_after_the_check_is_not_served(tmp_path: Path) ->
         ({"sequence": -1}, "sequence"),
         ({"sequence": "2"}, "sequence"),
         ({"parent": 7}, "parent"),
+        ({"owner": "5a" * 16}, "names one API key, and drafters are for all; delete"),
+        ({"owner": None}, "names one API key"),
         ({"files": {}}, "files"),
         ({"files": {"../../etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
         ({"files": {"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
@@ -265,15 +267,15 @@ def test_fits_keeps_drafters_with_the_same_tokenizer(tmp_path: Path) -> None:
     write_package(tmp_path / "a", name="a")
     write_package(tmp_path / "b", name="b", tokenizer_sha256="b" * 64)
     catalogue = scanned(tmp_path)
-    assert [p.manifest.name for p in catalogue.fits(TOKENIZER_SHA256)] == ["a"]
-    assert [p.manifest.name for p in catalogue.fits("")] == ["a", "b"]
+    assert [m.name for m in catalogue.fits(TOKENIZER_SHA256)] == ["a"]
+    assert [m.name for m in catalogue.fits("")] == ["a", "b"]
     assert not catalogue.fits("c" * 64)
 
 
 def test_a_drafter_with_another_tokenizer_fits_the_model_that_it_was_exported_for(tmp_path: Path) -> None:
     write_package(tmp_path / "a", name="a", target="tiny", tokenizer_sha256="b" * 64)
     catalogue = scanned(tmp_path)
-    assert [p.manifest.name for p in catalogue.fits("c" * 64, models={"tiny"})] == ["a"]
+    assert [m.name for m in catalogue.fits("c" * 64, models={"tiny"})] == ["a"]
     assert not catalogue.fits("c" * 64, models={"big"})
 
 

@@ -116,7 +116,7 @@ def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(se
 def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(serve) -> None:
     cluster = ScriptedCluster(ready("a"))
     works = {"load": 0.9, "waited_s": 12.5, "hurried": 2, "cpu_share": 0.4, "steps": 160, "waiting": 70, "published": 3}
-    tries = {"candidate": 4, "candidate_texts": 37, "candidate_difference": -0.25, "dropped": 1, "undeleted": 2}
+    tries = {"candidate": 4, "candidate_texts": 37, "candidate_difference": -0.25, "dropped": 1}
     cluster.trainers = (
         TrainerStatus("tiny", "waiting for idle time", "general", **works, **tries),
         TrainerStatus("new", "loading"),
@@ -139,7 +139,6 @@ def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(serve) -> 
             "candidate_difference": -0.25,
             "versions_published": 3,
             "versions_dropped": 1,
-            "undeleted_keys": 2,
         }
         new = {name: value for (name, labels), value in found.items() if labels == ("new",)}
         assert new == {f"{prefix}up": 0}, "a sum of 0 that grows to 160 at once would be a rate"

@@ -141,11 +141,11 @@ def test_both_sides_agree_on_where_verifiers_and_trainers_are_found() -> None:
     assert (ray_cluster.NAMESPACE, ray_cluster.TRAINER_PREFIX) == (trainer.NAMESPACE, trainer.TRAINER_PREFIX)
 
 
-def test_trainers_are_told_owners_and_retired_versions(
+def test_trainers_are_told_keys_and_retired_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[frozenset[Any]] = []
-    listens = SimpleNamespace(allow_own=SimpleNamespace(remote=told.append), retire=SimpleNamespace(remote=told.append))
+    listens = SimpleNamespace(allow=SimpleNamespace(remote=told.append), retire=SimpleNamespace(remote=told.append))
     handles = {"outrider-trainer-deaf": object(), "outrider-trainer-tiny": listens}
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_cluster, "_named", lambda *_: ("deaf", "gone", "tiny"))
@@ -156,7 +156,7 @@ def test_trainers_are_told_owners_and_retired_versions(
         return handles[name]
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
-    asyncio.run(RayCluster().allow_own_versions(frozenset({b"salt"})))
+    asyncio.run(RayCluster().allow_learning(frozenset({b"salt"})))
     asyncio.run(RayCluster().retire_versions(frozenset()))
     asyncio.run(RayCluster().retire_versions(frozenset({("general", "8")})))
     assert told == [{b"salt"}, {("general", "8")}], "nothing is no news"

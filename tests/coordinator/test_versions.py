@@ -476,6 +476,18 @@ def test_states_and_evidence_survive_a_restart(tmp_path: Path) -> None:
     assert fleet.status("2").texts == 20, "an edge does not vote twice a day because of it"
 
 
+def test_versions_of_single_keys_in_an_older_releases_state_are_left_out(tmp_path: Path) -> None:
+    fleet = Fleet()
+    fleet.publish("1")
+    fleet.statistics.save(tmp_path / "state.json")
+    state = json.loads((tmp_path / "state.json").read_text())
+    state["versions"]["swift@" + "5a" * 16] = state["versions"]["swift"]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    fleet.statistics = fleet.coordinator()
+    fleet.statistics.load(tmp_path / "state.json")
+    assert [status.drafter for status in fleet.statistics.version_states] == ["swift"]
+
+
 def test_without_its_state_a_coordinator_would_try_a_retired_version_again() -> None:
     """Negative control of the test before."""
     fleet = Fleet()

@@ -80,7 +80,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
     }
     shown = as_json(cluster())
     keys = {"verifiers", "drafters", "edges", "acceptance", "versions", "leases_granted", "relay", "recent"}
-    keys |= {"own_versions", "own_keys", "trainers"}
+    keys |= {"trainers"}
     assert set(shown) == keys
     assert shown["acceptance"][0] == {
         "model": "llama",
@@ -277,7 +277,6 @@ TRAINERS = (
         candidate_difference=0.021234,
         published=3,
         dropped=1,
-        undeleted=1,
     ),
     TrainerStatus("tiny", "loading"),
 )
@@ -293,7 +292,6 @@ def test_a_trainer_is_shown_with_what_it_waits_for_and_tries() -> None:
     wide = shown_table(ClusterStatus((), (), 0, (), trainers=TRAINERS))
     assert "waiting for idle time for 42 s" in wide
     assert "4: +0.021 in 37" in wide
-    assert "reference: files of 1 forgotten keys cannot be deleted" in wide
     assert "on trial" not in shown_table(ClusterStatus((), (), 0, ())), "without trainers there is no table"
 
 
@@ -319,6 +317,5 @@ def test_a_trainer_in_json_holds_every_field() -> None:
         "candidate_difference": 0.0212,
         "published": 3,
         "dropped": 1,
-        "undeleted": 1,
     }
     assert (second["model"], second["state"], second["drafter"]) == ("tiny", "loading", "")

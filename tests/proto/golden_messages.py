@@ -332,9 +332,6 @@ EXAMPLES = {
         codec.encode_status,
         codec.decode_status,
     ),
-    "status with versions of single keys": Example(
-        t.ClusterStatus((), (), 0, (), own_versions=3, own_keys=2), codec.encode_status, codec.decode_status
-    ),
     "status with a drafter beside the target": Example(
         t.ClusterStatus(
             (
@@ -385,7 +382,6 @@ EXAMPLES = {
                     candidate_difference=-0.0125,
                     published=3,
                     dropped=5,
-                    undeleted=1,
                 ),
                 t.TrainerStatus("tiny", "loading"),
             ),

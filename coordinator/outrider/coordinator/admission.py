@@ -76,12 +76,6 @@ class CallerAdmission:
         """Return the names of the keys that allow learning from their texts now; None: there are no keys to ask."""
         return tuple(key.name for key in self._keys.current() if key.learning) if self._keys is not None else None
 
-    def allows_learning(self, caller: Caller) -> bool:
-        """Return whether the caller has a key that is still valid, and allows learning from its texts now."""
-        now = self._keys.current() if self._keys is not None else ()
-        known = caller.key
-        return known is not None and any((key.sha256, key.learning) == (known.sha256, True) for key in now)
-
     def check_still_known(self, caller: Caller) -> None:
         """Raise `Unauthenticated` where the caller's key has been taken away since it was checked."""
         if caller.key is not None and self._keys is not None and not self._keys.still_has(caller.key):

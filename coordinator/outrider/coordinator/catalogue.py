@@ -37,14 +37,12 @@ class _Scan:
     """One scan of the folders; replaced as a whole, so that readers need no lock."""
 
     packages: tuple[Package, ...] = ()
-    contents: Mapping[str, Mapping[str, Content]] = field(default_factory=dict)  # by owner and hash
+    contents: Mapping[str, Content] = field(default_factory=dict)  # by hash
     refused: Mapping[Path, OutriderError] = field(default_factory=dict)
 
 
 class Catalogue:
     """Drafter packages below some folders, tokenizers and chat templates.
-
-    Packages with an owner, and their files, are for the edges of one API key; to others they are not there.
 
     `rescan` may run in any thread; all other methods belong to one event loop.
     """
@@ -62,8 +60,8 @@ class Catalogue:
 
     @property
     def manifests(self) -> tuple[DrafterManifest, ...]:
-        """Drafters without an owner, sorted by name, the newest version of each first."""
-        return tuple(package.manifest for package in self._scan.packages if not package.owner)
+        """Drafters, sorted by name, the newest version of each first."""
+        return tuple(package.manifest for package in self._scan.packages)
 
     @property
     def packages(self) -> tuple[Package, ...]:
@@ -75,16 +73,13 @@ class Catalogue:
         """Package folders that are not served, and why."""
         return self._scan.refused
 
-    def fits(self, tokenizer_sha256: str, owner: str = "", models: Container[str] = ()) -> tuple[Package, ...]:
-        """Return the packages for all, and for this owner, that have this tokenizer (empty: any), and by text others.
+    def fits(self, tokenizer_sha256: str, models: Container[str] = ()) -> tuple[DrafterManifest, ...]:
+        """Return the drafters that have this tokenizer (empty: any), and by text others.
 
         One with another tokenizer fits where it was exported for one of `models`: its drafts travel as their tokens.
         """
-        of_owner = (package for package in self._scan.packages if package.owner in ("", owner))
         return tuple(
-            p
-            for p in of_owner
-            if tokenizer_sha256 in ("", p.manifest.tokenizer_sha256) or (p.manifest.target in models and not p.owner)
+            each for each in self.manifests if tokenizer_sha256 in ("", each.tokenizer_sha256) or each.target in models
         )
 
     def tokenizer(self, tokenizer_sha256: str) -> RemoteFile | None:
@@ -112,19 +107,17 @@ class Catalogue:
         """Serve the chat template of a model; empty: it has none."""
         self._chat_templates[model] = self._keep("chat_template.json", template_json) if template_json else None
 
-    def open(self, sha256: str, offset: int, owner: str = "") -> BinaryIO:
-        """Return a reader of the content with this hash, for all or for this owner, `offset` bytes in.
+    def open(self, sha256: str, offset: int) -> BinaryIO:
+        """Return a reader of the content with this hash, `offset` bytes in.
 
         Raises:
             InvalidArgument: this is no hash, or the offset is beyond the end.
-            NotFound: no content has this hash, or it is another owner's.
+            NotFound: no content has this hash.
             DataLoss: the file was touched since it was checked.
         """
         if not SHA256.fullmatch(sha256):
             raise InvalidArgument("must be 64 hexadecimal digits", field="fetch.sha256")
-        contents = self._scan.contents
-        places = (contents.get("", {}), self._kept, contents.get(owner, {}))
-        content = next((place[sha256] for place in places if sha256 in place), None)
+        content = self._scan.contents.get(sha256) or self._kept.get(sha256)
         if content is None:
             raise NotFound("no file with this hash is served; list the drafters again", field="fetch.sha256")
         if offset > content.size:
@@ -136,10 +129,10 @@ class Catalogue:
     def rescan(self) -> bool:
         """Scan the folders again, hashing only packages that were touched, and return whether the drafters changed."""
         with self._scanning:
-            before = [(package.owner, package.manifest) for package in self.packages]
+            before = self.manifests
             self._looked = {folder: self._look(folder) for folder in self._package_folders()}
             self._scan = _collect({folder: outcome for folder, (_, outcome) in self._looked.items()})
-            return [(package.owner, package.manifest) for package in self.packages] != before
+            return self.manifests != before
 
     async def refresh(self) -> bool:
         """Run `rescan` in a thread, and return whether the drafters changed."""
@@ -194,22 +187,20 @@ class Catalogue:
 
 
 def _collect(outcomes: Mapping[Path, Package | OutriderError]) -> _Scan:
-    packages: dict[tuple[str, str, str], Package] = {}
+    packages: dict[tuple[str, str], Package] = {}
     refused: dict[Path, OutriderError] = {}
     for folder, outcome in outcomes.items():
         if isinstance(outcome, OutriderError):
             refused[folder] = outcome
             continue
-        identity = (outcome.manifest.name, outcome.manifest.version, outcome.owner)
+        identity = (outcome.manifest.name, outcome.manifest.version)
         # Two contents under one version would make "the same drafter" differ from edge to edge.
         if packages.setdefault(identity, outcome).manifest != outcome.manifest:
-            refused[folder] = ConfigError(f"another package is already {identity[:2]}", field=folder.name)
+            refused[folder] = ConfigError(f"another package is already {identity}", field=folder.name)
             logger.warning("drafter package %s is refused: %s", folder, refused[folder])
     newest_first = sorted(packages.values(), key=_age_key, reverse=True)
     ordered = sorted(newest_first, key=lambda p: p.manifest.name)
-    contents: dict[str, dict[str, Content]] = {}
-    for package in ordered:
-        contents.setdefault(package.owner, {}).update(package.content_by_sha256)
+    contents = {sha256: content for package in ordered for sha256, content in package.content_by_sha256.items()}
     return _Scan(tuple(ordered), contents, refused)
 
 

@@ -132,11 +132,11 @@ class Cluster(Protocol):
     async def chat_template_json(self, name: str) -> str:
         """Return the chat template of that target, a JSON object; empty: it has none. Raises `NotFound`."""
 
-    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
-        """Let trainers learn for the edges of these API keys alone, named by their salts, and forget all others."""
+    async def allow_learning(self, keys: frozenset[bytes]) -> None:
+        """Let trainers drop the texts of API keys, named by their salts, that were among these earlier and are not."""
 
     async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
-        """Let trainers delete these versions: owner, or drafter where there is none, and version."""
+        """Let trainers delete these versions, each by its drafter's name and itself."""
 
     async def close(self) -> None:
         """Close connections; the verifiers go on."""
@@ -210,7 +210,7 @@ class StaticCluster:
         """Return the chat template in the verifier's settings."""
         return self._require(name).chat_template_json
 
-    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
+    async def allow_learning(self, keys: frozenset[bytes]) -> None:
         """Do nothing, without trainers."""
 
     async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:

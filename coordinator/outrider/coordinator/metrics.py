@@ -39,7 +39,6 @@ _TRAINER = {  # field of a trainer's status and meaning; a restart may take sums
     "candidate_difference": ("candidate_difference", "Mean difference of hit rates of the version on trial."),
     "versions_published": ("published", "Versions that proved better."),
     "versions_dropped": ("dropped", "Versions that did not."),
-    "undeleted_keys": ("undeleted", "Keys to be forgotten whose files cannot be deleted."),
 }
 _VERSION = {  # by field of a version's status
     "acceptance": "Share of hits of a version that edges are offered.",

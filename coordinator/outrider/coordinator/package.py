@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any, BinaryIO
 
 from outrider.proto.drafter_format import DRAFTER_FORMAT
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
-from outrider.proto.salts import SALT_BYTES
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 from outrider.proto.types import DrafterManifest, RemoteFile
 from outrider.proto.types.checks import SHA256
@@ -24,7 +22,6 @@ from outrider.proto.types.checks import SHA256
 MANIFEST = "manifest.json"
 ADAPTER, GRAPHS = "adapter.safetensors", ("model.onnx", "steering.onnx")
 MAX_MANIFEST_BYTES = 1 << 20
-_OWNER = re.compile(rf"[0-9a-f]{{{2 * SALT_BYTES}}}")
 
 Stamp = tuple[int, int, int, int]
 
@@ -89,14 +86,12 @@ class Package:
         content_by_sha256: its files by their hashes.
         sequence: place among the versions of its name, the newest highest; 0 where its manifest has none.
         parent: version that it was trained on from; empty: none.
-        owner: salt of the one API key whose edges may have it, in hexadecimal digits; empty: all may.
     """
 
     manifest: DrafterManifest
     content_by_sha256: Mapping[str, StoredContent]
     sequence: int = 0
     parent: str = ""
-    owner: str = ""
 
 
 def load_package(folder: Path) -> Package:
@@ -121,7 +116,7 @@ def load_package(folder: Path) -> Package:
             files=(itself, *listed),
         )
         sequence, parent = _sequence(parsed), _text(parsed, "parent") if "parent" in parsed else ""
-        owner = _owner(parsed)
+        _check_is_for_all(parsed)
     except ValueError as error:  # JSON, Unicode, and the contract's own InvalidArgument
         raise ConfigError(str(error), field=where) from error
     if not SHA256.fullmatch(manifest.tokenizer_sha256):
@@ -129,7 +124,7 @@ def load_package(folder: Path) -> Package:
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
     for file in listed:
         contents[file.sha256] = _content_of(file, folder, manifest)
-    return Package(manifest, contents, sequence, parent, owner)
+    return Package(manifest, contents, sequence, parent)
 
 
 def _read_manifest(path: Path) -> tuple[bytes, Stamp]:
@@ -158,14 +153,10 @@ def _sequence(parsed: Mapping[str, Any]) -> int:
     return value
 
 
-def _owner(parsed: Mapping[str, Any]) -> str:
-    """Return the owner; one that cannot be read is an error, since without an owner the package is for all."""
-    if "owner" not in parsed:
-        return ""
-    owner = _text(parsed, "owner")
-    if not _OWNER.fullmatch(owner):
-        raise InvalidArgument("must be the salt of a key in hexadecimal digits", field="owner")
-    return owner
+def _check_is_for_all(parsed: Mapping[str, Any]) -> None:
+    """Refuse what an older release has learned from one API key's texts, which nobody else may have."""
+    if "owner" in parsed:
+        raise InvalidArgument("names one API key, and drafters are for all; delete the package's folder", field="owner")
 
 
 def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:

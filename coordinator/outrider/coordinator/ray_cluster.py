@@ -160,13 +160,13 @@ class RayCluster:
         """Return the chat template of that target; empty: it has none. Raises `NotFound` or `Unavailable`."""
         return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
 
-    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
-        """Tell every trainer these owners, and wait for no answer, since the next poll tells them again.
+    async def allow_learning(self, keys: frozenset[bytes]) -> None:
+        """Tell every trainer these keys, and wait for no answer, since the next poll tells them again.
 
         Raises:
             Unavailable: Ray does not answer.
         """
-        await asyncio.to_thread(self._tell_trainers, "allow_own", owners)
+        await asyncio.to_thread(self._tell_trainers, "allow", keys)
 
     async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
         """Tell every trainer these versions, and wait for no answer, since their files are looked at again.

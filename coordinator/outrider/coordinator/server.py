@@ -192,9 +192,11 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
 
     return {
         "OpenLease": entry.unary(codec.decode_lease_request, service.open_lease, codec.encode_lease),
-        "ListDrafters": entry.unary(codec.decode_drafter_query, service.list_drafters, codec.encode_drafters),
+        "ListDrafters": entry.unary(
+            codec.decode_drafter_query, lambda sha256, _: service.list_drafters(sha256), codec.encode_drafters
+        ),
         "FetchFile": entry.stream(
-            codec.decode_fetch, lambda file, caller: service.fetch(*file, caller), codec.encode_chunk, fetches
+            codec.decode_fetch, lambda file, _: service.fetch(*file), codec.encode_chunk, fetches
         ),
         "ReportSession": entry.unary(codec.decode_report, service.report, codec.encode_nothing),
         "WatchDrafters": entry.stream(codec.decode_drafter_query, service.watch, codec.encode_drafters, watches),

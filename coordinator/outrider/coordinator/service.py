@@ -29,6 +29,7 @@ from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Keys
 from outrider.proto.plumbing.logs import about
 from outrider.proto.release import release
+from outrider.proto.salts import key_salt
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     ClusterStatus,
@@ -74,7 +75,7 @@ class ControlService:
         most = (lambda: config.relay_streams - relayed.streams) if relayed is not None else (lambda: math.inf)
         self._view = FleetView(config.poll_s, most)
         self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
-        self._offers = DrafterOffers(catalogue, self._statistics, self.admission, config.lease_secret)
+        self._offers = DrafterOffers(catalogue, self._statistics)
         fleet = (lambda: self.verifiers, lambda: cluster.trainers, lambda: len(catalogue.manifests))
         self.metrics.registry.register(FleetMetrics(*fleet, lambda: self._statistics.version_states))
         if config.state is not None:
@@ -82,7 +83,6 @@ class ControlService:
         self._unsaved = False
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
-        self._owners: frozenset[bytes] = frozenset()
 
     @property
     def verifiers(self) -> tuple[VerifierInfo, ...]:
@@ -100,8 +100,7 @@ class ControlService:
                 if away := self.admission.observe(self._view.known, asked_s):
                     self._note_away(away)
                     await self._cluster.send_away(away)
-                await self._tell_owners()
-                await self._cluster.retire_versions(self._offers.retired)
+                await self._tell_trainers()
             except OutriderError as error:
                 logger.warning("the cluster cannot be asked: %s", error)
             self._refreshed_s = time.monotonic()
@@ -116,14 +115,11 @@ class ControlService:
                 session = text.rpartition("/")[2]
                 logger.warning("a text beyond its API key's sessions is sent away", extra=about(session, verifier))
 
-    async def _tell_owners(self) -> None:
-        """Tell the trainers which keys may have versions of their own: those that allow learning now, and no others."""
-        if (owners := self._offers.owners()) is None:
-            return
-        if owners != self._owners:
-            self._owners = owners
-            self.catalogue.wake()
-        await self._cluster.allow_own_versions(owners)
+    async def _tell_trainers(self) -> None:
+        """Tell the trainers which keys allow learning now, if there are keys, and which versions are retired."""
+        if (names := self.admission.learning_keys()) is not None:
+            await self._cluster.allow_learning(frozenset(key_salt(self._config.lease_secret, name) for name in names))
+        await self._cluster.retire_versions(self._offers.retired)
 
     async def scan_drafters(self) -> None:
         """Scan the folders of drafters, and take in what is new there."""
@@ -154,7 +150,7 @@ class ControlService:
             raise
         if not request.inquiry:
             self._count_grant(request, verifier, caller)
-        drafters = self._offers.to(caller, verifier.tokenizer_sha256, (verifier.model,))
+        drafters = self._offers.of(verifier.tokenizer_sha256, (verifier.model,))
         fitting = {(drafter.name, drafter.version) for drafter in drafters}
         relayed = self.relay_metrics is not None
         return Lease(
@@ -209,10 +205,10 @@ class ControlService:
         )
         return sign_lease(claim, self._config.lease_secret)
 
-    async def list_drafters(self, tokenizer_sha256: str, caller: Caller = ANYBODY) -> tuple[DrafterManifest, ...]:
+    async def list_drafters(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
         """Return the drafters offered for targets with this tokenizer; empty: all. Raises `InvalidArgument`."""
         _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
-        return self._offers.to(caller, tokenizer_sha256, self._models_with(tokenizer_sha256))
+        return self._offers.of(tokenizer_sha256, self._models_with(tokenizer_sha256))
 
     def _models_with(self, tokenizer_sha256: str) -> frozenset[str]:
         return frozenset(v.model for v in self._view.known if v.model and v.tokenizer_sha256 == tokenizer_sha256)
@@ -223,10 +219,9 @@ class ControlService:
             self._unsaved = True
             self.catalogue.wake()
 
-    async def fetch(self, sha256: str, offset: int, caller: Caller = ANYBODY) -> AsyncGenerator[bytes, None]:
+    async def fetch(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
         """Read the content with this hash from `offset`, in chunks of 256 KiB at most; raises like `Catalogue.open`."""
-        owner = self._offers.owner(caller)
-        with closing(await asyncio.to_thread(self.catalogue.open, sha256, offset, owner)) as reader:
+        with closing(await asyncio.to_thread(self.catalogue.open, sha256, offset)) as reader:
             while chunk := await asyncio.to_thread(reader.read, CHUNK_BYTES):
                 yield chunk
 
@@ -249,9 +244,8 @@ class ControlService:
         if not self.admission.had_lease(caller, report.session):
             logger.debug("a report of a session without a lease is not counted", extra=about(report.session))
             return
-        served = {(drafter.name, drafter.version) for drafter in self._offers.to(caller)}
-        owner = self._offers.owner(caller)
-        self._note_versions(changed=self._statistics.add(report, served, self.admission.votes_as(caller), owner))
+        served = {(drafter.name, drafter.version) for drafter in self._offers.of()}
+        self._note_versions(changed=self._statistics.add(report, served, self.admission.votes_as(caller)))
         self.metrics.report(report)
         self._unsaved = True
 
@@ -260,8 +254,6 @@ class ControlService:
         return ClusterStatus(
             verifiers=tuple(verifier.status() for verifier in self.verifiers),
             drafters=self.catalogue.manifests,
-            own_versions=self._offers.own[0],
-            own_keys=self._offers.own[1],
             leases_granted=self._statistics.leases_granted,
             recent=tuple(self._statistics.recent),
             relay=self.relay_metrics.status() if self.relay_metrics is not None else None,
@@ -302,7 +294,7 @@ class ControlService:
         while True:
             self.admission.check_still_known(caller)
             # No await between the comparison and `changed`, or a change could be missed.
-            now = self._offers.to(caller, tokenizer_sha256, self._models_with(tokenizer_sha256))
+            now = self._offers.of(tokenizer_sha256, self._models_with(tokenizer_sha256))
             if now != shown:
                 shown = now
                 yield now

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from outrider.coordinator.fleet import MAX_SHOWN, REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
 from outrider.coordinator.versions import DrafterVersions, VersionChange, VersionState, hashed
-from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.sequential import MIN_CLASS_SHARE
 from outrider.proto.types import (
@@ -168,13 +167,13 @@ class FleetStatistics:
         self._rows: OrderedDict[tuple[str, str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
 
     def look(self, offered: Iterable[tuple[str, str, int]]) -> bool:
-        """Take in line, version and sequence of the catalogue's drafters; return whether any version's state changed.
+        """Take in name, version and sequence of the catalogue's drafters; return whether any version's state changed.
 
-        The newest version of a line comes first.
+        The newest version of a name comes first.
         """
         return self._follow(self.versions.look(offered, self._unix_clock()))
 
-    def add(self, report: SessionReport, served: Collection[Drafter] = (), tenant: str = "", owner: str = "") -> bool:
+    def add(self, report: SessionReport, served: Collection[Drafter] = (), tenant: str = "") -> bool:
         """Count a finished session, and return whether it changed the state of any version.
 
         Args:
@@ -182,18 +181,17 @@ class FleetStatistics:
             served: drafters of the catalogue.
             tenant: name of the API key that it came with, which has a bounded share of every sum; empty: there are none
                 that could outvote each other.
-            owner: salt of that key, if versions may be its own; empty: none.
 
         Raises:
             InvalidArgument: its numbers are impossible.
         """
         check_report(report)
-        offered = [each for each in report.drafter_hits if self._is_for_all(each.drafter, each.drafter_version)]
+        hits, now_s = report.drafter_hits, self._unix_clock()
+        offered = [each for each in hits if not self._is_retired(each.drafter, each.drafter_version)]
         of_key = tenant and hashed(tenant)
         self.acceptance.add(replace(report, drafter_hits=tuple(offered)), served, of_key)
         voter = f"{tenant}/{report.edge}" if report.edge else ""
-        hits, now_s = report.drafter_hits, self._unix_clock()
-        voted = self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day, owner, tenant)
+        voted = self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day, tenant)
         changed = self._follow(voted)
         report = replace(report, drafter_hits=(), prompt_class=0, link_class=0)
         self.recent.append(report)
@@ -208,10 +206,8 @@ class FleetStatistics:
             del self._rows[next(row for row in self._rows if row[3] == most)]
         return changed
 
-    def _is_for_all(self, name: str, version: str) -> bool:
-        """Return whether others may learn how a version hits: it is neither retired nor one key's own."""
-        retired = self.versions.state(name, version) is VersionState.RETIRED
-        return not (retired or self.versions.has_owner(name, version))
+    def _is_retired(self, name: str, version: str) -> bool:
+        return self.versions.state(name, version) is VersionState.RETIRED
 
     def share(self, name: str, version: str) -> float:
         """Return the share of edges that are offered a version, 0 to 1."""
@@ -220,11 +216,9 @@ class FleetStatistics:
 
     @property
     def version_states(self) -> tuple[VersionStatus, ...]:
-        """The versions that no key owns, by name."""
+        """The versions of all drafters, by name."""
         shown = []
         for name, version, known in self.versions.known():
-            if ON_TRIAL in name:
-                continue
             comparison, hits = known.comparison, self.acceptance.total(name, version)
             shown.append(
                 VersionStatus(

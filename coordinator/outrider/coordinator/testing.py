@@ -42,7 +42,7 @@ class ScriptedCluster:
         self.reachable = True
         self.refreshes = 0
         self.drained: list[str] = []
-        self.owners: frozenset[bytes] | None = None
+        self.allowed: frozenset[bytes] | None = None
         self.sent_away: list[SendAway] = []
         self.retired: frozenset[tuple[str, str]] = frozenset()
         self.trainers: tuple[TrainerStatus, ...] = ()
@@ -76,9 +76,9 @@ class ScriptedCluster:
         self._require(name)
         return CHAT_TEMPLATE_JSON
 
-    async def allow_own_versions(self, owners: frozenset[bytes]) -> None:
-        """Note the owners."""
-        self.owners = owners
+    async def allow_learning(self, keys: frozenset[bytes]) -> None:
+        """Note the keys."""
+        self.allowed = keys
 
     async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
         """Note the versions."""

@@ -10,10 +10,6 @@ Edges say how often each version hits on the same texts, drafted by it or not. `
 alone: a candidate that is better becomes current, and one that is worse is retired; so is a current version that turns
 out worse than the former one, which then returns. A version whose drafting takes longer than the limit is retired too.
 
-A version that was learned from one key's texts has an owner. It is in a line of its own (`own_line`) with what is
-current for all, against which it is compared on the owner's texts alone, by the same rules; all edges of the owner are
-offered it, as an arm beside that.
-
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
 Edges choose their names, and few large lies outweigh many small differences. So a verdict must also hold without the
 texts of any one API key, which alone decides nothing for others; with two keys, each must show it. And no key has more
@@ -26,13 +22,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from outrider.proto.drafter_format import ON_TRIAL, published_name
+from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, PairedTest, SignTest, Verdict, candidate_error
 from outrider.proto.types import DrafterHits
 
@@ -45,17 +41,10 @@ KEY_LEAD = 4  # texts that decide nothing
 KEY_GROUPS = 8  # whose texts are left out in turn; the ninth key joins the first
 UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
 TRIAL_S = 7 * 86400.0  # after which any other does
-MAX_OWN = 4096  # versions with an owner that are remembered
-OWN_VOTES_A_DAY = 1000  # of an edge on its key's own versions, which nobody else gets
 MAX_RETIRED = 16  # versions of a name that are remembered though they are no longer in the catalogue
 _DAY_S = 86400
 
 Classes = Callable[[str, str], Collection[int]]
-
-
-def own_line(name: str, owner: str) -> str:
-    """Return the name of the line of an owner's versions of a drafter; without owner, the drafter's name."""
-    return f"{name}{ON_TRIAL}{owner}" if owner else name
 
 
 class VersionState(StrEnum):
@@ -336,39 +325,16 @@ class DrafterVersions:
     def __init__(self, classes: Classes) -> None:
         self._classes = classes
         self._lines: dict[str, _Line] = {}
-        self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # names and versions, gone ones too
 
     def look(self, offered: Iterable[tuple[str, str, int]], now_s: float) -> list[VersionChange]:
-        """Take in the catalogue's lines, versions and sequences, the newest of a line first; return what changed.
-
-        Lines are named by `own_line`. An owner's whose versions are all gone leaves nothing.
-        """
+        """Take in the catalogue's names, versions and sequences, the newest of a name first; return what changed."""
         by_name: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for name, version, sequence in offered:
             by_name[name].append((version, sequence))
         changes: list[VersionChange] = []
-        for name in [name for name in self._lines if ON_TRIAL in name and name not in by_name]:
-            changes += [VersionChange(name, version, VersionState.RETIRED) for version in self._lines[name].versions]
-            del self._lines[name]
-        for name, versions in sorted(by_name.items(), key=lambda each: ON_TRIAL in each[0]):
-            if ON_TRIAL in name:
-                self._note_own(published_name(name), versions)
-                for_all = self._lines.get(published_name(name))
-                current = for_all.one(VersionState.CURRENT) if for_all is not None else ""
-                versions += [(current, 0)] if current and current not in dict(versions) else []
+        for name, versions in by_name.items():
             changes += self._lines.setdefault(name, _Line(name, self._classes)).look(versions, now_s)
         return changes
-
-    def _note_own(self, name: str, versions: Iterable[tuple[str, int]]) -> None:
-        for version, _ in versions:
-            self._own[name, version] = None
-            self._own.move_to_end((name, version))
-        while len(self._own) > MAX_OWN:
-            self._own.popitem(last=False)
-
-    def has_owner(self, name: str, version: str) -> bool:
-        """Return whether a version is, or was, one that only its owner may know of."""
-        return (name, version) in self._own
 
     def state(self, name: str, version: str) -> VersionState | None:
         """Return the state of a version; None: it has never been in the catalogue."""
@@ -380,7 +346,7 @@ class DrafterVersions:
         state = self.state(name, version)
         if state in (None, VersionState.WAITING, VersionState.RETIRED):
             return 0.0
-        if state is VersionState.CURRENT or ON_TRIAL in name:
+        if state is VersionState.CURRENT:
             return 1.0
         # In steps, since edges load and drop a version whenever its share changes.
         return next(share for share in (SHARE, 0.25, 0.5, 1.0) if share * edges >= MIN_EDGES or share == 1.0)
@@ -392,7 +358,6 @@ class DrafterVersions:
         voter: str,
         now_s: float,
         votes_a_day: int,
-        owner: str = "",
         key: str = "",
     ) -> list[VersionChange]:
         """Count a text of an edge, and return what it has decided.
@@ -403,7 +368,6 @@ class DrafterVersions:
             voter: name of the edge; empty: unknown, and the text does not count.
             now_s: Unix time.
             votes_a_day: texts of one edge that count.
-            owner: salt of the edge's key, for versions that only it has; empty: none.
             key: name of the edge's key, without whose texts a verdict must hold; empty: there is no other.
         """
         if not voter:
@@ -411,18 +375,14 @@ class DrafterVersions:
         of = {(each.drafter, each.drafter_version): each for each in hits}
         changes: list[VersionChange] = []
         names = dict.fromkeys(name for name, _ in of)
-        if owner:
-            names |= dict.fromkeys(own_line(name, owner) for name in list(names))
         for line in [self._lines[name] for name in names if name in self._lines]:
-            drafter, is_own = published_name(line.name), ON_TRIAL in line.name
-            votes, limited = (OWN_VOTES_A_DAY, "") if is_own else (votes_a_day, key)
             for version in list(line.versions):
                 comparison = line.versions[version].comparison
                 if comparison is None:
                     continue
-                own, other = of.get((drafter, version)), of.get((drafter, comparison.against))
-                if own and other and _paired(own, other) and comparison.admit(voter, limited, now_s, votes):
-                    comparison.add(own, other, prompt_class, limited)
+                own, other = of.get((line.name, version)), of.get((line.name, comparison.against))
+                if own and other and _paired(own, other) and comparison.admit(voter, key, now_s, votes_a_day):
+                    comparison.add(own, other, prompt_class, key)
                     changes += line.decide(version, now_s)
         return changes
 
@@ -458,6 +418,8 @@ class DrafterVersions:
         """
         lines = {}
         for name, line in saved.items():
+            if ON_TRIAL in name:  # versions of a single API key, which older releases had
+                continue
             restored = lines[str(name)] = _Line(str(name), self._classes, int(line["candidates"]))
             for version, known in line["versions"].items():
                 comparison = VersionComparison.restored(known["comparison"]) if known["comparison"] else None

@@ -92,7 +92,7 @@ def forget(given: Given) -> int:
         except (ray.exceptions.RayError, ValueError) as error:
             raise Unavailable(f"{name} did not forget; try again: {error}", field="key") from error
     whose = options.key or "texts without a key"
-    print(f"{positions} positions of {whose} are forgotten, and drafters of its own; those trained for all stay")
+    print(f"{positions} positions of {whose} are forgotten; drafters that were trained already stay")
     return 0
 
 

@@ -27,13 +27,11 @@ The JSON object:
         acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
     trainers        list, by model
         model, drafter, version, sequence (of the newest version that proved better, or its parent), published, dropped
-        (versions that proved better, and those that did not), steps, positions, keys, waiting (positions to learn),
-        undeleted (keys to be forgotten whose files cannot be deleted)
+        (versions that proved better, and those that did not), steps, positions, keys, waiting (positions to learn)
         state (training, waiting for idle time, nothing to learn from, loading, down), load (share of its node's cores
         that verifiers took lately), waited_s, hurried (steps made without idle time)
         cpu_share, max_cpu_share: share of one core that it took lately, and its limit
         candidate (number of the version on trial; 0: none), candidate_texts, candidate_difference (of hit rates)
-    own_versions    number of versions that the edges of one API key alone are offered; own_keys: of these keys
     leases_granted  since the coordinator started, or since its state file did
     relay           streams relayed by the coordinator (`RelayStatus`); null without a relay
     recent          newest reports (`SessionReport`, without the fields that `acceptance` sums up), newest last
@@ -140,8 +138,6 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         "acceptance": [_acceptance(cell) for cell in status.acceptance],
         "versions": [_rounded(version) for version in status.versions],
         "trainers": [_rounded(trainer) for trainer in status.trainers],
-        "own_versions": status.own_versions,
-        "own_keys": status.own_keys,
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
         "recent": [{k: v for k, v in asdict(report).items() if k not in SUMMED_UP} for report in status.recent],
@@ -320,12 +316,7 @@ def _sums(status: ClusterStatus) -> str:
     line = f"{status.leases_granted} leases granted, {sum(v.sessions for v in status.verifiers)} sessions now"
     if status.relay is not None:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
-    if status.own_keys:
-        line += f"; {status.own_versions} versions that {status.own_keys} keys have for themselves"
-    stay = [
-        f"{t.model}: files of {t.undeleted} forgotten keys cannot be deleted" for t in status.trainers if t.undeleted
-    ]
-    return "\n".join([line, *stay, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
+    return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
 
 
 def _guarantees(verifiers: Sequence[VerifierStatus]) -> list[str]:

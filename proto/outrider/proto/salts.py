@@ -1,4 +1,4 @@
-"""Salted hashes by which lessons and drafters learned from them name a session or an API key, without its name."""
+"""Salted hashes by which lessons name a session or an API key, without its name."""
 
 from __future__ import annotations
 

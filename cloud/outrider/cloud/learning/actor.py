@@ -52,16 +52,13 @@ class TrainerActor:
         from outrider.cloud.learning.cpu_share import CpuShare
         from outrider.cloud.learning.idle import IdleGate
         from outrider.cloud.learning.learner import Learner
-        from outrider.cloud.learning.own import OwnLearners
 
         if log_level:
             configure(log_level, log_format)
         os.nice(NICE)
         torch.set_num_threads(1)
         self._learner = Learner(settings)
-        self._own = OwnLearners(settings, self._learner)
-        self._turns: list[Learner | OwnLearners] = [self._learner, self._own]
-        self._owners: frozenset[bytes] | None = None  # as a coordinator has said last
+        self._allowed: frozenset[bytes] = frozenset()  # as a coordinator has said last
         self._retired: frozenset[tuple[str, str]] = frozenset()  # since the last look
         self._share = CpuShare(settings.cpu_share, time.monotonic, time.process_time)
         self._gate = IdleGate(
@@ -90,26 +87,17 @@ class TrainerActor:
         return len(records)
 
     def forget(self, key_salt: bytes) -> int:
-        """Drop all records of a key and what it has for itself, and return the records' number of positions.
-
-        Raises:
-            Internal: not all of its files can be deleted; the records are gone.
-        """
+        """Drop all records of a key, and return their number of positions."""
         with self._learning:
             self._take_all()
-            positions = self._learner.forget(key_salt)
-            self._own.forget(key_salt)
-            return positions
+            return self._learner.forget(key_salt)
 
-    def allow_own(self, owners: frozenset[bytes]) -> None:
-        """Let these keys, named by their salts, have versions of their own; all others lose theirs, and their records.
-
-        It returns at once.
-        """
-        self._owners = owners
+    def allow(self, keys: frozenset[bytes]) -> None:
+        """Hear which keys, named by their salts, allow learning now: see `Learner.allow`. It returns at once."""
+        self._allowed = keys
 
     def retire(self, versions: frozenset[tuple[str, str]]) -> None:
-        """Delete published versions that a coordinator has retired, each named by its drafter or owner, and itself.
+        """Delete published versions that a coordinator has retired, each named by its drafter and itself.
 
         It returns at once.
         """
@@ -121,7 +109,7 @@ class TrainerActor:
             gate, share = self._gate, self._share
             idle = {"state": gate.state, "load": gate.load or 0.0, "waited_s": gate.waited_s, "hurried": gate.hurried}
             idle |= {"cpu_share": share.lately, "max_cpu_share": share.limit, "verifiers": gate.watched}
-            return self._learner.status() | self._own.status() | idle | {"pid": os.getpid()}
+            return self._learner.status() | idle | {"pid": os.getpid()}
 
     def stop(self) -> None:
         """Write a checkpoint and learn no more; the actor stays, to be killed."""
@@ -129,7 +117,6 @@ class TrainerActor:
         self._thread.join()
         with self._learning:
             self._learner.trainer.save()
-            self._own.save()
 
     def _run(self) -> None:
         try:
@@ -147,27 +134,20 @@ class TrainerActor:
         while not self._stopped.wait(self._share.wait_s()):
             with self._learning:
                 self._take_all()
-                wall_s = time.time()
-                ready = [each.ready(wall_s) for each in self._turns]
-            if not any(ready):
+                ready = self._learner.ready(time.time())
+            if not ready:
                 self._gate.rest()
-            if not any(ready) or not self._gate.opens():
+            if not ready or not self._gate.opens():
                 return
             with self._learning:
-                wall_s = time.time()
-                stepped = next((each for each in self._turns if each.step(wall_s)), None)
-                self._turns.sort(key=lambda each: each is stepped)
+                self._learner.step(time.time())
 
     def _take_all(self) -> None:
-        if self._owners is not None and self._owners != self._own.allowed:
-            for gone in self._own.allow(self._owners):
-                self._learner.forget(gone)
-        self._own.delete_again()
+        self._learner.allow(self._allowed)
         retired, self._retired = self._retired, frozenset()
         if retired:
-            name = self._learner.trainer.package.name
-            self._learner.retire([version for home, version in retired if home == name])
-            self._own.retire(retired)
+            learning = self._learner.trainer.package.name
+            self._learner.retire([version for name, version in retired if name == learning])
         while True:
             with self._changed:
                 if not self._inbox:
@@ -175,9 +155,7 @@ class TrainerActor:
                 record = self._inbox.popleft()
                 self._inbox_bytes -= len(record)
                 self._changed.notify_all()
-            taken = self._learner.take(record)
-            if taken is not None:
-                self._own.take(taken, time.time())
+            self._learner.take(record)
 
 
 def verifiers_cpu_s() -> dict[str, float]:

@@ -15,8 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import CLASS_POSITIONS, KEY_SHARE, NEW_POSITIONS, REHEARSED
+from outrider.cloud.learning.settings import KEY_SHARE, REHEARSED
 
+CLASS_POSITIONS = 100_000  # about 33 MB
+NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
 RETENTION_S = 24 * 3600.0
 
 Item = TypeVar("Item")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from outrider.cloud.learning.judge import ShadowJudge
-from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.record_file import read_records
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer, VersionCandidate
 from outrider.cloud.learning.trial import TrialJournal
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
-from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound, OutriderError
+from outrider.proto.errors import ConfigError, InvalidArgument, ModelRefused, NotFound, OutriderError
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,8 @@ class Learner:
         self.trainer = Trainer(settings, rehearsal)
         self._candidate: VersionCandidate | None = None
         self._tried_at = self.trainer.state.updates
+        self._allowed: frozenset[bytes] = frozenset()
+        self._revoked: frozenset[bytes] = frozenset()
         candidates = self.trainer.state.counts["candidates"]
         self._journal = TrialJournal(settings.folder / "trial.jsonl")
         self.newest = self._newest()
@@ -56,18 +57,15 @@ class Learner:
         )
         self._resume()
 
-    def take(self, data: bytes) -> LessonRecord | None:
-        """Judge on an encoded record, keep it to learn from, and return it; None: it was none."""
+    def take(self, data: bytes) -> None:
+        """Judge on an encoded record, and keep it to learn from, if it is one and its key did not revoke that."""
         try:
             record = self.trainer.decode(data)
         except InvalidArgument as error:
             log.warning("a record was refused: %s", error)
-            return None
-        self.add(record)
-        return record
-
-    def add(self, record: LessonRecord) -> None:
-        """Judge on a record, and keep it to learn from."""
+            return
+        if record.key_salt in self._revoked:
+            return
         self.trainer.buffer.add(self.judge.take(record))
         self._decide()
         if why := self.judge.fallen():
@@ -75,21 +73,15 @@ class Learner:
             self.trainer.state.counts["versions retired"] += 1
             self.retire((self.newest.version,))
 
-    def begin_again(self, parent: DrafterPackage) -> None:
-        """Learn from another parent on, with the records that are here; published versions stay, a candidate does not.
+    def allow(self, keys: frozenset[bytes]) -> None:
+        """Drop the records of keys that were among those allowed earlier and are not now, and take none of theirs.
 
-        Raises:
-            OutriderError: the drafter cannot be trained on.
+        Of keys that were never named, such as that of texts without an API key, verifiers and edges have decided.
         """
-        before = self.trainer
-        self._end_trial("its parent is no longer the newest")
-        self.trainer = Trainer(replace(before.settings, drafter=str(parent.folder)))
-        self.trainer.buffer, self.trainer.memory = before.buffer, before.memory
-        self.trainer.state.counts = before.state.counts
-        self._tried_at = self.trainer.state.updates
-        self.newest = self._newest()
-        self.judge.compare_with(_loaded(self.newest), self._watched_parent())
-        self.trainer.save()  # with the number of candidates, and the texts that were seen
+        gone = self._allowed - keys
+        self._allowed, self._revoked = keys, (self._revoked | gone) - keys
+        for key in gone:
+            self.forget(key)
 
     def retire(self, versions: Collection[str]) -> None:
         """Delete published versions that turned out worse.
@@ -240,8 +232,18 @@ def _loaded(package: DrafterPackage) -> OnnxDrafter:
 
 
 def drafters_folder(settings: TrainerSettings) -> Path:
-    """Return the folder of published versions, for a coordinator's catalogue; make it."""
+    """Return the folder of published versions, for a coordinator's catalogue; make it.
+
+    Raises:
+        ConfigError: beside it lies what an older release has learned for single API keys, which nobody forgets.
+    """
     folder = settings.folder.expanduser().resolve() / "drafters"
+    if (of_keys := folder.parent / "own").exists():
+        raise ConfigError(
+            f"{of_keys} holds what an older release has learned for single API keys, which no `outrider learn forget` "
+            f"deletes; remove it, and what has the same names in {folder}",
+            field="folder",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

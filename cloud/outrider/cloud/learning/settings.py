@@ -21,9 +21,7 @@ OWN: Mapping[
     "key_share": 1.0,
     "watched": True,
 }
-CLASS_POSITIONS = 100_000  # about 33 MB
 KEY_SHARE = 0.05  # of the sample of a class, which one key has at most
-NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
 REHEARSED = 0.67  # of a batch; with a tenth, a stream of one domain cost the others .05 of their hits
 
 
@@ -32,9 +30,7 @@ class TrainerSettings(Settings):
     """The drafter that learns, from what, how fast, and with how much of a core.
 
     Attributes:
-        class_positions, new_positions, key_share: as in `Buffer`.
-        owner: salt of the key whose texts alone teach it, in hexadecimal digits, and whose edges alone get its
-            versions; `folder` is then `own/OWNER` in the folder of the trainer. Empty: all.
+        key_share: as in `Buffer`.
         watched: whether a version that drafts is compared with its parent on later texts, and retired if it hits less;
             where there is a coordinator, that does it.
     """
@@ -77,17 +73,10 @@ class TrainerSettings(Settings):
     )
     min_keys: int = option(
         8,
-        "API keys that must have taught a version before others get it, each a fiftieth of it",
+        "API keys that must have taught a version before edges get it, each a fiftieth of it",
         flag="learn-min-keys",
         group=LEARNING,
         check=at_least(1),
-    )
-    own_keys: int = option(
-        4,
-        "API keys for whose edges alone drafters learn at once, from their own texts; 0: none",
-        flag="learn-own-keys",
-        group=LEARNING,
-        check=at_least(0),
     )
     seed: int = option(0, "seed of all random numbers", flag="learn-seed", group=LEARNING, check=at_least(0))
     key_share: float = KEY_SHARE
@@ -99,11 +88,4 @@ class TrainerSettings(Settings):
     average: float = 0.99
     checkpoint_every: int = 8
     patience_s: float = 60.0  # of waiting for idle time, after which a step is made
-    class_positions: int = CLASS_POSITIONS
-    new_positions: int = NEW_POSITIONS
-    owner: str = ""
     watched: bool = False
-
-    def versions(self, name: str) -> Path:
-        """Return the folder of published versions of the drafter of this name, below that of all, `drafters`."""
-        return self.folder.parents[1] / "drafters" / self.owner if self.owner else self.folder / "drafters" / name

@@ -36,8 +36,7 @@ from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"
 MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
 MIN_SHARE_OF_KEY = 0.02  # of the positions, for a key to count among those that taught
-OWN_VERSIONS = 4  # of an owner that are kept
-MAX_VERSIONS = 32  # for all that are kept where no coordinator tells which are retired, 0.3 MB each
+MAX_VERSIONS = 32  # that are kept where no coordinator tells which are retired, 0.3 MB each
 TOLERATED = 3  # steps in a row that are not finite
 
 log = logging.getLogger(__name__)
@@ -106,8 +105,6 @@ class Trainer:
             rehearsal,
             seed=settings.seed,
             rehearsed=settings.rehearsed,
-            class_positions=settings.class_positions,
-            new_positions=settings.new_positions,
             key_share=settings.key_share,
         )
         self.state = TrainerState(sequence=self.package.sequence)
@@ -116,7 +113,7 @@ class Trainer:
         self._start = self._adapter_of(self.package)
         self._published = self._start
         self._forget_updates(self._start)
-        self.versions = VersionFolder(settings.versions(self.package.name))
+        self.versions = VersionFolder(settings.folder / "drafters" / self.package.name)
         self.versions.finish_deleting()
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._resume()
@@ -188,18 +185,13 @@ class Trainer:
         last version published.
         """
         state, matrices, name = self.state, self.published_matrices(), self.package.name
-        home, owner = self._candidates(), self.settings.owner
+        home = self._candidates()
         shutil.rmtree(home, ignore_errors=True)
         sequence = max([state.sequence, self.package.sequence, *self.versions.numbers()]) + 1
         learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
         try:
             folder = write_adapter_package(
-                self.package.folder,
-                home / str(sequence),
-                matrices,
-                sequence=sequence,
-                learned_from=learned,
-                more={"owner": owner} if owner else None,
+                self.package.folder, home / str(sequence), matrices, sequence=sequence, learned_from=learned
             )
         except ModelRefused as error:
             state.counts["versions refused"] += 1
@@ -210,13 +202,13 @@ class Trainer:
         return VersionCandidate(folder, sequence, matrices)
 
     def may_spread(self) -> bool:
-        """Return whether others may get what was learned: enough keys taught it, a fiftieth of the positions each."""
+        """Return whether edges may get what was learned: enough keys taught it, a fiftieth of the positions each."""
         keys = self.state.keys
         least = MIN_SHARE_OF_KEY * keys.total()
         return sum(positions >= least for positions in keys.values()) >= self.settings.min_keys
 
     def publish(self, candidate: VersionCandidate) -> Path:
-        """Move a candidate to where catalogues look, `TrainerSettings.versions`; return that.
+        """Move a candidate to where catalogues look, `versions`; return that.
 
         One that is there already, since a trainer died next, is taken for published.
         """
@@ -228,7 +220,7 @@ class Trainer:
         state.sequence = candidate.sequence
         state.counts["versions"] += 1
         self._published = candidate.matrices
-        self.versions.keep_newest(OWN_VERSIONS if self.settings.owner else MAX_VERSIONS)
+        self.versions.keep_newest(MAX_VERSIONS)
         self.save()
         return folder
 

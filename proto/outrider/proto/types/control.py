@@ -315,7 +315,6 @@ class TrainerStatus:
         candidate_difference: mean difference of hit rates on these texts.
         published: number of versions that proved better.
         dropped: number of versions that did not.
-        undeleted: number of keys that were to be forgotten, and whose files cannot be deleted.
     """
 
     model: str
@@ -337,7 +336,6 @@ class TrainerStatus:
     candidate_difference: float = 0.0
     published: int = 0
     dropped: int = 0
-    undeleted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,12 +364,7 @@ class RelayStatus:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The coordinator's whole view; `relay` is None where it relays nothing.
-
-    Attributes:
-        own_versions: number of versions that are offered to the edges of one API key each.
-        own_keys: number of these keys.
-    """
+    """The coordinator's whole view; `relay` is None where it relays nothing."""
 
     verifiers: tuple[VerifierStatus, ...]
     drafters: tuple[DrafterManifest, ...]
@@ -381,6 +374,4 @@ class ClusterStatus:
     edges: tuple[EdgeStatus, ...] = ()
     acceptance: tuple[ClassAcceptance, ...] = ()
     versions: tuple[VersionStatus, ...] = ()
-    own_versions: int = 0
-    own_keys: int = 0
     trainers: tuple[TrainerStatus, ...] = ()

@@ -740,7 +740,7 @@ class RelayStatus(_message.Message):
     def __init__(self, streams: _Optional[int] = ..., streams_total: _Optional[int] = ..., refused: _Optional[int] = ..., broken: _Optional[int] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., forward_p50_s: _Optional[float] = ..., forward_p99_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions", "own_versions", "own_keys", "trainers")
+    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions", "trainers")
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     LEASES_GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -749,8 +749,6 @@ class ClusterStatus(_message.Message):
     EDGES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    OWN_VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    OWN_KEYS_FIELD_NUMBER: _ClassVar[int]
     TRAINERS_FIELD_NUMBER: _ClassVar[int]
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
@@ -760,13 +758,11 @@ class ClusterStatus(_message.Message):
     edges: _containers.RepeatedCompositeFieldContainer[EdgeStatus]
     acceptance: _containers.RepeatedCompositeFieldContainer[ClassAcceptance]
     versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
-    own_versions: int
-    own_keys: int
     trainers: _containers.RepeatedCompositeFieldContainer[TrainerStatus]
-    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., own_versions: _Optional[int] = ..., own_keys: _Optional[int] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
+    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., trainers: _Optional[_Iterable[_Union[TrainerStatus, _Mapping]]] = ...) -> None: ...
 
 class TrainerStatus(_message.Message):
-    __slots__ = ("model", "state", "drafter", "version", "sequence", "load", "waited_s", "hurried", "cpu_share", "max_cpu_share", "steps", "positions", "keys", "waiting", "candidate", "candidate_texts", "candidate_difference", "published", "dropped", "undeleted")
+    __slots__ = ("model", "state", "drafter", "version", "sequence", "load", "waited_s", "hurried", "cpu_share", "max_cpu_share", "steps", "positions", "keys", "waiting", "candidate", "candidate_texts", "candidate_difference", "published", "dropped")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
@@ -786,7 +782,6 @@ class TrainerStatus(_message.Message):
     CANDIDATE_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
-    UNDELETED_FIELD_NUMBER: _ClassVar[int]
     model: str
     state: str
     drafter: str
@@ -806,8 +801,7 @@ class TrainerStatus(_message.Message):
     candidate_difference: float
     published: int
     dropped: int
-    undeleted: int
-    def __init__(self, model: _Optional[str] = ..., state: _Optional[str] = ..., drafter: _Optional[str] = ..., version: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[float] = ..., waited_s: _Optional[float] = ..., hurried: _Optional[int] = ..., cpu_share: _Optional[float] = ..., max_cpu_share: _Optional[float] = ..., steps: _Optional[int] = ..., positions: _Optional[int] = ..., keys: _Optional[int] = ..., waiting: _Optional[int] = ..., candidate: _Optional[int] = ..., candidate_texts: _Optional[int] = ..., candidate_difference: _Optional[float] = ..., published: _Optional[int] = ..., dropped: _Optional[int] = ..., undeleted: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., state: _Optional[str] = ..., drafter: _Optional[str] = ..., version: _Optional[str] = ..., sequence: _Optional[int] = ..., load: _Optional[float] = ..., waited_s: _Optional[float] = ..., hurried: _Optional[int] = ..., cpu_share: _Optional[float] = ..., max_cpu_share: _Optional[float] = ..., steps: _Optional[int] = ..., positions: _Optional[int] = ..., keys: _Optional[int] = ..., waiting: _Optional[int] = ..., candidate: _Optional[int] = ..., candidate_texts: _Optional[int] = ..., candidate_difference: _Optional[float] = ..., published: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class VersionStatus(_message.Message):
     __slots__ = ("drafter", "version", "state", "share", "why", "age_s", "against", "texts", "difference", "evidence", "acceptance", "trials")
