@@ -72,8 +72,7 @@ class ReplaySettings(LinkListSettings):
     seed: int = option(0, "seed of the jitter", check=at_least(0))
     selector: tuple[str, ...] = listed(
         (),
-        "static (each drafter alone), random, metasd-bd, metasd-be, exp3, thompson, halving, discounted, sliding, "
-        "hedge, leader, routing; none named: windows as above",
+        "static (each drafter alone), leader, hedge, metasd-bd; none named: windows as above",
         group=SELECTORS,
     )
     play: str = option(

@@ -166,8 +166,7 @@ class Aligned(Selector):
             unread = [max(self._heard) - heard for heard in self._heard]
             nothing = self._last._replace(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
             hits = tuple((None,) * tokens for tokens in unread)
-            confidence = tuple((math.nan,) * tokens for tokens in unread)
-            self._inner.learn(nothing._replace(hits=hits, confidence=confidence))
+            self._inner.learn(nothing._replace(hits=hits))
         self._heard = [0] * len(self._heard)
         return self
 

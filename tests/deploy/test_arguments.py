@@ -27,7 +27,7 @@ HEAVY = ("torch", "ray", "onnxruntime", "transformers", "tokenizers", "numpy", "
 TEXTS = {
     **dict.fromkeys(("coordinator", "verifier", "listen", "metrics-listen", "to"), "some:1"),
     "drafter": "ngram",
-    "selector": "exp3",
+    "selector": "hedge",
     "window": "7",
     "patience": "5,2",
     "read": "0.25",

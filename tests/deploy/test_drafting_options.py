@@ -20,10 +20,10 @@ def test_one_drafter_alone_is_what_it_always_was():
 
 
 def test_a_list_of_drafters_its_rule_and_its_memory_reach_the_edge():
-    line = "edge --coordinator 127.0.0.1:1 --drafter general,ngram --selector exp3 --drafter-memory 64"
+    line = "edge --coordinator 127.0.0.1:1 --drafter general,ngram --selector hedge --drafter-memory 64"
     config = parse(line.split())(EdgeConfig)
     assert config.drafters == ("general", "ngram")
-    assert (config.selector, config.drafter_memory_mb) == ("exp3", 64)
+    assert (config.selector, config.drafter_memory_mb) == ("hedge", 64)
 
 
 @pytest.mark.parametrize(

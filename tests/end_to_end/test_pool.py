@@ -12,7 +12,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.testing import FailingDrafter
 
 FAMILY = "general,swift,ngram"
-SELECTORS = ("leader", "exp3")  # with and without catching up; the session's own tests have them all
+SELECTORS = ("leader", "metasd-bd")  # with and without catching up; the session's own tests have them all
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -25,7 +25,7 @@ REFERENCES = frozenset({"HitCounter", "Sender", "Allowance", "SessionEvents"})  
 UNSEEN_FIELDS = {
     "EdgeStream": "opened_at _retries _losses _losing_since",  # too many losses for a small world
     "Meter": "idle_s revision _has_commit _round_trip _mine _calibrations _drafting_s _reading_s",
-    "Selection": "_num_decided _new_hits _new_confidence _scored _new_scores _view _due",
+    "Selection": "_num_decided _new_hits _scored _new_scores _view _due",
     "Drafting": "last_job_s _job_tokens",
     "Branching": "_job_s",
     "Commit": "verified verified_here verified_beside cached_tokens accepted_here accepted",

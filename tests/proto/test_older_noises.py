@@ -9,7 +9,7 @@ from hand_driven import HandDrivenEdge
 from outrider.proto import codec
 from outrider.proto.codec.decoding import SAMPLING
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import FixedWindow
+from outrider.proto.policy import Window
 from outrider.proto.session import Done
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Opened, Sampling
 from outrider.proto.v1 import decoding_pb2 as pb
@@ -66,7 +66,7 @@ def test_peers_that_name_the_noise_that_there_is_are_served():
 
 
 def test_an_edge_gets_no_text_from_a_verifier_that_draws_with_another_noise():
-    edge = HandDrivenEdge(open_frame(sampling=DRAWN), FixedWindow(4))
+    edge = HandDrivenEdge(open_frame(sampling=DRAWN), Window(4))
     edge.open_frame(b"", 0.0)
     error = refused(codec.decode_cloud_frame, of_verifier(2)[1])
     (done,) = edge.on_disconnected(error, 0.1)

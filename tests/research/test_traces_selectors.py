@@ -16,10 +16,10 @@ from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.policies.selection import SELECTORS
-from outrider.edge.policies.selection.bandits import MetaSdUcb
-from outrider.edge.policies.selection.base import RandomSelector
-from outrider.edge.policies.selection.experts import FixedShare
-from outrider.edge.policies.selection.leader import Hedge
+from outrider.edge.policies.selection import MetaSdUcb
+from outrider.edge.policies.selection import RandomSelector
+from outrider.edge.policies.selection import FixedShare
+from outrider.edge.policies.selection import Hedge
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 from research.commands import main
@@ -44,6 +44,12 @@ from research.traces.pool import (
     run_texts,
     variants_of,
 )
+from research.traces.stages import Aligned, Stage
+from research.traces.sweep import WARM_UP_TOKENS
+from outrider.deploy.link.shape import LinkShape
+from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 from research.traces.stages import Aligned, Stage
 from research.traces.sweep import WARM_UP_TOKENS
 
@@ -79,7 +85,7 @@ def stage_of(recording: Recording, link: BenchLink) -> Stage:
     return rounds_of(recording.costs.of("coder"), link)
 
 
-def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 2) -> Pool:
+def pool_of(recording: Recording, selectors: str = "static,metasd-bd,leader", seeds: int = 2) -> Pool:
     return Pool(recording, {link_of().record: stage_of(recording, link_of())}, selectors.split(","), seeds)
 
 
@@ -221,7 +227,7 @@ def test_the_leader_is_near_the_best_everywhere_and_above_it_where_domains_chang
     for row in (rows["mix"], rows["midway"]):
         best = max(row.of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
         assert row.of(SELECTOR, "leader").speed_up > best
-        assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "random").speed_up
+        assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "metasd-bd").speed_up
 
 
 def test_choices_and_settled_tokens_are_counted_from_the_change_on(rows) -> None:
@@ -236,7 +242,7 @@ def test_choices_and_settled_tokens_are_counted_from_the_change_on(rows) -> None
     assert SETTLED_TOKENS < 90
     settled = {cell.name: cell.settled for cell in rows["midway"].cells}
     assert settled["oracle"] == 1.0
-    assert settled["leader"] > 0.9 > settled["random"]
+    assert settled["leader"] > 0.9 > settled["metasd-bd"]
     assert rows["mix"].of(SELECTOR, "leader").settled is None
 
 
@@ -266,7 +272,7 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_not
         assert trajectory.at_s.tolist() == list(outcome.arrivals)
         assert set(trajectory.choices.tolist()) == {1}
     assert 90 * 0.03 < stage.cloud_s(texts[0]) < 90 * 0.04 + 0.1
-    mixed = stage.trajectories(texts, RandomSelector(2, np.random.default_rng(0)))
+    mixed = stage.trajectories(texts, Hedge(FixedShare(arms=2), np.random.default_rng(0)))
     assert {int(arm) for trajectory in mixed for arm in trajectory.choices} == {0, 1}
     assert [len(trajectory.choices) for trajectory in mixed] == [90] * 6
     best = stage.best(texts)
@@ -287,11 +293,10 @@ def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
         assert list(map(len, experts.unpaid)) == [2, 0]
     aligned.begin_text()
     assert list(map(len, experts.unpaid)) == [0, 0]
-    random = Aligned(RandomSelector(2, np.random.default_rng(0)), 2)
-    assert (random.catches_up, aligned.catches_up) == (False, True)
+    assert (Aligned(MetaSdUcb(arms=2), 2).catches_up, aligned.catches_up) == (False, True)
 
 
-def test_silence_and_confidence_reach_the_selectors() -> None:
+def test_silence_reaches_the_selectors_as_misses() -> None:
     class Noting(StaticSelector):
         catches_up = True
 
@@ -303,24 +308,18 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
 
     heard: list[RoundOutcome] = []
     n = 40
-    trace = HitTrace(
-        "p", "d", "a", "1", 1.0, 1, tuple(range(5, 5 + n)), (True, False) * (n // 2), (0.9, 0.8) * (n // 2)
-    )
-    mute = replace(
-        trace, drafter="b", hits=(False,) * n, silent=(False, True) * (n // 2), confidence=(0.4, math.nan) * (n // 2)
-    )
+    trace = HitTrace("p", "d", "a", "1", 1.0, 1, tuple(range(5, 5 + n)), (True, False) * (n // 2))
+    mute = replace(trace, drafter="b", hits=(False,) * n, silent=(False, True) * (n // 2))
     [text] = texts_of({"a": [trace], "b": [mute]})
     selector = Noting(0)
     stage = rounds_of(Costs(), link_of())
     stage.trajectories([text, text], selector)
     [_, end] = [i for i, outcome in enumerate(heard) if not outcome.committed]
     del heard[end + 1 :]  # the second text adds nothing new
-    mine, other = ([q for outcome in heard for q in outcome.confidence[arm]] for arm in range(2))
-    assert {q for q in mine if not math.isnan(q)} == {0.9, 0.8}
-    assert {q for q in other if not math.isnan(q)} == {0.4}
+    mine, other = ([hit for outcome in heard for hit in outcome.hits[arm]] for arm in range(2))
     assert len(mine) == len(other) > n, "the warm-up's too"
-    hits = [hit for outcome in heard for hit in outcome.hits[1]]
-    assert not any(hits)
+    assert {True, False} <= set(mine)
+    assert {False} <= set(other) <= {False, None}
 
 
 # --- the command ---
@@ -329,7 +328,7 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
 def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> None:
     path = written(recording_of(2, 1, 70), tmp_path)
     outputs = ["--json", str(tmp_path / "r.json")]
-    names = "static,random,metasd-bd"
+    names = "static,hedge,metasd-bd"
     arguments = [
         str(path),
         "--rtt",

@@ -97,8 +97,7 @@ class EdgeConfig(Settings):
     )
     selector: str = option(
         "leader",
-        "rule that selects among several drafters: leader, static, random, metasd-bd, metasd-be, exp3, thompson, "
-        "halving, discounted, sliding, hedge or routing",
+        "rule that selects among several drafters: leader, static, hedge or metasd-bd",
         metavar="RULE",
         group=DRAFTING,
         check=_check_selector,

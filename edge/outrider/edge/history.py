@@ -13,8 +13,7 @@ from outrider.drafters.search import RETRIEVAL
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
-from outrider.edge.policies.selection import selector_named
-from outrider.edge.policies.selection.leader import default_selector
+from outrider.edge.policies.selection import default_selector, selector_named
 from outrider.edge.preparation import Ready
 from outrider.edge.request import Tenant
 from outrider.edge.text_drafters import TextDrafters

@@ -149,8 +149,6 @@ class RoundOutcome(NamedTuple):
         hits: [K] for each arm and each committed token that is new for it, in the order of the text, whether it
             proposed the token or would have; None: unknown. A token outside of its full round counts as a miss. Empty:
             no arm has read anything.
-        confidence: [K] beside `hits`, the probability that each arm gives to its proposal; 0: it proposed nothing; NaN:
-            unknown. Empty: no arm says.
     """
 
     view: SelectionView
@@ -161,7 +159,6 @@ class RoundOutcome(NamedTuple):
     agreement: float
     seconds: float
     hits: Sequence[Sequence[bool | None]] = ()
-    confidence: Sequence[Sequence[float]] = ()
 
 
 class Selector(Protocol):

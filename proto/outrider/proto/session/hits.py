@@ -53,7 +53,7 @@ class HitCounter:
     def _learn(self, drafter: int, start: int, hits: list[bool], drafts: Sequence[DraftToken]) -> None:
         """Count which of a drafter's proposals from `start` on are the tokens there."""
         self._meter.compare(drafter, [draft.lead for draft in drafts], hits)
-        self._selection.note(drafter, start, hits, [draft.confidence for draft in drafts])
+        self._selection.note(drafter, start, hits)
         counts = self._text.statistics.of(self._selection.names[drafter])
         counts.compared += len(hits)
         counts.hits += sum(hits)

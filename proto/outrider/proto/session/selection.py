@@ -61,9 +61,7 @@ class Selection:
         self._scored = [(0.0, 0)] * drafters  # sum and count of log q at the prompt's last tokens
         self._new_scores = False  # whether the selector has not learned these
         self._num_decided = [0] * drafters  # tokens of text at which each drafter's hit is decided, known or not
-        self._new_hits: list[list[bool | None]] = []  # hits that the selector has not learned
-        self._new_confidence: list[list[float]] = []  # probabilities of the proposals there
-        self._forget_new()
+        self._new_hits = self._no_hits()  # hits that the selector has not learned
         self._failed: set[int] = set()
         self._view: SelectionView | None = None
         self._due: list[int] | None = None  # idle drafters that should catch up now, best last; None: not known
@@ -118,23 +116,21 @@ class Selection:
         self._scored = [(0.0, 0)] * self.drafters
         self._prefix = [min(length, kept) for length in self._prefix]
         self._num_decided = [0] * self.drafters
-        self._forget_new()
+        self._new_hits = self._no_hits()
         self._view = self._due = None
 
-    def _forget_new(self) -> None:
-        self._new_hits = [[] for _ in self.names]
-        self._new_confidence = [[] for _ in self.names]
+    def _no_hits(self) -> list[list[bool | None]]:
+        return [[] for _ in self.names]
 
     # --- hits ---
 
-    def note(self, drafter: int, start: int, hits: Sequence[bool], confidence: Sequence[float]) -> None:
+    def note(self, drafter: int, start: int, hits: Sequence[bool]) -> None:
         """Count which of a drafter's proposals from position `start` on are the committed tokens there.
 
         Args:
             drafter: drafter that proposed them.
             start: position of the first, at which nothing is known of the drafter yet, else nothing is counted.
             hits: [n] whether each is the token.
-            confidence: [n] the drafter's probability of each; NaN: unknown.
         """
         if self.drafters == 1:
             return
@@ -144,14 +140,11 @@ class Selection:
         if known:
             self._pad(drafter, start - self._first)
         self._new_hits[drafter] += hits
-        self._new_confidence[drafter] += confidence
         self._num_decided[drafter] += len(hits)
 
     def _pad(self, drafter: int, tokens: int) -> None:
         """Count as unknown the hits of the drafter among the first `tokens` of the text that it has not shown."""
-        unknown = tokens - self._num_decided[drafter]
-        self._new_hits[drafter] += [None] * unknown
-        self._new_confidence[drafter] += [math.nan] * unknown
+        self._new_hits[drafter] += [None] * (tokens - self._num_decided[drafter])
         self._num_decided[drafter] = tokens
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
@@ -208,10 +201,9 @@ class Selection:
         self._due = None
         if self._selector.catches_up and not any(self._new_hits):
             return  # nothing to learn from
-        hits, confidence = self._new_hits, self._new_confidence
-        self._forget_new()
+        hits, self._new_hits = self._new_hits, self._no_hits()
         self._selector.learn(
-            RoundOutcome(self._view, self.current, committed, verified, accepted, agreement, seconds, hits, confidence)
+            RoundOutcome(self._view, self.current, committed, verified, accepted, agreement, seconds, hits)
         )
 
     def fail(self, drafter: int) -> bool:
