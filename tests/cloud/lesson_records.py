@@ -1,10 +1,12 @@
-"""Records of lessons for tests: made of whatever texts and blocks a test names."""
+"""Records of lessons for tests: made of whatever texts and positions a test names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from outrider.cloud.learning.record import NO_DRAFTER, LessonKind, LessonRecord
+from outrider.cloud.learning.record import LessonRecord
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
@@ -25,59 +27,30 @@ def teaching(vocab: int, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 def record_of(
     prompt: list[int],
     text: list[int],
-    blocks: dict[int, list[int]],
+    positions: Sequence[int],
     *,
     vocab: int = 300,
     start: int = 0,
-    drafters: tuple[str, ...] = ("tiny@1",),
-    suffix_targets: int = 7,
     key: str = "alice",
     session: str = "s",
     sampling: Sampling | None = None,
     seed: int = 0,
 ) -> LessonRecord:
-    """A record of all rows of `blocks`, drafts by the absolute position of their first, of prompt + text."""
-    tokens = [*prompt, *text]
-    starts, ends, drafts = list(blocks), [], list[int]()
-    row_block, row_index, kinds, targets = list[int](), list[int](), list[int](), list[int]()
-    for number, (first, block) in enumerate(blocks.items()):
-        alive = True
-        for index in range(len(block) + 1):
-            row_block.append(number)
-            row_index.append(index)
-            token = tokens[first + index] if alive else suffix_targets
-            targets.append(token)
-            if not alive:
-                kinds.append(LessonKind.SUFFIX)
-            elif index == len(block):
-                kinds.append(LessonKind.OWN)
-            else:
-                alive = block[index] == token
-                kinds.append(LessonKind.ACCEPTED if alive else LessonKind.MISSED)
-        drafts += block
-        ends.append(len(drafts))
-    ids, logp, rest = teaching(vocab, len(kinds), seed)
+    """A record of prompt + text with rows at absolute `positions`."""
+    ids, logp, rest = teaching(vocab, len(positions), seed)
     return LessonRecord(
         model="reference",
         session_salt=salted(b"", session),
         key_salt=salted(b"", key),
         prompt_class=3,
-        drafters=drafters,
         sampling=sampling or Sampling(temperature=1.0, seed=(1 << 64) - 1, stop_tokens=(5,)),
         at_s=1e9,
         start=start,
         first_generated=len(prompt),
-        tokens=np.array(tokens[start:], np.uint32),
-        block_starts=np.array(starts, np.uint32),
-        block_ends=np.array(ends, np.uint32),
-        drafts=np.array(drafts, np.uint32),
-        drafted_by=np.array([0 if drafters else NO_DRAFTER] * len(drafts), np.uint8),
-        row_block=np.array(row_block, np.uint32),
-        row_index=np.array(row_index, np.uint32),
-        kinds=np.array(kinds, np.uint8),
-        targets=np.array(targets, np.uint32),
+        tokens=np.array([*prompt, *text][start:], np.uint32),
+        positions=np.array(positions, np.uint32),
         top_ids=ids,
         top_logp=logp,
         rest_logp=rest,
-        weights=np.ones(len(kinds), np.float32),
+        weights=np.ones(len(positions), np.float32),
     )

@@ -1,4 +1,4 @@
-"""Records for tests: texts drawn from any target, judged against drafts, as a verifier would log them."""
+"""Records for tests: texts drawn from any target, as a verifier would log them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.record import LessonRecord
 from outrider.proto.noise import gumbel
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
@@ -42,45 +42,32 @@ def text_record(
     prompt_class: int = 0,
     at_s: float = 1e9,
     model: str = "reference",
-    drafted: Callable[[np.ndarray], int] | None = None,
     top: int = 64,
 ) -> LessonRecord:
-    """A text of `length` tokens after a prompt, each judged against one draft: token 0, or what `drafted` says."""
+    """A text of `length` tokens after a prompt, with a row for each."""
     tokens = np.random.default_rng(seed).integers(12, size=prompt).astype(np.uint32)
     rows = []
-    drafts = []
     for _ in range(length):
         row = log_p(tokens)
         position = len(tokens)
         noise = gumbel(seed, position, np.arange(vocab)) if temperature else 0.0
-        drafts.append(drafted(tokens) if drafted else 0)
         tokens = np.append(tokens, np.uint32((row / (temperature or 1) + noise).argmax()))
         rows.append(row)
     judged = np.array(rows)
     top_ids = np.argsort(-judged, axis=1)[:, :top]
     top_logp = np.take_along_axis(judged, top_ids, axis=1).astype(np.float16)
     rest = 1 - np.exp(np.take_along_axis(judged, top_ids, axis=1)).sum(1)
-    targets = tokens[prompt:]
-    hits = np.array(drafts) == targets
     return LessonRecord(
         model=model,
         session_salt=salted(b"", f"session-{seed}"),
         key_salt=salted(b"", key),
         prompt_class=prompt_class,
-        drafters=("general@0",),
         sampling=Sampling(temperature=temperature, seed=seed),
         at_s=at_s,
         start=0,
         first_generated=prompt,
         tokens=tokens.astype(np.uint32),
-        block_starts=np.arange(prompt, prompt + length, dtype=np.uint32),
-        block_ends=np.arange(1, length + 1, dtype=np.uint32),
-        drafts=np.array(drafts, dtype=np.uint32),
-        drafted_by=np.zeros(length, np.uint8),
-        row_block=np.arange(length, dtype=np.uint32),
-        row_index=np.zeros(length, np.uint32),
-        kinds=np.where(hits, LessonKind.ACCEPTED, LessonKind.MISSED).astype(np.uint8),
-        targets=targets.astype(np.uint32),
+        positions=np.arange(prompt, prompt + length, dtype=np.uint32),
         top_ids=top_ids.astype(np.uint32),
         top_logp=np.minimum(top_logp, np.float16(0)),
         rest_logp=np.log(np.clip(rest, 1e-9, 1)).astype(np.float32),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.cloud.learning.inclusion import Inclusion
+from outrider.cloud.learning.inclusion import Inclusion, LessonKind
 from outrider.cloud.learning.lesson_budget import BURST_S, ROW_S, LessonBudget
-from outrider.cloud.learning.record import LessonKind
 
-A, M, O, S = LessonKind
+A, M, O = LessonKind
 SHARE, STEP_S = 0.02, 0.01
-STEP = [A] * 6 + [M] * 2 + [S] * 4
+STEP = [A] * 6 + [M] * 2 + [O] * 4
 
 
 class Run:
@@ -22,7 +21,7 @@ class Run:
         self.budget = LessonBudget(SHARE, 0.0)
         self.inclusion = Inclusion(lambda now: min(positions_s, self.budget.rows_s(now)), 0.0, seed)
         self.step_s, self.row_s = step_s, row_s
-        self.offered, self.kept, self.weights = np.zeros(4), np.zeros(4), np.zeros(4)
+        self.offered, self.kept, self.weights = np.zeros(3), np.zeros(3), np.zeros(3)
 
     def steps(self, count: int) -> Run:
         for _ in range(count):
@@ -30,9 +29,9 @@ class Run:
             paid = self.budget.step(STEP_S)
             kept, weights = self.inclusion.draw(STEP, self.now, paid=paid)
             kinds = np.array(STEP)[kept]
-            self.offered += np.bincount(STEP, minlength=4) * paid
-            self.kept += np.bincount(kinds, minlength=4)
-            self.weights += np.bincount(kinds, weights, minlength=4)
+            self.offered += np.bincount(STEP, minlength=3) * paid
+            self.kept += np.bincount(kinds, minlength=3)
+            self.weights += np.bincount(kinds, weights, minlength=3)
             self.budget.spend(self.step_s + self.row_s * len(kept), len(kept))
         return self
 
@@ -79,7 +78,7 @@ def test_weights_stand_for_all_rows_of_the_steps_that_were_paid_for() -> None:
     run = Run(step_s=2e-5, row_s=1e-4).steps(2000)
     run.offered[:], run.kept[:], run.weights[:] = 0, 0, 0
     run.steps(12000)
-    for kind in (A, M, S):
+    for kind in (A, M, O):
         chance = run.kept[kind] / run.offered[kind]
         spread = np.sqrt(run.kept[kind]) / chance
         assert abs(run.weights[kind] - run.offered[kind]) < 5 * spread + 0.01 * run.offered[kind]

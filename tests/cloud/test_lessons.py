@@ -18,11 +18,11 @@ from drafting_outbox import DraftingOutbox
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.learning import lessons, sink
-from outrider.cloud.learning.inclusion import BURST_S
+from outrider.cloud.learning.inclusion import BURST_S, LessonKind
 from outrider.cloud.learning.lesson_budget import LessonBudget
 from outrider.cloud.learning.lessons import LessonCollector, Lost, may_teach
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching
-from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.testing.kept_lessons import KeptLessons
@@ -117,35 +117,29 @@ def test_lessons_may_cost_a_share_of_the_whole_step_and_not_of_its_cpu_time(engi
 
 
 def test_every_row_says_what_the_target_says_after_its_prefix(target, engines) -> None:
-    kept = KeptLessons()
-    engine = engines(kept)
+    kept, counted = KeptLessons(), Counted()
+    engine = engines(kept, count=counting(counted))
     text = plain_text(engine)
-    edge = DraftingOutbox(engine, 1, PROMPT, drafter_of(text), ("swift", "12ab"))
+    edge = DraftingOutbox(engine, 1, PROMPT, drafter_of(text))
     edge.open(SAMPLING, learning=Learning(3))
     assert edge.end() == text
     (record,) = kept.wait_for(1)
     engine.stop()
-    kinds = Counter(map(LessonKind, record.kinds.tolist()))
-    assert min(kinds[kind] for kind in LessonKind) > 0
     for row in range(len(record)):
-        logp = target_says(target, record.prefix(row))
+        logp = target_says(target, record.tokens[: record.positions[row]])
         said = np.exp(logp[record.top_ids[row]])
         assert np.abs(np.exp(record.top_logp[row].astype(float)) - said).max() < 2e-3
         assert sorted(record.top_ids[row].tolist()) == list(range(VOCAB))
         assert record.rest_logp[row] == -np.inf
-    committed = record.kinds != LessonKind.SUFFIX
-    assert record.positions[committed].tolist() == list(range(len(PROMPT), len(text)))
-    assert record.targets[committed].tolist() == text[len(PROMPT) :]
+    assert record.positions.tolist() == list(range(len(PROMPT), len(text)))
+    assert record.targets.tolist() == text[len(PROMPT) :]
     assert record.tokens.tolist() == text
     assert (record.model, record.prompt_class, record.first_generated) == ("tiny", 3, len(PROMPT))
     assert record.sampling.seed == SAMPLING.seed
-    assert record.drafters == ("swift@12ab",)
-    assert ((record.row_drafter == 0) == (record.drafted >= 0)).all()
     assert (record.weights == 1).all()
-    verified = sum(commit.verified + 1 for commit in edge.commits if commit.tokens)
-    after_the_end = edge.commits[-1].verified + 1 - len(edge.commits[-1].tokens)
-    assert len(record) == verified - after_the_end
-    assert kinds[LessonKind.ACCEPTED] == sum(commit.accepted for commit in edge.commits)
+    assert min(counted[kind] for kind in LessonKind) > 0
+    assert sum(counted[kind] for kind in LessonKind) == len(record)
+    assert counted[LessonKind.ACCEPTED] == sum(commit.accepted for commit in edge.commits)
 
 
 def test_likeliest_tokens_and_the_rest_are_those_of_the_raw_logits() -> None:
@@ -185,7 +179,7 @@ def test_rows_of_penalised_texts_hold_the_logits_before_the_penalty(target, engi
     (record,) = kept.wait_for(1)
     engine.stop()
     for row in range(len(record)):
-        logp = target_says(target, record.prefix(row))[record.top_ids[row]]
+        logp = target_says(target, record.tokens[: record.positions[row]])[record.top_ids[row]]
         assert np.abs(np.exp(record.top_logp[row].astype(float)) - np.exp(logp)).max() < 2e-3
     assert record.sampling.repetition_penalty == 2.0
 
@@ -204,7 +198,7 @@ def test_texts_beside_each_other_do_not_mix(target, engines) -> None:
     assert sorted(record.tokens.tolist() for record in records) == sorted(texts[i] for i in (0, 1, 3))
     for record in records:
         for row in range(0, len(record), 5):
-            logp = target_says(target, record.prefix(row))[record.top_ids[row]]
+            logp = target_says(target, record.tokens[: record.positions[row]])[record.top_ids[row]]
             assert np.abs(np.exp(record.top_logp[row].astype(float)) - np.exp(logp)).max() < 2e-3
     assert len({record.session_salt for record in records}) == 3
     assert len({record.key_salt for record in records}) == 1
@@ -221,7 +215,7 @@ def test_a_long_text_makes_a_record_now_and_then_and_each_has_what_comes_before(
     edge.open(sampling)
     edge.end()
     records = kept.wait_for(4)
-    rows = [record.positions[record.kinds != LessonKind.SUFFIX].tolist() for record in records]
+    rows = [record.positions.tolist() for record in records]
     assert list(itertools.chain(*rows)) == list(range(len(PROMPT), len(text)))
     for record in records:
         assert record.start >= 0
@@ -465,7 +459,7 @@ def test_the_rate_is_kept_and_what_is_kept_stands_for_the_rest(engines) -> None:
         edge = DraftingOutbox(engine, key, PROMPT, drafter_of(text))
         edge.open(SAMPLING)
         edge.end()
-        rows += sum(commit.verified + 1 for commit in edge.commits if commit.tokens)
+        rows += sum(len(commit.tokens) for commit in edge.commits)
     budget = rate * (BURST_S + time.monotonic() - began) + 17
     time.sleep(3 * lessons.TICK_S)
     got = sum(map(len, kept.records))

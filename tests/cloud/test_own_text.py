@@ -14,7 +14,7 @@ from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.learner import Learner
 from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.own_text import record_of_text
-from outrider.cloud.learning.record import MAX_ROWS, LessonKind, LessonRecord
+from outrider.cloud.learning.record import MAX_ROWS, LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
 from outrider.drafters.adapters import write_adapter_package
@@ -56,16 +56,14 @@ def one_thread() -> None:
 def test_a_record_of_tokens_alone_survives_its_encoding() -> None:
     record = LessonRecord.decode(own(text(1, temperature=1.0)).encode())
     assert record.top_ids.shape == (16, 0)
-    assert (record.kinds == LessonKind.OWN).all()
     assert record.positions.tolist() == list(range(4, 20))
     assert record.targets.tolist() == record.tokens[4:].tolist()
     long = record_of_text([1] * (MAX_ROWS + 100), 10, Sampling(), model="m", session_salt=bytes(16), key_salt=bytes(16))
     assert len(long) == MAX_ROWS
 
 
-@pytest.mark.parametrize("loss", ["cce", "ce"])
-def test_losses_of_tokens_see_the_same_with_the_targets_probabilities_and_without(tmp_path, loss) -> None:
-    trainer = Trainer(settings(tmp_path, loss=loss))
+def test_a_loss_of_tokens_sees_the_same_with_the_targets_probabilities_and_without(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path, loss="cce"))
     records = [text(seed, temperature=float(seed % 2)) for seed in range(4)]
     mixed = [own(record) if index % 2 else record for index, record in enumerate(records)]
     values = []
@@ -90,8 +88,8 @@ def test_a_loss_of_probabilities_refuses_records_that_lack_some(tmp_path: Path, 
     assert trainer.step() is not None
 
 
-def test_only_losses_of_tokens_do_without_the_target() -> None:
-    assert {name for name, make in LOSSES.items() if not make().reads_target} == {"ce", "cce"}
+def test_one_loss_does_without_the_target() -> None:
+    assert {name for name, make in LOSSES.items() if not make().reads_target} == {"cce"}
 
 
 def test_one_key_may_fill_the_sample_where_there_is_no_other(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning.judge import MAX_DOUBTED_TEXTS, MAX_TEXTS, Judgement, ShadowJudge, ShadowText, reading_of
-from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.trial import JudgedText, JudgeMemory, TrialJournal
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
@@ -119,7 +119,7 @@ def judged(judge: ShadowJudge, seeds: range) -> int | None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.6, seed=9)])
 def test_hits_are_the_bits_of_verification_of_the_same_drafter(sampling: Sampling) -> None:
-    """A record says of each position whether the draft there was accepted; the drafter made it, token by token."""
+    """A draft is accepted where it is the text's token; the drafter makes them token by token here."""
     package = find_package("swift")
     drafter, vocab = OnnxDrafter(package), package.vocab_size
     target = bigram_target(vocab, seed=1)
@@ -140,13 +140,13 @@ def test_hits_are_the_bits_of_verification_of_the_same_drafter(sampling: Samplin
         return row - row.max() - np.log(np.exp(row - row.max()).sum())
 
     record = text_record(
-        copying, vocab=vocab, seed=sampling.seed, temperature=sampling.temperature, prompt=4, drafted=drafted, length=20
+        copying, vocab=vocab, seed=sampling.seed, temperature=sampling.temperature, prompt=4, length=20
     )
     record = replace(record, sampling=sampling)
     found = ShadowText.of(record)
     assert found is not None
     hits = reading_of(drafter, found).hits
-    assert hits.tolist() == (record.kinds == LessonKind.ACCEPTED).tolist()
+    assert hits.tolist() == [drafted(record.tokens[:place]) == record.tokens[place] for place in range(4, 24)]
     assert 0.4 < hits.mean() < 0.9, "both happen"
 
 
@@ -169,10 +169,7 @@ def test_a_record_from_the_middle_of_a_text_or_too_short_a_one_is_no_text() -> N
         whole,
         start=2,
         tokens=whole.tokens[2:],
-        **{
-            name: getattr(whole, name)[kept]
-            for name in ("row_block", "row_index", "kinds", "targets", "top_ids", "top_logp", "rest_logp", "weights")
-        },
+        **{name: getattr(whole, name)[kept] for name in ("positions", "top_ids", "top_logp", "rest_logp", "weights")},
     )
     assert ShadowText.of(middle) is None
 

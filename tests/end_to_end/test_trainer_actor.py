@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.cloud.learning.actor import TrainerLink, start_trainer_actor
-from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.salts import salted
@@ -24,27 +24,18 @@ def a_text(seed: int, key: str = "key", length: int = 48) -> bytes:
     """Every second token follows from the one before."""
     random = np.random.default_rng(seed)
     tokens = random.integers(100, 120, size=4 + length).astype(np.uint32)
-    rows = np.arange(length)
     top = np.tile(np.arange(100, 164, dtype=np.uint32), (length, 1))
     return LessonRecord(
         model="reference",
         session_salt=salted(b"", f"session-{seed}"),
         key_salt=salted(b"", key),
         prompt_class=0,
-        drafters=(),
         sampling=Sampling(seed=seed),
         at_s=time.time(),
         start=0,
         first_generated=4,
         tokens=tokens,
-        block_starts=(rows + 4).astype(np.uint32),
-        block_ends=np.zeros(length, np.uint32),
-        drafts=np.zeros(0, np.uint32),
-        drafted_by=np.zeros(0, np.uint8),
-        row_block=rows.astype(np.uint32),
-        row_index=np.zeros(length, np.uint32),
-        kinds=np.full(length, LessonKind.OWN, np.uint8),
-        targets=tokens[4:],
+        positions=np.arange(4, 4 + length, dtype=np.uint32),
         top_ids=top,
         top_logp=np.full((length, 64), np.log(0.99 / 64), np.float16),
         rest_logp=np.full(length, np.log(0.01), np.float32),

@@ -27,12 +27,12 @@ from research.settings import LearnDemoSettings
 
 
 def test_the_cluster_gets_the_options_of_the_command(tmp_path: Path) -> None:
-    line = ["learn", "sums.jsonl", "--learn-drafter", "a/b", "--learn-loss", "opd", "--learn-cpu-share", "0.25"]
+    line = ["learn", "sums.jsonl", "--learn-drafter", "a/b", "--learn-loss", "dvi", "--learn-cpu-share", "0.25"]
     line += ["--learn-rehearsal", "x", "y z", "--steering", "p", "--min-step", "45", "--threads", "2"]
     (tmp_path / "up.toml").write_text("[up]\n" + "\n".join(up_options(parse(line))))
     up = cli.parse(["up", "--config", str(tmp_path / "up.toml")])
     trainer, verifier = up(TrainerSettings), up(VerifierConfig)
-    assert (trainer.drafter, trainer.loss, trainer.cpu_share) == ("a/b", "opd", 0.25)
+    assert (trainer.drafter, trainer.loss, trainer.cpu_share) == ("a/b", "dvi", 0.25)
     assert trainer.rehearsal == (Path("x"), Path("y z"))
     assert (verifier.learn, verifier.threads, verifier.draft_here) == (True, 2, "off")
     assert up(ConditionSettings).pace == 45

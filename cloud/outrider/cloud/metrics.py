@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.cloud.backend import Backend
+from outrider.cloud.learning.inclusion import LessonKind
 from outrider.cloud.learning.lessons import Lost
-from outrider.cloud.learning.record import LessonKind
 from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics

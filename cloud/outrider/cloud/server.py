@@ -22,8 +22,8 @@ from outrider.cloud.decode_streams import DecodeStreams
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Grammars
 from outrider.cloud.health import VerifierHealth
+from outrider.cloud.learning.inclusion import LessonKind
 from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
-from outrider.cloud.learning.record import LessonKind
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.lease_end import LeaseEnds
 from outrider.cloud.own_drafter import local_source

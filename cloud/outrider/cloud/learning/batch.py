@@ -10,7 +10,7 @@ import torch
 
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.losses import JudgedRows, Loss
-from outrider.cloud.learning.record import TOP, LessonKind, LessonRecord
+from outrider.cloud.learning.record import TOP, LessonRecord
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import TorchNoise
@@ -22,21 +22,20 @@ TOKENS_PER_PASS = 8192  # padding included
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passage:
-    """Tokens [t] to read, the places [r] in them after which rows of `record` stand, and these rows [r]."""
+    """Tokens [t] to read, and the places [m] in them after which the rows of `record` stand."""
 
     record: LessonRecord
     tokens: np.ndarray
     places: np.ndarray
-    rows: np.ndarray
 
 
 def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: Loss) -> JudgedRows | None:
     """Return the rows of `records` that `loss` can learn from, as the drafter sees them now; None: there are none.
 
-    Where the loss asks for it, each position that follows text is judged as if the drafter of today had drafted there:
-    the noise is known, so its proposal is, and whether it hits (Daliri, Musco, Suresh 2024).
+    Where the loss asks for it, they have what the drafter of today would propose: the noise is known, so that is, and
+    whether it hits (Daliri, Musco, Suresh 2024).
     """
-    passages = [passage for record in records for passage in _passages(record, suffixes=loss.reads_suffixes)]
+    passages = [_passage(record) for record in records if len(record)]
     if not passages:
         return None
     passages.sort(key=lambda passage: len(passage.tokens))
@@ -64,7 +63,7 @@ def check_record(record: LessonRecord, drafter: DrafterPackage, *, reads_target:
             "target's tokens; name a drafter with the target's tokenizer by --learn-drafter",
             field="lessons.tokenizer_sha256",
         )
-    for name in ("tokens", "drafts", "targets", "top_ids"):
+    for name in ("tokens", "top_ids"):
         if getattr(record, name).max(initial=0) >= vocab:
             raise InvalidArgument(f"holds a token beyond the vocabulary of {vocab}", field=f"lessons.{name}")
     top, needed = record.top_ids.shape[1], min(TOP, vocab)
@@ -72,27 +71,11 @@ def check_record(record: LessonRecord, drafter: DrafterPackage, *, reads_target:
         raise InvalidArgument(f"has {top} tokens a row where this loss reads {needed}", field="lessons.top_ids")
 
 
-def _passages(record: LessonRecord, *, suffixes: bool) -> Iterator[_Passage]:
-    """Yield the text with the rows that follow it, and with `suffixes` each block whose rows follow missed drafts."""
-    following = np.flatnonzero(record.kinds != LessonKind.SUFFIX)
-    places = record.positions - record.start - 1  # of the token before
-    following = following[places[following] >= 0]
-    if len(following):
-        yield _cut(record, record.tokens, places[following], following)
-    if not suffixes:
-        return
-    behind = record.rows_of(LessonKind.SUFFIX)
-    for block in np.unique(record.row_block[behind]):
-        rows = behind[record.row_block[behind] == block]
-        rows = rows[places[rows] >= 0]
-        if len(rows):
-            deepest = int(rows[np.argmax(record.row_index[rows])])
-            yield _cut(record, record.prefix(deepest), places[rows], rows)
-
-
-def _cut(record: LessonRecord, tokens: np.ndarray, places: np.ndarray, rows: np.ndarray) -> _Passage:
+def _passage(record: LessonRecord) -> _Passage:
+    """Return the part of the record's text that its rows follow."""
+    places = record.positions.astype(np.int64) - record.start - 1  # of the token before
     first = max(0, int(places.min()) - CONTEXT)
-    return _Passage(record, tokens[first : int(places.max()) + 1], places - first, rows)
+    return _Passage(record, record.tokens[first : int(places.max()) + 1], places - first)
 
 
 def _parts(passages: Sequence[_Passage]) -> Iterator[Sequence[_Passage]]:
@@ -119,36 +102,28 @@ def _read(drafter: AdaptedDrafter, passages: Sequence[_Passage]) -> torch.Tensor
 def _from_records(passages: Sequence[_Passage], log_q: torch.Tensor, top: int | None) -> JudgedRows:
     """Return the rows with the `top` likeliest tokens of the target, or all that the records have."""
 
-    def gathered(name: str, dtype: torch.dtype) -> torch.Tensor:
-        parts = [np.asarray(getattr(passage.record, name))[passage.rows] for passage in passages]
+    def gathered(name: str, dtype: type) -> torch.Tensor:
+        parts = [np.asarray(getattr(passage.record, name)) for passage in passages]
         if name.startswith("top_"):
             parts = [part[:, :top] for part in parts]
-        return torch.from_numpy(np.concatenate(parts).astype(_NUMPY[dtype]))
+        return torch.from_numpy(np.concatenate(parts).astype(dtype))
 
-    greedy = [np.full(len(passage.rows), passage.record.sampling.temperature == 0) for passage in passages]
     return JudgedRows(
         log_q=log_q,
-        top=gathered("top_ids", torch.int64),
-        log_p=gathered("top_logp", torch.float32),
-        log_rest=gathered("rest_logp", torch.float32),
-        committed=gathered("targets", torch.int64),
-        drafted=gathered("drafted", torch.int64).clamp(min=0),
-        kinds=gathered("kinds", torch.int64),
-        depths=gathered("row_index", torch.int64),
-        greedy=torch.from_numpy(np.concatenate(greedy)),
-        weights=gathered("weights", torch.float32),
+        top=gathered("top_ids", np.int64),
+        log_p=gathered("top_logp", np.float32),
+        log_rest=gathered("rest_logp", np.float32),
+        committed=gathered("targets", np.int64),
+        weights=gathered("weights", np.float32),
     )
 
 
-_NUMPY = {torch.int64: np.int64, torch.float32: np.float32}
-
-
 def _with_noise(rows: JudgedRows, passages: Sequence[_Passage], loss: Loss) -> JudgedRows:
-    """Return the rows with the noise that the loss needs, and judged again where it learns from its own drafts."""
+    """Return the rows with the noise or the drafter's proposals, as the loss needs them."""
     keys, temperatures = [], []
     noise = TorchNoise(torch)
     for passage in passages:
-        sampling, positions = passage.record.sampling, passage.record.positions[passage.rows].tolist()
+        sampling, positions = passage.record.sampling, passage.record.positions.tolist()
         keys.append(noise.row_keys([sampling.seed] * len(positions), positions))
         temperatures += [sampling.temperature] * len(positions)
     row_keys, heat = torch.cat(keys), torch.tensor(temperatures)[:, None]
@@ -159,9 +134,5 @@ def _with_noise(rows: JudgedRows, passages: Sequence[_Passage], loss: Loss) -> J
     if loss.on_policy:
         best = rows.log_q.detach().topk(min(PROPOSED, rows.log_q.shape[1]), dim=1)
         perturbed = best.values + heat * noise.gumbel(row_keys, best.indices).float()
-        proposed = best.indices.gather(1, perturbed.argmax(1, keepdim=True))[:, 0]
-        judged = torch.where(proposed == rows.committed, LessonKind.ACCEPTED, LessonKind.MISSED)
-        behind = rows.kinds == LessonKind.SUFFIX
-        kinds = torch.where(behind, rows.kinds, judged)
-        rows = replace(rows, kinds=kinds, drafted=torch.where(behind, rows.drafted, proposed))
+        rows = replace(rows, drafted=best.indices.gather(1, perturbed.argmax(1, keepdim=True))[:, 0])
     return rows

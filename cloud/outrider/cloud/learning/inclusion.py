@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 
-from outrider.cloud.learning.record import LessonKind
-
-PRIORITY = (LessonKind.MISSED, LessonKind.SUFFIX, LessonKind.OWN, LessonKind.ACCEPTED)
 FLOOR = 0.05  # share of the rate that every kind may have, whatever comes before it
 BURST_S = 2.0  # a rate's worth that can be kept at once
 MEMORY_S = 10.0  # over which the kinds' rates are measured
 REFRESH_S = 0.1  # for which probabilities hold, since they cost more than a draw
+
+
+class LessonKind(IntEnum):
+    """What verification made of the draft at a row's position."""
+
+    ACCEPTED = 0  # the draft is the target's token
+    MISSED = 1  # the draft is another, and the target's own token is committed
+    OWN = 2  # there was no draft, and the target's own token is committed
+
+
+PRIORITY = (LessonKind.MISSED, LessonKind.OWN, LessonKind.ACCEPTED)
 
 
 class Inclusion:

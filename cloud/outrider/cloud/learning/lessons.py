@@ -1,4 +1,4 @@
-"""The collection of lessons: what verification says of drafts, kept for whoever trains drafters.
+"""The collection of lessons: what the target says of each token, kept for whoever trains drafters.
 
 After a step has committed its tokens, the engine's thread chooses rows and copies their logits (`take`). All else
 happens in a thread of its own: finding the likeliest tokens, packing records, handing them to a sink. No text waits for
@@ -19,18 +19,17 @@ from enum import Enum
 
 import torch
 
-from outrider.cloud.learning.inclusion import Inclusion
+from outrider.cloud.learning.inclusion import Inclusion, LessonKind
 from outrider.cloud.learning.lesson_budget import MAX_SHARE, LessonBudget
-from outrider.cloud.learning.packing import JudgedBlock, StepRows, TextPart, pack, read_steps
-from outrider.cloud.learning.record import LessonKind
+from outrider.cloud.learning.packing import KeptRows, StepRows, TextPart, pack, read_steps
 from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
 from outrider.proto.salts import key_salt, salted
 from outrider.proto.session import Verified, VerifierSession
-from outrider.proto.types import Commit, Sampling, token_ids
+from outrider.proto.types import Commit, Sampling
 
 RECORD_TOKENS = 512  # of text, after which a record is made though the text goes on
-RECORD_ROWS, RECORD_DRAFTS = 2048, 1 << 14
-CONTEXT = 2048  # tokens that a record holds from before its first block, at most
+RECORD_ROWS = 2048
+CONTEXT = 2048  # tokens that a record holds from before its first row, at most
 MAX_QUEUED_BYTES = 64 << 20  # of logits that wait for their reading
 MAX_QUEUED = 4096  # steps and parts of texts
 TICK_S = 0.1
@@ -109,13 +108,12 @@ class _Text:
     session: VerifierSession
     part: TextPart
     rows: int = 0
-    drafts: int = 0
 
     def is_full(self) -> bool:
         """Return whether it is time for a record."""
-        first = self.part.blocks[0].start if self.part.blocks else len(self.session.transcript)
-        long = len(self.session.transcript) - first >= RECORD_TOKENS
-        return long or self.rows >= RECORD_ROWS or self.drafts >= RECORD_DRAFTS
+        end = len(self.session.transcript)
+        first = self.part.kept[0].positions[0] if self.part.kept else end
+        return end - first >= RECORD_TOKENS or self.rows >= RECORD_ROWS
 
 
 @dataclass(slots=True, eq=False)
@@ -201,23 +199,23 @@ class LessonCollector(NoLessons):
         self._thread_billed_s = spent_s
         paid = self._budget.step(step_s)
         kinds: list[int] = []
-        taught: list[tuple[_Text, StepLessons, Commit, int, int, int]] = []
+        taught: list[tuple[int, _Text, Commit, int, int, int]] = []
         row = 0
         for each in judged:
             text = self._text(each) if each.commit is not None else None
             if text is not None and each.commit is not None and each.commit.tokens:
                 first = len(kinds)
                 kinds += kinds_of(each.verified, each.commit)
-                taught.append((text, each, each.commit, row, first, len(kinds)))
+                taught.append((each.key, text, each.commit, row, first, len(kinds)))
             row += len(each.verified.tokens_by_target)
         if not taught:
             return 0
         kept, weights = self._inclusion.draw(kinds, time.monotonic(), paid=paid)
         if kept:
             self._copy(logits, taught, kinds, kept, weights)
-        for text, each, commit, *_ in taught:
+        for key, text, commit, *_ in taught:
             if commit.finish is not None or text.is_full():
-                self._hand_over(each.key, text)
+                self._hand_over(key, text)
         return len(kept)
 
     def end(self, key: int) -> None:
@@ -254,39 +252,31 @@ class LessonCollector(NoLessons):
     def _copy(
         self,
         logits: torch.Tensor,
-        taught: Sequence[tuple[_Text, StepLessons, Commit, int, int, int]],
+        taught: Sequence[tuple[int, _Text, Commit, int, int, int]],
         kinds: Sequence[int],
         kept: Sequence[int],
         weights: Sequence[float],
     ) -> None:
         """Copy the rows `kept` of the sessions' `kinds`, and note in each text which these are."""
         step, rows, at = StepRows(None), list[int](), 0
-        for text, each, commit, row, first, end in taught:
+        for _, text, commit, row, first, end in taught:
             began = at
             while at < len(kept) and kept[at] < end:
                 rows.append(row + kept[at] - first)
                 at += 1
             if at == began:
                 continue
-            session, block = each.session, token_ids(each.verified.block)
-            of_block = [place - first for place in kept[began:at]]
-            text.part.blocks.append(
-                JudgedBlock(
-                    commit.start,
-                    block,
-                    "@".join(session.drafter) if session.drafter[0] else "",
-                    session.own_drafter,
-                    commit.verified_here,
-                    of_block,
-                    [kinds[place] for place in kept[began:at]],
-                    [each.verified.tokens_by_target[j].id for j in of_block],
+            places = kept[began:at]
+            text.part.kept.append(
+                KeptRows(
+                    [commit.start + place - first for place in places],
+                    [kinds[place] for place in places],
                     weights[began:at],
                     step,
                     began,
                 )
             )
             text.rows += at - began
-            text.drafts += len(block)
         step.logits = logits[torch.tensor(rows, device=logits.device)]
         self._put_bytes += step.nbytes
         self._put(step)
@@ -295,8 +285,8 @@ class LessonCollector(NoLessons):
         """Let the other thread make a record of a text's present part, if there is anything in it."""
         self._texts.pop(key, None)
         part, transcript = text.part, text.session.transcript
-        if part.blocks:
-            part.start = max(0, part.blocks[0].start - CONTEXT)
+        if part.kept:
+            part.start = max(0, part.kept[0].positions[0] - CONTEXT)
             part.tokens = transcript[part.start :]
             self._put(part)
 
@@ -313,7 +303,7 @@ class LessonCollector(NoLessons):
                 self._dropped_bytes += oldest.nbytes
                 oldest.logits = None
             else:
-                self._dropped_rows += sum(len(block.rows) for block in oldest.blocks)
+                self._dropped_rows += len(oldest)
 
     def _next(self) -> StepRows | TextPart | None:
         """Take the oldest item out of the queue; either thread may have taken the last one."""
@@ -373,23 +363,22 @@ class LessonCollector(NoLessons):
         return pushed or bool(taken)
 
     def _pack(self, part: TextPart) -> None:
-        rows = sum(len(block.rows) for block in part.blocks)
         if self._forgotten.get(part.key_salt, 0.0) >= part.at_s:
-            self._count(Lost.FORGOTTEN, rows)
+            self._count(Lost.FORGOTTEN, len(part))
         elif part.at_s < time.time() - MAX_AGE_S:
-            self._count(Lost.AGE, rows)
+            self._count(Lost.AGE, len(part))
         else:
             try:
-                record, unread, broken = pack(part)
-                if record is not None:
+                packed = pack(part)
+                if (record := packed.record) is not None:
                     self._delivery.add(Packed(record.encode(), len(record), part.key_salt, part.at_s))
                     for kind in LessonKind:
-                        self._count(kind, len(record.rows_of(kind)))
-                self._count(Lost.QUEUE, unread)
-                self._count(Lost.NUMBERS, broken)
+                        self._count(kind, packed.kinds[kind])
+                self._count(Lost.QUEUE, packed.unread)
+                self._count(Lost.NUMBERS, packed.broken)
             except Exception:  # this text's alone
                 log.exception("a record of lessons could not be made")
-                self._count(Lost.DEFECT, rows)
+                self._count(Lost.DEFECT, len(part))
 
     def _forget(self, now: float) -> None:
         """Drop what is here of keys that are to be forgotten, then let the sink do so, after an unanswered push."""
@@ -420,12 +409,10 @@ class LessonCollector(NoLessons):
 
 
 def kinds_of(verified: Verified, commit: Commit) -> list[int]:
-    """Return the kind of each row of a block, [rows]; those after the end of a text are none, and are left out."""
+    """Return the kind of each row whose token was committed, [rows]; those after a miss or the end are left out."""
     kinds = [int(LessonKind.ACCEPTED)] * commit.accepted
     if len(commit.tokens) > commit.accepted:
         kinds.append(int(LessonKind.MISSED if commit.accepted < len(verified.block) else LessonKind.OWN))
-    if commit.finish is None:
-        kinds += [int(LessonKind.SUFFIX)] * (len(verified.tokens_by_target) - len(kinds))
     return kinds
 
 

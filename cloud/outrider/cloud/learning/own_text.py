@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.cloud.learning.record import MAX_ROWS, LessonKind, LessonRecord
+from outrider.cloud.learning.record import MAX_ROWS, LessonRecord
 from outrider.proto.types import Sampling
 
 Teacher = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -26,7 +26,7 @@ def record_of_text(
     teacher: Teacher | None = None,
     tokenizer_sha256: str = "",
 ) -> LessonRecord:
-    """Return the record of a text, with a row for each generated token as if none had had a draft.
+    """Return the record of a text, with a row for each generated token.
 
     Args:
         tokens: [n] the text from position 0; what is beyond `MAX_ROWS` generated tokens is left out.
@@ -52,20 +52,12 @@ def record_of_text(
         session_salt=session_salt,
         key_salt=key_salt,
         prompt_class=prompt_class,
-        drafters=(),
         sampling=sampling,
         at_s=at_s,
         start=0,
         first_generated=first_generated,
         tokens=np.array(tokens, np.uint32),
-        block_starts=np.arange(first_generated, first_generated + n, dtype=np.uint32),
-        block_ends=np.zeros(n, np.uint32),
-        drafts=np.zeros(0, np.uint32),
-        drafted_by=np.zeros(0, np.uint8),
-        row_block=np.arange(n, dtype=np.uint32),
-        row_index=np.zeros(n, np.uint32),
-        kinds=np.full(n, LessonKind.OWN, np.uint8),
-        targets=np.array(tokens[first_generated:], np.uint32),
+        positions=np.arange(first_generated, first_generated + n, dtype=np.uint32),
         top_ids=top_ids,
         top_logp=top_logp,
         rest_logp=rest_logp,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from outrider.cloud.learning.record import MAX_DRAFTERS, MAX_NAME, NO_DRAFTER, TOP, LessonRecord
+from outrider.cloud.learning.record import TOP, LessonRecord
 from outrider.proto.types import Sampling
 
 _LEAST_LOGP = -60000.0  # the least that a float16 can say
@@ -118,52 +120,34 @@ def read_steps(steps: Iterable[StepRows]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class JudgedBlock:
-    """A block that a step verified, of which at least one row is kept.
+class KeptRows:
+    """The r rows of one step that are kept of a text.
 
     Attributes:
-        start: absolute position that its first draft proposed a token for.
-        drafts: [k] drafted tokens.
-        edge_drafter: name@version of whoever made them at the edge; empty: unknown.
-        own_drafter: the same of the verifier's own drafter.
-        made_here: drafts of the verifier's own, which come last.
-        rows: [r] kept rows, by the index of their draft.
-        kinds: [r] kind of each.
-        targets: [r] the target's token in each.
+        positions: [r] absolute position of the target's token in each.
+        kinds: [r] `LessonKind` of each.
         weights: [r] 1 / probability that it was kept.
         step: rows of the step.
         first: place of the first row among those of the step.
     """
 
-    start: int
-    drafts: tuple[int, ...]
-    edge_drafter: str
-    own_drafter: str
-    made_here: int
-    rows: Sequence[int]
+    positions: Sequence[int]
     kinds: Sequence[int]
-    targets: Sequence[int]
     weights: Sequence[float]
     step: StepRows
     first: int
 
-    @property
-    def makers(self) -> Iterable[str]:
-        """Name of each draft's maker, [k]."""
-        of_edge = len(self.drafts) - self.made_here
-        return (*(self.edge_drafter,) * of_edge, *(self.own_drafter,) * self.made_here)
-
 
 @dataclass(slots=True, eq=False)
 class TextPart:
-    """Part of one text with the blocks that verified it.
+    """Part of one text with the rows that are kept of it.
 
     Attributes:
         model, session_salt, key_salt, prompt_class, sampling, first_generated: as in `LessonRecord`.
-        at_s: time of the first block, Unix seconds.
+        at_s: time of its beginning, Unix seconds.
         start: absolute position of tokens[0].
         tokens: [n] text up to the end of the part.
-        blocks: judged blocks, oldest first.
+        kept: rows of each step, oldest first.
         tokenizer_sha256: as in `LessonRecord`.
     """
 
@@ -176,67 +160,64 @@ class TextPart:
     at_s: float
     start: int = 0
     tokens: Sequence[int] = ()
-    blocks: list[JudgedBlock] = field(default_factory=list)
+    kept: list[KeptRows] = field(default_factory=list)
     tokenizer_sha256: str = ""
 
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return sum(len(rows.positions) for rows in self.kept)
 
-def pack(part: TextPart) -> tuple[LessonRecord | None, int, int]:
-    """Return the record of a part, or None where nothing is left.
 
-    Beside it stand two numbers of rows that are left out: those whose step was dropped unread, and those whose logits
-    were no numbers.
+class PackedPart(NamedTuple):
+    """What became of a part.
+
+    Attributes:
+        record: what is left of it; None: nothing.
+        kinds: number of its rows by `LessonKind`.
+        unread: rows whose step was dropped unread.
+        broken: rows whose logits were no numbers.
     """
-    blocks = [block for block in part.blocks if block.step.said is not None]
-    unread = sum(len(block.rows) for block in part.blocks) - sum(len(block.rows) for block in blocks)
+
+    record: LessonRecord | None
+    kinds: Counter[int]
+    unread: int
+    broken: int
+
+
+def pack(part: TextPart) -> PackedPart:
+    """Return the record of a part, and what is left out of it."""
+    read = [(rows, rows.step.said) for rows in part.kept if rows.step.said is not None]
+    unread = len(part) - sum(len(rows.positions) for rows, _ in read)
+    if not read:
+        return PackedPart(None, Counter(), unread, 0)
 
     def of_rows(values: str, dtype: type) -> np.ndarray:
-        return np.array([value for block in blocks for value in getattr(block, values)], dtype)
+        return np.array([value for rows, _ in read for value in getattr(rows, values)], dtype)
 
-    def said(values: str) -> np.ndarray:
-        return np.concatenate([
-            getattr(block.step.said, values)[block.first : block.first + len(block.rows)] for block in blocks
-        ])  # fmt: skip
+    def of_target(values: str) -> np.ndarray:
+        places = [slice(rows.first, rows.first + len(rows.positions)) for rows, _ in read]
+        return np.concatenate([getattr(said, values)[place] for (_, said), place in zip(read, places, strict=True)])
 
-    good = np.flatnonzero(said("finite")) if blocks else np.empty(0)
-    row_block = np.repeat(np.arange(len(blocks), dtype=np.uint32), [len(block.rows) for block in blocks])
-    broken = len(row_block) - len(good)
+    finite = of_target("finite")
+    good = np.flatnonzero(finite)
+    broken = len(finite) - len(good)
     if not len(good):
-        return None, unread, broken
-    names, made_by = _names(blocks)
+        return PackedPart(None, Counter(), unread, broken)
     record = LessonRecord(
         model=part.model,
         session_salt=part.session_salt,
         key_salt=part.key_salt,
         prompt_class=part.prompt_class,
-        drafters=names,
         sampling=part.sampling,
         at_s=part.at_s,
         start=part.start,
         first_generated=part.first_generated,
         tokens=np.array(part.tokens, np.uint32),
-        block_starts=np.array([block.start for block in blocks], np.uint32),
-        block_ends=np.cumsum([len(block.drafts) for block in blocks]).astype(np.uint32),
-        drafts=np.array([draft for block in blocks for draft in block.drafts], np.uint32),
-        drafted_by=np.array(made_by, np.uint8),
-        row_block=row_block[good],
-        row_index=of_rows("rows", np.uint32)[good],
-        kinds=of_rows("kinds", np.uint8)[good],
-        targets=of_rows("targets", np.uint32)[good],
-        top_ids=said("top_ids")[good],
-        top_logp=said("top_logp")[good],
-        rest_logp=said("rest_logp")[good],
+        positions=of_rows("positions", np.uint32)[good],
+        top_ids=of_target("top_ids")[good],
+        top_logp=of_target("top_logp")[good],
+        rest_logp=of_target("rest_logp")[good],
         weights=of_rows("weights", np.float32)[good],
         tokenizer_sha256=part.tokenizer_sha256,
     )
-    return record, unread, broken
-
-
-def _names(blocks: Sequence[JudgedBlock]) -> tuple[tuple[str, ...], list[int]]:
-    """Return the drafters' names, and the index of each draft's maker."""
-    numbers: dict[str, int] = {}
-    made_by = []
-    for block in blocks:
-        for maker in block.makers:
-            known = 0 < len(maker) <= MAX_NAME and (maker in numbers or len(numbers) < MAX_DRAFTERS)
-            made_by.append(numbers.setdefault(maker, len(numbers)) if known else NO_DRAFTER)
-    return tuple(numbers), made_by
+    return PackedPart(record, Counter(of_rows("kinds", np.int64)[good].tolist()), unread, broken)
