@@ -27,7 +27,6 @@ from outrider.cloud.testing import tiny_llama
 from outrider.drafters.packages import embedded_packages, find_package, load_package
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
-from outrider.proto.types import Noise
 
 VOCAB = 8192
 TARGET = bigram_target(VOCAB, seed=5)

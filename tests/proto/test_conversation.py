@@ -11,8 +11,6 @@ from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from research.simulator.faults import Faults
-from research.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.selection import FixedShare, Leader
 from outrider.proto import codec
 from outrider.proto.errors import (

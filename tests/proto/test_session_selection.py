@@ -12,8 +12,6 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from research.simulator.faults import Faults
-from research.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.selection import FixedShare, Hedge, Leader, MetaSdUcb
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector

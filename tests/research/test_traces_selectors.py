@@ -15,11 +15,7 @@ from rich.console import Console
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.selection import SELECTORS
-from outrider.edge.policies.selection import MetaSdUcb
-from outrider.edge.policies.selection import RandomSelector
-from outrider.edge.policies.selection import FixedShare
-from outrider.edge.policies.selection import Hedge
+from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 from research.commands import main
@@ -44,12 +40,6 @@ from research.traces.pool import (
     run_texts,
     variants_of,
 )
-from research.traces.stages import Aligned, Stage
-from research.traces.sweep import WARM_UP_TOKENS
-from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
-from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 from research.traces.stages import Aligned, Stage
 from research.traces.sweep import WARM_UP_TOKENS
 
