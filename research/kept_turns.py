@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from outrider.cloud.family_index import find_target, load_tokenizer, tokenizer_file
+from outrider.cloud.models.family_index import find_target, load_tokenizer, tokenizer_file
 from outrider.edge import Client, EdgeConfig, Event, Finished, Tokens
 
 QUESTION = "Part {turn}. Say more about the point before, and then answer this: what follows from it, and why? " * 3

@@ -7,8 +7,8 @@ from contextlib import closing
 from statistics import median
 
 from outrider.bench.benchmark.measure import Measured
-from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.text_writer import TextRequest
+from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.target.text_writer import TextRequest
 from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Sampling
 from outrider.proto.policy import Line

@@ -14,7 +14,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.family_index import find_target, load_tokenizer
+from outrider.cloud.models.family_index import find_target, load_tokenizer
 
 
 def sample(questions: list[dict[str, Any]], per_group: int, seed: int) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def _no_progress() -> None:
 @lru_cache(maxsize=4)
 def _loaded(target: str, exact: str, device: str, dtype: str) -> tuple[Any, str, dict[str, Any]]:
     """Return model, tokenizer and what loading has found out, which does not depend on the size of the KV cache."""
-    from outrider.cloud.target import load_target
+    from outrider.cloud.target.target import load_target
 
     first = load_target(target, exact=exact, device=device, dtype=dtype, kv_tokens=4096)
     return first.model, first.tokenizer_json, {name: getattr(first, name) for name in ("passes", "packing", "straight")}
@@ -128,7 +128,7 @@ def _loaded(target: str, exact: str, device: str, dtype: str) -> tuple[Any, str,
 def _shared_target(
     target: str = "reference", *, exact: str = "auto", device: str = "cpu", dtype: str = "float32", **sizes: int
 ) -> Any:
-    from outrider.cloud.target import Target
+    from outrider.cloud.target.target import Target
 
     model, tokenizer, parts = _loaded(target, exact, device, dtype)
     return Target(model, tokenizer, **{"kv_tokens": 4096, "page_size": 16, **sizes}, **parts)
@@ -146,12 +146,12 @@ def shared_target() -> Callable[..., Any]:
 @pytest.fixture(autouse=True, scope="session")
 def _verifiers_share_the_embedded_target() -> Iterator[None]:
     """Let verifiers of this process have the shared target."""
-    backends = sys.modules.get("outrider.cloud.backends")
+    backends = sys.modules.get("outrider.cloud.serving.backends")
     if backends is None:  # no collected test has verifiers
         yield
         return
-    from outrider.cloud.family_index import embedded_targets
-    from outrider.cloud.target import load_target
+    from outrider.cloud.models.family_index import embedded_targets
+    from outrider.cloud.target.target import load_target
 
     def load(target: str, **options: Any) -> Any:
         return (_shared_target if target in embedded_targets() else load_target)(target, **options)
@@ -164,7 +164,7 @@ def _verifiers_share_the_embedded_target() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let verifiers of this process leave the drafting to edges, which most tests are about, unless they say more."""
-    monkeypatch.setattr("outrider.cloud.own_drafter.spare_cores", lambda config, target: 0)
+    monkeypatch.setattr("outrider.cloud.serving.own_drafter.spare_cores", lambda config, target: 0)
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +196,6 @@ def all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokenizer_file() -> Path:
     """`tokenizer.json` of the embedded target."""
-    from outrider.cloud.family_index import target_folder, tokenizer_file
+    from outrider.cloud.models.family_index import target_folder, tokenizer_file
 
     return tokenizer_file(target_folder("reference"))

@@ -106,7 +106,7 @@ def test_a_token_passes_through_few_files_and_both_halves(root) -> None:
     section = (root / "README.md").read_text(encoding="utf-8").split("## Follow one token")[1].split("\n## ")[0]
     named = set(re.findall(r"`((?:proto|edge|cloud|coordinator)/[\w/.-]+\.\w+)`", section))
     assert len(named) <= MAX_FOLLOWED_FILES
-    assert {"proto/outrider/proto/session/verifier.py", "cloud/outrider/cloud/engine.py"} <= named
+    assert {"proto/outrider/proto/session/verifier.py", "cloud/outrider/cloud/serving/engine.py"} <= named
 
 
 def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:

@@ -37,8 +37,8 @@ class Cluster:
 
     async def _start(self, tokenizer_json: str, cache: Path) -> None:
         from outrider.cloud.config import VerifierConfig
-        from outrider.cloud.family_index import chat_template_json
-        from outrider.cloud.server import VerifierServer
+        from outrider.cloud.models.family_index import chat_template_json
+        from outrider.cloud.serving.server import VerifierServer
         from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
         from outrider.coordinator.server import CoordinatorServer
         from outrider.deploy.cluster import embedded_drafters

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
-from outrider.cloud.admission import Admission
-from outrider.cloud.batching import Batch, Batching
-from outrider.cloud.heartbeat import Heartbeat
-from outrider.cloud.inbox import WaitingEvents
-from outrider.cloud.local_source import NoSource
-from outrider.cloud.masks import Masks
-from outrider.cloud.metrics import VerifierMetrics
-from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
-from outrider.cloud.session_events import SessionEvents
-from outrider.cloud.slots import KeyLimit, Outbox, Slot, Slots
+from outrider.cloud.serving.admission import Admission
+from outrider.cloud.serving.batching import Batch, Batching
+from outrider.cloud.serving.heartbeat import Heartbeat
+from outrider.cloud.serving.inbox import WaitingEvents
+from outrider.cloud.serving.local_source import NoSource
+from outrider.cloud.serving.masks import Masks
+from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.recovery import Probe, Recovery, VerifierFailed
+from outrider.cloud.serving.session_events import SessionEvents
+from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.proto.session import Verified, VerifierRules
 from outrider.proto.types import EdgeFrame, Open, common_length, token_ids
 from research.chaos.pages import CountedPages, toy_facts

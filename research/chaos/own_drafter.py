@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from outrider.cloud.draft_threads import DraftResult, DraftTask, next_task
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.local_source import LocalSource
+from outrider.cloud.drafting.draft_threads import DraftResult, DraftTask, next_task
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.serving.local_source import LocalSource
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import Internal

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
+from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
 from outrider.proto.errors import ResourceExhausted
 from research.chaos.target import TOKENIZER
 

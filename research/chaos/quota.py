@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.cloud.metering import TextMeter
+from outrider.cloud.serving.metering import TextMeter
 from outrider.proto.plumbing.access import Bucket, Meters
 from outrider.proto.types import Commit, Continue, Open
 from research.chaos.world import Violation

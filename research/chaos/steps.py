@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outrider.cloud.batching import Batch, Share
-from outrider.cloud.runner import StepResult
-from outrider.cloud.slots import Slot
-from outrider.cloud.step_timing import StepTimes
+from outrider.cloud.serving.batching import Batch, Share
+from outrider.cloud.serving.runner import StepResult
+from outrider.cloud.serving.slots import Slot
+from outrider.cloud.serving.step_timing import StepTimes
 from outrider.proto.session import Verified
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.types import token_ids

@@ -8,12 +8,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from outrider.cloud.health import VerifierHealth
-from outrider.cloud.heartbeat import EngineCondition, HealthRules
-from outrider.cloud.local_source import NoSource
-from outrider.cloud.metering import TextMeter, limit_of, meter_of
-from outrider.cloud.slots import MAX_UNREAD, KeyLimit, Outbox
-from outrider.cloud.stream_state import StreamState
+from outrider.cloud.serving.health import VerifierHealth
+from outrider.cloud.serving.heartbeat import EngineCondition, HealthRules
+from outrider.cloud.serving.local_source import NoSource
+from outrider.cloud.serving.metering import TextMeter, limit_of, meter_of
+from outrider.cloud.serving.slots import MAX_UNREAD, KeyLimit, Outbox
+from outrider.cloud.serving.stream_state import StreamState
 from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.lease import verify_lease
 from outrider.proto.plumbing.loop_watch import LOOK_S

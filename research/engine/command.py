@@ -13,9 +13,9 @@ from rich.console import Console
 from outrider.bench.environment import environment
 from outrider.bench.record import check_file, save
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import find_target
-from outrider.cloud.precision import dtype_name
-from outrider.cloud.target import load_model, load_target
+from outrider.cloud.models.family_index import find_target
+from outrider.cloud.target.precision import dtype_name
+from outrider.cloud.target.target import load_model, load_target
 from outrider.deploy.arguments import Given
 from outrider.deploy.progress import stage
 from outrider.proto.errors import ConfigError

@@ -10,13 +10,13 @@ from dataclasses import replace
 from statistics import median
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine
 from outrider.cloud.learning.lessons import LessonCollector
-from outrider.cloud.slots import Outbox
-from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.target import Target
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.slots import Outbox
+from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.target.target import Target
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing.kept_lessons import KeptLessons
-from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import DeadlineExceeded, OutriderError
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import (

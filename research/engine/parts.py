@@ -14,8 +14,8 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_legacy import profile  # that of kineto prints lines of its own
 from transformers import AttentionInterface
 
-from outrider.cloud import attention
-from outrider.cloud.target import Target
+from outrider.cloud.target import attention
+from outrider.cloud.target.target import Target
 from research.engine.steps import Clock, Steps
 
 _MARKED_ATTENTION = "outrider_marked"

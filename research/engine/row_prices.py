@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
 
-from outrider.cloud.target import Target
+from outrider.cloud.target.target import Target
 from outrider.proto.types import Sampling
 from research.engine.record import RowPrices
 from research.engine.steps import Case, Clock, Steps

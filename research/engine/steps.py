@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from outrider.cloud.backend import VerificationBranch
-from outrider.cloud.branch_cache import BranchCache
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
-from outrider.cloud.target import SessionRows, Target
+from outrider.cloud.target.backend import VerificationBranch
+from outrider.cloud.target.branch_cache import BranchCache
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.target import SessionRows, Target
 from outrider.proto.types import BlockBranch, DraftToken, Sampling
 from research.step_shape import StepShape
 

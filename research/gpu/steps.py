@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from outrider.cloud.target import SessionRows, Target
+from outrider.cloud.target.target import SessionRows, Target
 
 DEVICE = "cuda"
 SHAPE: dict[str, Any] = {

@@ -21,7 +21,7 @@ from outrider.bench.record import check_file, save
 from outrider.bench.table import Grid, draw
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
-from outrider.cloud.text_writer import TextRequest
+from outrider.cloud.target.text_writer import TextRequest
 from outrider.cloud.training.corpus import domain_name
 from outrider.deploy.arguments import Given
 from outrider.deploy.link.process import LinkProcess

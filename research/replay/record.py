@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from outrider.cloud.text_writer import TextRequest
+from outrider.cloud.target.text_writer import TextRequest
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.proto.policy.branches import RUNNERS_UP

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from outrider.cloud.batching import Batching
+from outrider.cloud.serving.batching import Batching
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.branches import RUNNERS_UP

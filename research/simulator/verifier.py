@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from outrider.cloud.batching import Batch, Batching, Share, credit_of
-from outrider.cloud.inbox import WaitingEvents
-from outrider.cloud.stream_state import expects, pass_frame
+from outrider.cloud.serving.batching import Batch, Batching, Share, credit_of
+from outrider.cloud.serving.inbox import WaitingEvents
+from outrider.cloud.serving.stream_state import expects, pass_frame
 from outrider.proto.session import Drafted, DrafterFailed, Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.types import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.cloud.heads import HEAD, load_with_small_head
+from outrider.cloud.models.heads import HEAD, load_with_small_head
 
 
 def whole(drafter: Path, model: Path, output: Path) -> None:

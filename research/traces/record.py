@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 from outrider.bench.environment import environment
 from outrider.bench.record import check_file, save
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.distribution import VerificationInput, processed_logits
-from outrider.cloud.precision import dtype_name
-from outrider.cloud.sampling import Sampler
-from outrider.cloud.steering import Projection
-from outrider.cloud.steering_vectors import load_projections
-from outrider.cloud.target import SessionRows, Target, load_target
-from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.precision import dtype_name
+from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.steering_vectors import load_projections
+from outrider.cloud.target.target import SessionRows, Target, load_target
+from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
 from outrider.deploy.progress import waiting
 from outrider.deploy.prompts import Prompt, choose_prompts

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
-from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.step_timing import StepTiming
 
 
 class NearVerifier:

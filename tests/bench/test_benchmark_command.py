@@ -15,7 +15,7 @@ from outrider.bench.benchmark.table import mode_name
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.record import from_json
 from outrider.cloud.config import DTYPES, VerifierConfig
-from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.serving.step_timing import StepTiming
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
 from outrider.edge import Client, EdgeConfig, Sampling

@@ -154,7 +154,7 @@ def speaking() -> Iterator[str]:
 
 def write_tokenizer() -> Path:
     """Write the embedded target's tokenizer as Hugging Face's libraries read it, for tools that make prompts by it."""
-    from outrider.cloud.family_index import target_folder, tokenizer_file
+    from outrider.cloud.models.family_index import target_folder, tokenizer_file
 
     folder = INSTALLED / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-from outrider.cloud.slots import Outbox
+from outrider.cloud.serving.slots import Outbox
 
 
 class CollectingOutbox(Outbox):

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.cloud.engine import Engine
-from outrider.cloud.slots import Outbox
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.slots import Outbox
 from outrider.proto.types import Commit, Continue, Draft, DraftToken, Learning, Open, Patience, Sampling, token_ids
 
 ALLOWED = Learning()

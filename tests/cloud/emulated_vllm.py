@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.backend import TargetFacts
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.target.sampling import Sampler
 from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.cloud.vllm.messages import ForwardPass, PassResult, PassRow

@@ -17,18 +17,19 @@ import pytest
 import torch
 from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, hashing_target
 
-from outrider.cloud import draft_threads, engine, recovery, runner, slots
-from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.draft_threads import DraftTask
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.engine import Engine
-from outrider.cloud.grammar import Allowed, GrammarMatcher
-from outrider.cloud.local_source import LocalSource
-from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
-from outrider.cloud.slots import MAX_UNREAD, Outbox
-from outrider.cloud.steering import Projection
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.drafting import draft_threads
+from outrider.cloud.drafting.draft_threads import DraftTask
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
+from outrider.cloud.serving import engine, recovery, runner, slots
+from outrider.cloud.serving.batching import Batching
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
+from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
+from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import OutriderError

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from outrider.cloud.attention import RaggedBatch
-from outrider.cloud.passes import FREE, Passes
-from outrider.cloud.target import Target
+from outrider.cloud.target.attention import RaggedBatch
+from outrider.cloud.target.passes import FREE, Passes
+from outrider.cloud.target.target import Target
 from outrider.proto.testing import word_tokenizer
 
 EOS = 2

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from outrider.cloud.attention import RaggedBatch, RowSpan
-from outrider.cloud.backend import TargetFacts
-from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.target import SessionRows
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.target.attention import RaggedBatch, RowSpan
+from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.target import SessionRows
+from outrider.cloud.target.transformers_backend import TransformersBackend
 
 CPU = torch.device("cpu")
 HASH = "0" * 64

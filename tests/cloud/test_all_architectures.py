@@ -9,9 +9,9 @@ import pytest
 import torch
 from all_architectures import NAMES, NOT_SMALL, SERVED, VOCAB, small_model
 
-from outrider.cloud.architecture import _check_kinds, check_architecture
-from outrider.cloud.target import load_target
-from outrider.cloud.text_writer import TextRequest, TextWriter
+from outrider.cloud.target.architecture import _check_kinds, check_architecture
+from outrider.cloud.target.target import load_target
+from outrider.cloud.target.text_writer import TextRequest, TextWriter
 from outrider.proto.errors import ModelRefused
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import Sampling

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from outrider.cloud.batching import (
+from outrider.cloud.config import MAX_PREFILL_ROWS
+from outrider.cloud.serving.batching import (
     FIRST_PREFILL_ROWS,
-    MAX_PREFILL_ROWS,
     MAX_WAIT_S,
     MIN_DELAY_S,
     MIN_PREFILL_ROWS,
@@ -222,9 +222,9 @@ def test_each_session_reckons_with_the_rows_of_all() -> None:
 
 
 def test_the_rules_load_no_torch() -> None:
-    program = "import sys, outrider.cloud.batching; print(*sys.modules)"
+    program = "import sys, outrider.cloud.serving.batching; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "outrider.cloud.batching" in loaded
+    assert "outrider.cloud.serving.batching" in loaded
     assert not {"torch", "transformers", "grpc"} & set(loaded)
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from random_models import SMALL, VOCAB, save_random_model
 
-from outrider.cloud.backend import StepRow, VerificationBranch
-from outrider.cloud.branch_cache import BranchCache
-from outrider.cloud.chunked_attention import ChunkedBatch
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
-from outrider.cloud.target import SessionRows, load_target
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.target.backend import StepRow, VerificationBranch
+from outrider.cloud.target.branch_cache import BranchCache
+from outrider.cloud.target.chunked_attention import ChunkedBatch
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
+from outrider.cloud.target.target import SessionRows, load_target
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, Sampling, token_ids
 
 torch.set_num_threads(1)

@@ -10,12 +10,12 @@ import torch
 from random_models import SMALL, save_random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.cloud import chunked_attention
-from outrider.cloud.attention import RaggedBatch, RowSpan
-from outrider.cloud.chunked_attention import CHUNK, ROWS, ChunkedBatch
-from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.passes import ROUNDED, TOGETHER
-from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.target import chunked_attention
+from outrider.cloud.target.attention import RaggedBatch, RowSpan
+from outrider.cloud.target.chunked_attention import CHUNK, ROWS, ChunkedBatch
+from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.passes import ROUNDED, TOGETHER
+from outrider.cloud.target.target import SessionRows, load_target
 
 torch.set_num_threads(1)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.cloud import draft_threads
-from outrider.cloud.draft_threads import CHUNK, MAX_WAIT_S, STUCK_S, DraftResult, DraftTask, DraftThreads
-from outrider.cloud.drafted_text import DraftedText, OwnDrafter
+from outrider.cloud.drafting import draft_threads
+from outrider.cloud.drafting.draft_threads import CHUNK, MAX_WAIT_S, STUCK_S, DraftResult, DraftTask, DraftThreads
+from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.session import DraftJob

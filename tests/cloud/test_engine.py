@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.batching import Batch
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import IDLE_S, Engine
-from outrider.cloud.grammar import Allowed, GrammarMatcher
-from outrider.cloud.masks import MASKS_WITHIN_S
-from outrider.cloud.slots import Slot
-from outrider.cloud.target import SessionRows
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
+from outrider.cloud.serving.batching import Batch
+from outrider.cloud.serving.engine import IDLE_S, Engine
+from outrider.cloud.serving.masks import MASKS_WITHIN_S
+from outrider.cloud.serving.slots import Slot
+from outrider.cloud.target.target import SessionRows
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.errors import ConfigError, Internal, InvalidArgument, Unavailable
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids

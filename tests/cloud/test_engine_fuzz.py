@@ -25,16 +25,17 @@ import torch
 from fuzzed_fleet import BROKEN_PLAN, NOTICED_S, PROJECTION, RANK, EngineStream, Fleet, HashedGrammar, allowed_after
 from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
 
-from outrider.cloud import recovery, transformers_backend
-from outrider.cloud.drafted_text import DraftedText
-from outrider.cloud.grammar import Allowed
-from outrider.cloud.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.passes import ROUNDED, TILES
-from outrider.cloud.prefix_tree import CachedPage, PrefixTree
-from outrider.cloud.recovery import Probe, Recovery
-from outrider.cloud.sampling import Sampler, VerificationInput
-from outrider.cloud.slots import Slot
-from outrider.cloud.steering import FoldedProjection
+from outrider.cloud.drafting.drafted_text import DraftedText
+from outrider.cloud.grammar.grammar import Allowed
+from outrider.cloud.serving import recovery
+from outrider.cloud.serving.recovery import Probe, Recovery
+from outrider.cloud.serving.slots import Slot
+from outrider.cloud.target import transformers_backend
+from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.target.passes import ROUNDED, TILES
+from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
+from outrider.cloud.target.sampling import Sampler, VerificationInput
+from outrider.cloud.target.steering import FoldedProjection
 from outrider.drafters import ProposalRule
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import FixedSteering

@@ -35,7 +35,7 @@ from outrider.cloud.export.graph import write_graph, write_steering_graph
 from outrider.cloud.export.model import load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import biases_by, load_steering, steered_by, steering_of
-from outrider.cloud.steering import Projection, projection_id
+from outrider.cloud.target.steering import Projection, projection_id
 from outrider.cloud.testing import tiny_llama
 from outrider.deploy.cli import main
 from outrider.proto.drafter_format import CacheShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from outrider.cloud.family_index import load_tokenizer, resolve_target, tokenizer_file
+from outrider.cloud.models.family_index import load_tokenizer, resolve_target, tokenizer_file
 
 
 def test_the_embedded_target_has_its_tokenizer_and_a_folder_its_own(tmp_path) -> None:

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 from gguf_files import write_gguf
 
-from outrider.cloud import fetched_model
-from outrider.cloud.family_index import find_target
-from outrider.cloud.fetched_model import FETCHED, MODELS, FetchedModel
-from outrider.cloud.model_cache import sha256_of
+from outrider.cloud.models import fetched_model
+from outrider.cloud.models.family_index import find_target
+from outrider.cloud.models.fetched_model import FETCHED, MODELS, FetchedModel
+from outrider.cloud.models.model_cache import sha256_of
 from outrider.proto.errors import DataLoss, NotFound, OutriderError, Unavailable
 
 NAME = "smollm2"

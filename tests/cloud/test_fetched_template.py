@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.cloud.fetched_model import FETCHED
+from outrider.cloud.models.fetched_model import FETCHED
 from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.edge.tool_calls.formats import format_of, knows_tools
 

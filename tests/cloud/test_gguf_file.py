@@ -15,8 +15,8 @@ from gguf_files import TEMPLATE, byte_llama, byte_tokenizer, write_gguf
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
-from outrider.cloud import gguf_file
-from outrider.cloud.family_index import chat_template_json, find_target, load_tokenizer, tokenizer_file
+from outrider.cloud.models import gguf_file
+from outrider.cloud.models.family_index import chat_template_json, find_target, load_tokenizer, tokenizer_file
 from outrider.deploy.cli import main
 from outrider.proto.errors import ModelRefused, NotFound, OutriderError, Unavailable
 

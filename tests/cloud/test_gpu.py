@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.target.target import SessionRows, load_target
 from outrider.proto.noise import TorchNoise, gumbel
 
 pytestmark = pytest.mark.gpu

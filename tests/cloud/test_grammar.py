@@ -32,10 +32,10 @@ import torch
 from documented_law import documented_law, normalised
 from tiny_grammars import EOS, PIECES, PROMPT, VOCAB, matcher_of, tiny_tokenizer
 
-from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
-from outrider.cloud.grammar import Allowed, GrammarMatcher, Grammars
-from outrider.cloud.grammar_trial import GrammarTrial, TooCostly
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher, Grammars
+from outrider.cloud.grammar.grammar_trial import GrammarTrial, TooCostly
+from outrider.cloud.target.distribution import VerificationInput, adjusted_logits, processed_logits
+from outrider.cloud.target.sampling import Sampler
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, Unavailable
 from outrider.proto.noise import gumbel
@@ -647,7 +647,7 @@ def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(t
     trial.check(GRAMMAR)
     child = trial._child
     os.kill(child.pid, signal.SIGSTOP)  # hangs, as far as its parent can tell
-    monkeypatch.setattr("outrider.cloud.grammar_trial.PATIENCE_S", 0.2)
+    monkeypatch.setattr("outrider.cloud.grammar.grammar_trial.PATIENCE_S", 0.2)
     with pytest.raises(TooCostly):
         trial.check(GRAMMAR)
     assert child.returncode == -signal.SIGKILL
@@ -658,7 +658,7 @@ def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(t
 
 def test_a_grammar_is_not_costly_because_its_child_gets_no_core(trial, monkeypatch):
     trial.check(GRAMMAR)
-    monkeypatch.setattr("outrider.cloud.grammar_trial.TRIAL_S", 0.2)
+    monkeypatch.setattr("outrider.cloud.grammar.grammar_trial.TRIAL_S", 0.2)
     os.kill(trial._child.pid, signal.SIGSTOP)
     waits = threading.Timer(1.0, os.kill, (trial._child.pid, signal.SIGCONT))
     waits.start()

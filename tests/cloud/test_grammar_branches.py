@@ -14,11 +14,11 @@ import torch
 from table_target import HASH, TableBackend
 from tiny_grammars import EOS, PROMPT, VOCAB
 
-from outrider.cloud.batching import Share
-from outrider.cloud.grammar import GrammarMatcher
-from outrider.cloud.masks import Masks
-from outrider.cloud.runner import ModelRunner
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.grammar.grammar import GrammarMatcher
+from outrider.cloud.serving.batching import Share
+from outrider.cloud.serving.masks import Masks
+from outrider.cloud.serving.runner import ModelRunner
+from outrider.cloud.serving.slots import Outbox, Slot, Slots
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_grammars import EOS, VOCAB, Inline, tiny_tokenizer
 
-from outrider.cloud.grammar import AHEAD_S, ROW_S, TOKEN_S, GrammarMatcher, Grammars
+from outrider.cloud.grammar.grammar import AHEAD_S, ROW_S, TOKEN_S, GrammarMatcher, Grammars
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind
 
@@ -56,7 +56,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     planted = Clock()
-    monkeypatch.setattr("outrider.cloud.grammar.time.thread_time", lambda: planted.now_s)
+    monkeypatch.setattr("outrider.cloud.grammar.grammar.time.thread_time", lambda: planted.now_s)
     return planted
 
 
@@ -125,7 +125,7 @@ def test_cheap_masks_save_up_no_time_for_costly_ones(clock: Clock) -> None:
 
 def test_the_parser_of_an_ambiguous_grammar_is_timed_too(grammars: Grammars, monkeypatch) -> None:
     calls = iter(range(1 << 30))
-    monkeypatch.setattr("outrider.cloud.grammar.time.thread_time", lambda: 0.01 * next(calls))
+    monkeypatch.setattr("outrider.cloud.grammar.grammar.time.thread_time", lambda: 0.01 * next(calls))
 
     async def main() -> None:
         await grammars.matcher(AMBIGUOUS, [0], "mallory")

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
-from outrider.cloud.stream_outbox import StreamOutbox
+from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.cloud.testing import save_tiny_target
 from outrider.proto import codec
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
@@ -242,4 +242,4 @@ def test_an_outbox_that_is_kept_is_found(tmp_path: Path, monkeypatch: pytest.Mon
         kept.append(self)
 
     monkeypatch.setattr(StreamOutbox, "__init__", keep)
-    assert "outrider.cloud.stream_outbox.StreamOutbox" in asyncio.run(grown(save_tiny_target(tmp_path)))
+    assert "outrider.cloud.serving.stream_outbox.StreamOutbox" in asyncio.run(grown(save_tiny_target(tmp_path)))

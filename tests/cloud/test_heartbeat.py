@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cloud.heartbeat import EngineCondition, HealthJudge, HealthRules, Heartbeat
+from outrider.cloud.serving.heartbeat import EngineCondition, HealthJudge, HealthRules, Heartbeat
 
 RULES = HealthRules()
 EVERY_S = 0.5

@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from outrider.cloud import family_index
-from outrider.cloud.family_index import find_target
-from outrider.cloud.hub import ANSWERS_WITHIN_S
+from outrider.cloud.models import family_index
+from outrider.cloud.models.family_index import find_target
+from outrider.cloud.models.hub import ANSWERS_WITHIN_S
 from outrider.proto.errors import ModelRefused, NotFound
 
 NAME = "somebody/some-model"

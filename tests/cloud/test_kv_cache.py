@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from outrider.cloud.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.prefix_tree import CachedPage, PrefixTree
+from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
 from outrider.proto.errors import ResourceExhausted
 
 PAGE, LAYERS = 4, 2

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from outrider.cloud import kv_size
-from outrider.cloud.kv_size import CPU_SHARE, available_bytes, bytes_per_token, kv_tokens_by_memory
-from outrider.cloud.target import load_target
+from outrider.cloud.target import kv_size
+from outrider.cloud.target.kv_size import CPU_SHARE, available_bytes, bytes_per_token, kv_tokens_by_memory
+from outrider.cloud.target.target import load_target
 from outrider.cloud.testing import save_tiny_target
 from outrider.proto.errors import ModelRefused
 

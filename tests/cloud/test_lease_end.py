@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud import lease_end
-from outrider.cloud.lease_end import LeaseEnds
-from outrider.cloud.stream_outbox import StreamOutbox
+from outrider.cloud.serving import lease_end
+from outrider.cloud.serving.lease_end import LeaseEnds
+from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.proto.lease import LeaseClaim
 from outrider.proto.types import Goaway
 

@@ -16,7 +16,6 @@ import torch
 from drafting_outbox import DraftingOutbox
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine
 from outrider.cloud.learning import lessons, sink
 from outrider.cloud.learning.inclusion import BURST_S, LessonKind
 from outrider.cloud.learning.lesson_budget import LessonBudget
@@ -24,10 +23,11 @@ from outrider.cloud.learning.lessons import LessonCollector, Lost, may_teach
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.sink import LessonSink
-from outrider.cloud.target import SessionRows, Target
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.cloud.testing.tiny_target import CONTEXT, VOCAB, tiny_llama
-from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.salts import salted
 from outrider.proto.session import VerifierRules
 from outrider.proto.testing import word_tokenizer

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.cloud.batching import Batching
-from outrider.cloud.draft_threads import STUCK_S, DraftResult, DraftTask
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.local_source import MAX_FAILURES, LocalSource
-from outrider.cloud.metrics import VerifierMetrics
-from outrider.cloud.slots import Slot
+from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTask
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.serving.batching import Batching
+from outrider.cloud.serving.local_source import MAX_FAILURES, LocalSource
+from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.slots import Slot
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession

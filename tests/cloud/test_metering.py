@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.cloud.metering import TextMeter
+from outrider.cloud.serving.metering import TextMeter
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.plumbing.access import Bucket
 from outrider.proto.types import Commit, CommittedToken, FinishReason

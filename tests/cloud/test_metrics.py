@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.metrics import VerifierMetrics
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.metrics import EdgeMetrics
@@ -159,7 +159,7 @@ def test_refusals_are_counted_by_kind_and_logged_with_their_session_and_no_text(
     assert metrics["outrider:verifier_refused_sessions_total", ("ResourceExhausted", *whose)] >= 1
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     refused = [line for line in lines if line.get("error") == "ResourceExhausted"]
-    assert {line["logger"] for line in refused} == {"outrider.cloud.decode_streams", "outrider.edge.decoding"}
+    assert {line["logger"] for line in refused} == {"outrider.cloud.serving.decode_streams", "outrider.edge.decoding"}
     assert len({line["session"] for line in refused}) == 1
     about_sessions = [line for line in lines if "session" in line["message"]]
     assert about_sessions

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cloud.model_cache import SUMS, cached, check_sums, made_once
+from outrider.cloud.models.model_cache import SUMS, cached, check_sums, made_once
 from outrider.proto.errors import DataLoss, Unavailable
 
 SLOW = """
 import sys, time
 from pathlib import Path
-from outrider.cloud.model_cache import made_once
+from outrider.cloud.models.model_cache import made_once
 
 def fill(folder):
     with open(sys.argv[1], "a") as log:
@@ -28,7 +28,7 @@ print((made_once("model", fill) / "a").read_text())
 """
 KILLED = """
 import os, signal
-from outrider.cloud.model_cache import made_once
+from outrider.cloud.models.model_cache import made_once
 
 def fill(folder):
     (folder / "a").write_text("half")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.cloud import packed_linear
-from outrider.cloud.family_index import load_tokenizer, resolve_target
-from outrider.cloud.packed_linear import (
+from outrider.cloud.models.family_index import load_tokenizer, resolve_target
+from outrider.cloud.target import packed_linear
+from outrider.cloud.target.packed_linear import (
     PackedLinear,
     Packing,
     pack_linears,
@@ -20,9 +20,9 @@ from outrider.cloud.packed_linear import (
     replace_conv1d,
     row_multiple,
 )
-from outrider.cloud.target import SessionRows, Target, load_model, load_target
+from outrider.cloud.target.target import SessionRows, Target, load_model, load_target
+from outrider.cloud.target.text_writer import TextRequest, TextWriter
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.text_writer import TextRequest, TextWriter
 from outrider.proto.types import Sampling
 
 torch.set_num_threads(1)

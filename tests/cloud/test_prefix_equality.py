@@ -19,15 +19,15 @@ import torch
 from collecting_outbox import CollectingOutbox
 from fuzzed_fleet import HashedGrammar
 
-from outrider.cloud.backend import StepRow
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.engine import Engine
-from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.prefix_tree import CachedPage, PrefixTree
-from outrider.cloud.target import Target, load_target
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.target.backend import StepRow
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
+from outrider.cloud.target.target import Target, load_target
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import (
     Commit,

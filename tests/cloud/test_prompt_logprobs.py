@@ -12,13 +12,13 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud import batching
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine
-from outrider.cloud.family_index import resolve_target
-from outrider.cloud.prompt_scores import score
-from outrider.cloud.target import Target, load_model
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.config import MAX_PREFILL_ROWS, VerifierConfig
+from outrider.cloud.models.family_index import resolve_target
+from outrider.cloud.serving import batching
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.target.prompt_scores import score
+from outrider.cloud.target.target import Target, load_model
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules
@@ -292,7 +292,7 @@ def test_a_verifier_that_cannot_tell_them_refuses_the_session_by_name(bench) -> 
 
 def test_a_frame_of_them_is_far_below_the_limit_of_a_message() -> None:
     tokens = (PromptToken(-1.0, 70_000, tuple((70_000, -2.0) for _ in range(MAX_TOP_LOGPROBS))),)
-    frame = PromptLogprobs(1 << 20, tokens * batching.MAX_PREFILL_ROWS)
+    frame = PromptLogprobs(1 << 20, tokens * MAX_PREFILL_ROWS)
     data = codec.encode_cloud_frame(frame)
     assert codec.decode_cloud_frame(data) == frame
     assert len(data) < 1 << 17

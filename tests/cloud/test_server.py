@@ -15,12 +15,12 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cloud import decode_streams
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.heartbeat import HealthJudge, HealthRules
-from outrider.cloud.report import verifier_report
-from outrider.cloud.server import VerifierServer
-from outrider.cloud.stream_outbox import StreamOutbox
+from outrider.cloud.serving import decode_streams
+from outrider.cloud.serving.heartbeat import HealthJudge, HealthRules
+from outrider.cloud.serving.report import verifier_report
+from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.cloud.testing import decode_by_hand, save_tiny_target
 from outrider.cloud.testing.tiny_target import VOCAB
 from outrider.proto import codec

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.distribution import VerificationInput, processed_logits
-from outrider.cloud.sampling import Sampler
-from outrider.cloud.shortlist import Law, Shortlist
+from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
 from outrider.proto.types import DraftToken, Sampling, token_ids
 
@@ -135,7 +135,7 @@ class Deaf(NoiseSieve):
 
 @pytest.mark.parametrize("wrong", [TooHighABound, NeverLowered, Deaf])
 def test_a_wrong_sieve_is_noticed(wrong, monkeypatch):
-    monkeypatch.setattr("outrider.cloud.shortlist.NoiseSieve", wrong)
+    monkeypatch.setattr("outrider.cloud.target.shortlist.NoiseSieve", wrong)
     assert not decides_as_the_whole_row(Sampler(CPU), [Sampling(temperature=1.0)], ["flat", "many alike"], trials=60)
 
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from outrider.cloud.export import export_drafter
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.quantised import QuantisedMatrix, quantise
-from outrider.cloud.family_index import load_causal_lm
-from outrider.cloud.heads import MISSING_NATS, SmallHead, head_terms, reduce_head, reduce_vocabulary
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.models.family_index import load_causal_lm
+from outrider.cloud.models.heads import MISSING_NATS, SmallHead, head_terms, reduce_head, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.corpus import Source, most_frequent
 from outrider.cloud.training.drafter import train_drafter

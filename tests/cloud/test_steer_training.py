@@ -24,7 +24,14 @@ from transformers import (
 )
 
 from outrider.cloud.export.steered import STEERING_FILE
-from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, decoder_layers, default_layers, projection_id
+from outrider.cloud.target.steering import (
+    PROJECTION_FILE,
+    Projection,
+    Taps,
+    decoder_layers,
+    default_layers,
+    projection_id,
+)
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.settings import ARMS, SteerTraining, TrainingArm

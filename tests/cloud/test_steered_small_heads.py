@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cloud.export import export_drafter
 from outrider.cloud.export.model import load
 from outrider.cloud.export.steered import STEERING_FILE, biases_by, load_steering, steered_by
-from outrider.cloud.heads import reduce_head, reduce_vocabulary
+from outrider.cloud.models.heads import reduce_head, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.settings import SteerTraining
 from outrider.cloud.training.steer import train_steering

@@ -8,11 +8,12 @@ from random_models import SMALL, VOCAB, save_random_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from outrider.cloud import attention, call_fusion
-from outrider.cloud.attention import RaggedBatch, RowSpan
-from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.straight_pass import own_pass, straight_pass
-from outrider.cloud.target import SessionRows, load_model, load_target
+from outrider.cloud.target import attention
+from outrider.cloud.target.attention import RaggedBatch, RowSpan
+from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.recorded import call_fusion
+from outrider.cloud.target.recorded.straight_pass import own_pass, straight_pass
+from outrider.cloud.target.target import SessionRows, load_model, load_target
 from outrider.cloud.testing import tiny_llama
 
 torch.set_num_threads(1)

@@ -14,14 +14,14 @@ import random_models
 import torch
 from random_models import VOCAB, save_random_model
 
-from outrider.cloud import chunked_attention
-from outrider.cloud.attention import RaggedBatch
-from outrider.cloud.chunked_attention import ChunkedBatch
-from outrider.cloud.family_index import embedded_targets
-from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.packed_linear import PACKED_ROWS
-from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
-from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.models.family_index import embedded_targets
+from outrider.cloud.target import chunked_attention
+from outrider.cloud.target.attention import RaggedBatch
+from outrider.cloud.target.chunked_attention import ChunkedBatch
+from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.packed_linear import PACKED_ROWS
+from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
+from outrider.cloud.target.target import SessionRows, load_target
 from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
@@ -240,7 +240,7 @@ def in_pieces(target, tokens, sizes):
 OTHER_PROCESS = """
 import sys, numpy, torch
 torch.set_num_threads(1)
-from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.target.target import SessionRows, load_target
 for dtype in ("float32", "bfloat16"):
     target = load_target(sys.argv[1], dtype=dtype, kv_tokens=512)
     cache = target.pool.allocate(40)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from outrider.cloud.architecture import check_architecture
-from outrider.cloud.attention import RaggedBatch
-from outrider.cloud.chunked_attention import ChunkedBatch
-from outrider.cloud.passes import FREE, TOGETHER
-from outrider.cloud.target import Target, load_target
+from outrider.cloud.target.architecture import check_architecture
+from outrider.cloud.target.attention import RaggedBatch
+from outrider.cloud.target.chunked_attention import ChunkedBatch
+from outrider.cloud.target.passes import FREE, TOGETHER
+from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.testing import tiny_llama
 from outrider.proto.errors import ModelRefused
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.cloud.export import export_drafter
-from outrider.cloud.family_index import load_tokenizer
+from outrider.cloud.models.family_index import load_tokenizer
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.adapter import train_adapter
 from outrider.cloud.training.drafter import train_drafter

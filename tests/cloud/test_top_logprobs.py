@@ -13,14 +13,14 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud import sampling as sampling_module
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.engine import Engine
-from outrider.cloud.family_index import resolve_target
-from outrider.cloud.sampling import Sampler
-from outrider.cloud.target import load_model
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.models.family_index import resolve_target
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.target import sampling as sampling_module
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.target import load_model
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules

@@ -15,7 +15,6 @@ from lessons_for_tests import bigram_target, text_record
 from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 
 from outrider.cloud.export import export_drafter
-from outrider.cloud.heads import reduce_vocabulary
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.cpu_share import CpuShare
@@ -23,6 +22,7 @@ from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
+from outrider.cloud.models.heads import reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.drafters.packages import embedded_packages, find_package, load_package
 from outrider.proto.errors import InvalidArgument

@@ -21,8 +21,8 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from outrider.cloud.family_index import load_tokenizer, resolve_target
 from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.models.family_index import load_tokenizer, resolve_target
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
 from outrider.cloud.training.corpus import BlockSampler, Source, join_documents, load_domain, split_held_out

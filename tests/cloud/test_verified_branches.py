@@ -14,11 +14,11 @@ import pytest
 import torch
 from table_target import HASH, TableBackend
 
-from outrider.cloud.backend import VerificationBranch
-from outrider.cloud.batching import Share
-from outrider.cloud.branch_cache import BranchCache
-from outrider.cloud.runner import ModelRunner
-from outrider.cloud.slots import Outbox, Slot
+from outrider.cloud.serving.batching import Share
+from outrider.cloud.serving.runner import ModelRunner
+from outrider.cloud.serving.slots import Outbox, Slot
+from outrider.cloud.target.backend import VerificationBranch
+from outrider.cloud.target.branch_cache import BranchCache
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, FinishReason, Open, Sampling, token_ids
 

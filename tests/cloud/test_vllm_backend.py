@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from emulated_vllm import EmulatedCore, emulated_backend
 
-from outrider.cloud.backend import StepRow
-from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.target.backend import StepRow
+from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.testing.conformance import CHECKS, Suite, Text
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.cloud.vllm.backend import passes

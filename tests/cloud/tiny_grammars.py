@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.grammar.grammar import GrammarMatcher, Grammars
 from outrider.proto.types import Grammar
 
 PIECES = ("a", "b", "ab")

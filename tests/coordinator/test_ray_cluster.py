@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import ray
 
-from outrider.cloud import actor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning import actor as trainer
+from outrider.cloud.serving import actor
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from default_signals import default_signals_for_children
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 
 MARK = "INTERRUPTED_BY_TEST"  # a variable that whatever the command starts inherits
 GONE_WITHIN_S = 20.0

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from scripted_cloud import EOS, scripted_client
 from tokenizers import Tokenizer
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.deploy.arguments import Given
 from outrider.edge import Client
 from outrider.proto.types import CommittedToken, Open

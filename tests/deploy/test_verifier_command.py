@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from outrider.cloud import own_drafter, server
-from outrider.cloud.draft_threads import DraftThreads
-from outrider.cloud.local_source import LocalSource, NoSource
-from outrider.cloud.slots import Outbox
+from outrider.cloud.drafting.draft_threads import DraftThreads
+from outrider.cloud.serving import own_drafter, server
+from outrider.cloud.serving.local_source import LocalSource, NoSource
+from outrider.cloud.serving.slots import Outbox
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.cli import main
 from outrider.proto.types import Open, Sampling

@@ -112,7 +112,7 @@ class SpeakingTarget:
 
 async def main(folder: Path) -> None:
     """Serve a daemon for each template, until cancelled."""
-    from outrider.cloud.family_index import target_folder, tokenizer_file
+    from outrider.cloud.models.family_index import target_folder, tokenizer_file
 
     targets = {name: SpeakingTarget(name, tokenizer_file(target_folder("reference")), folder) for name in TEMPLATES}
     print(json.dumps({name: await target.start() for name, target in targets.items()}), flush=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripted_cloud import EOS, scripted_client
 from tokenizers import Tokenizer
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.edge import Finished, FinishReason, Tokens
 from outrider.edge.decoding import Observer
 from outrider.proto.session import Done

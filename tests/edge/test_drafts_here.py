@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from scripted_cloud import scripted_client
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.deploy.cli import parse
 from outrider.edge import EdgeConfig
 from outrider.proto.errors import ConfigError

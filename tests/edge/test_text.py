@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.drafters.token_text import TokenText
 from outrider.edge.text import TextStream
 

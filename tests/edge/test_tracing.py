@@ -169,8 +169,8 @@ def test_the_inner_observer_sees_everything() -> None:
 
 def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file, monkeypatch) -> None:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.server import VerifierServer
-    from outrider.cloud.tracing import VerifierTracing
+    from outrider.cloud.serving.server import VerifierServer
+    from outrider.cloud.serving.tracing import VerifierTracing
 
     edge_tracing, at_edge = tracing()
     at_verifier = InMemorySpanExporter()
@@ -242,7 +242,7 @@ def test_spans_arrive_at_a_collector_that_speaks_otlp() -> None:
 
 
 def test_a_verifier_ignores_what_is_no_trace() -> None:
-    from outrider.cloud.tracing import VerifierTracing
+    from outrider.cloud.serving.tracing import VerifierTracing
 
     joined = VerifierTracing(TracerProvider(), "v")
     unsampled = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"

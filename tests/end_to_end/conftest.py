@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud import server
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.draft_threads import DraftThreads
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.family_index import target_folder, tokenizer_file
-from outrider.cloud.local_source import LocalSource
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.drafting.draft_threads import DraftThreads
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
+from outrider.cloud.serving import server
+from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig

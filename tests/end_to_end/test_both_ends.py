@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.own_drafter import load_own_drafter
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.serving.own_drafter import load_own_drafter
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge import Sampling

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from command_processes import Command, free_port
 
-from outrider.cloud import draft_threads
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.own_drafter import load_own_drafter
+from outrider.cloud.drafting import draft_threads
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.serving.own_drafter import load_own_drafter
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import ProposalRule, find_package

@@ -72,7 +72,7 @@ def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file) -> No
 
 def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.server import VerifierServer
+    from outrider.cloud.serving.server import VerifierServer
 
     async def main() -> None:
         server = VerifierServer(VerifierConfig(threads=1))

@@ -21,7 +21,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.coordinator import server as coordinator_server
 from outrider.coordinator.config import CoordinatorConfig

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning import actor as trainers
 from outrider.cloud.learning import lessons
 from outrider.cloud.learning.lesson_budget import LessonBudget
 from outrider.cloud.learning.lessons import TICK_S
 from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.actor import VerifierActor
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig, Tenant
 from outrider.edge.daemon import DaemonConfig

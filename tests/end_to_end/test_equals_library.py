@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.cloud.family_index import load_tokenizer, target_folder
+from outrider.cloud.models.family_index import load_tokenizer, target_folder
 from outrider.deploy.prompts import DOMAINS
 
 TOKENS = 64

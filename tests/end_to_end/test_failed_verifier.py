@@ -13,7 +13,7 @@ import pytest
 from questions import Question, questions
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from command_processes import END_WITHIN_S, Command, free_port
 
-from outrider.cloud.family_index import find_target
+from outrider.cloud.models.family_index import find_target
 from outrider.proto.errors import OutriderError
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]

@@ -59,7 +59,7 @@ async def terminate_the_busy_one(control: CoordinatorClient) -> str:
     """SIGTERM to the process of the verifier that has a session; its name."""
     import ray
 
-    from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE
+    from outrider.cloud.serving.actor import ACTOR_PREFIX, NAMESPACE
 
     seen = await until(control, lambda status: any(v.sessions for v in status.verifiers))
     name = next(v.name for v in seen.verifiers if v.sessions)

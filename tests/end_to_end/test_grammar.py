@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.grammar.grammar import GrammarMatcher, Grammars
 from outrider.deploy.commands.edge import GrammarSettings
 from outrider.edge import FinishReason, Grammar, GrammarKind, Sampling, Tokens
 from outrider.edge.tool_calls.formats import FORMATS

@@ -36,7 +36,7 @@ STOPPED_S = 45.0
 
 SLOW_VERIFIER = """
 import os, sys, threading, time
-from outrider.cloud.runner import ModelRunner
+from outrider.cloud.serving.runner import ModelRunner
 hang_file, run = sys.argv.pop(1), ModelRunner.run
 def slowly(self, shares):
     time.sleep(0.03)

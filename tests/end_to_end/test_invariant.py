@@ -156,7 +156,7 @@ def client_length(client: Any, prompt: Any) -> int:
 
 def test_a_session_on_a_draining_verifier_moves_and_its_text_goes_on(edge, prompts) -> None:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.server import VerifierServer
+    from outrider.cloud.serving.server import VerifierServer
 
     async def main() -> None:
         prompt = prompts(1)[0]

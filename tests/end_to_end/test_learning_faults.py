@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.batch import check_record
 from outrider.cloud.learning.judge import ShadowJudge, ShadowText, reading_of
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package

@@ -13,7 +13,7 @@ import pytest
 from command_processes import free_port
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.cluster import embedded_drafters

@@ -15,8 +15,8 @@ from command_processes import free_port
 from openai import APIError, AsyncOpenAI, OpenAI
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import chat_template_json, target_folder
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.models.family_index import chat_template_json, target_folder
+from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig

@@ -10,7 +10,7 @@ import pytest
 from command_processes import free_port
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.coordinator.cluster import VerifierInfo
 from outrider.coordinator.config import CoordinatorConfig

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.routes import DirectRoute

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import resolve_target
-from outrider.cloud.server import VerifierServer
-from outrider.cloud.target import load_model
+from outrider.cloud.models.family_index import resolve_target
+from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.target.target import load_model
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
-from outrider.cloud.steering import Projection
+from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.target.steering import Projection
 from outrider.cloud.testing import save_tiny_target
 from outrider.drafters.onnx import OnnxState
 from outrider.edge import Client, EdgeConfig

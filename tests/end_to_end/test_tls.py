@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud import metering
-from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving import metering
+from outrider.cloud.serving.actor import VerifierActor
+from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator import service as coordinator_service
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer

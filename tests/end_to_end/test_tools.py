@@ -17,7 +17,7 @@ from serving_daemon import client_of
 from tool_templates import QWEN
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.edge import EdgeConfig
 
 SCHEMA: dict[str, Any] = {

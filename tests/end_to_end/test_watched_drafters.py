@@ -12,7 +12,7 @@ import pytest
 from poisoned import BAD_VERSION, HEAD, without_numbers
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator import versions
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from refusals import check_refusal
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
-from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.grammar.grammar import GrammarMatcher, Grammars
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind
 

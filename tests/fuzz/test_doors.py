@@ -14,7 +14,7 @@ import pytest
 import template_door
 from run_doors import DOORS
 
-from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.edge.chat.template import ChatTemplate
 from outrider.edge.tool_calls import hermes, llama3, mistral, reading
 from outrider.edge.tool_calls.parts import CallBegun, WrittenAnswer

@@ -11,7 +11,7 @@ import pytest
 import test_values
 from hypothesis import Phase
 
-from outrider.cloud import decode_streams
+from outrider.cloud.serving import decode_streams
 from outrider.edge.daemon.responses import routes
 from outrider.proto import codec
 from outrider.proto.codec import decoding

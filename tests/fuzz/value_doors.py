@@ -20,7 +20,7 @@ from recorded_streams import HASH, PROMPT, oracle
 from refusals import check_refusal
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import decode_by_hand, save_tiny_target
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError

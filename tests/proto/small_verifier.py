@@ -14,16 +14,16 @@ from typing import Any
 from small_rules import CHOICES, END, LETTERS, PROMPT, Action, Rules, Violation, drafts_of, ignore, target_token, terms
 from small_states import Interned
 
-from outrider.cloud.admission import Admission
-from outrider.cloud.backend import StepOutput, StepRow
-from outrider.cloud.batching import Share
-from outrider.cloud.grammar import GrammarMatcher
-from outrider.cloud.local_source import NoSource
-from outrider.cloud.masks import Masks
-from outrider.cloud.runner import ModelRunner
-from outrider.cloud.sampling import Sampled
-from outrider.cloud.session_events import SessionEvents
-from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.cloud.grammar.grammar import GrammarMatcher
+from outrider.cloud.serving.admission import Admission
+from outrider.cloud.serving.batching import Share
+from outrider.cloud.serving.local_source import NoSource
+from outrider.cloud.serving.masks import Masks
+from outrider.cloud.serving.runner import ModelRunner
+from outrider.cloud.serving.session_events import SessionEvents
+from outrider.cloud.serving.slots import Outbox, Slot, Slots
+from outrider.cloud.target.backend import StepOutput, StepRow
+from outrider.cloud.target.sampling import Sampled
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import Drafted, Verified
 from outrider.proto.session.acceptance import branch_taken

@@ -13,7 +13,7 @@ from small_states import Interned, clone
 from small_world import Parts, World
 from state_search import Found, Search
 
-from outrider.cloud.slots import Slots
+from outrider.cloud.serving.slots import Slots
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import branching, received, step_tree, stream
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.family_index import find_target
+from outrider.cloud.models.family_index import find_target
 from outrider.proto.errors import OutriderError
 
 NAME = "smollm2"

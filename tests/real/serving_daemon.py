@@ -12,8 +12,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import chat_template_json
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.models.family_index import chat_template_json
+from outrider.cloud.serving.server import VerifierServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.cloud.health import VerifierHealth
-from outrider.cloud.heartbeat import EngineCondition
-from outrider.cloud.local_source import LocalSource
-from outrider.cloud.metering import TextMeter
-from outrider.cloud.recovery import Recovery
-from outrider.cloud.session_events import SessionEvents
-from outrider.cloud.slots import Slots
+from outrider.cloud.serving.health import VerifierHealth
+from outrider.cloud.serving.heartbeat import EngineCondition
+from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.metering import TextMeter
+from outrider.cloud.serving.recovery import Recovery
+from outrider.cloud.serving.session_events import SessionEvents
+from outrider.cloud.serving.slots import Slots
 from outrider.coordinator.admission import CallerAdmission
 from outrider.coordinator.places import KeyPlaces
 from outrider.proto.plumbing.loop_watch import Stillness

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from outrider.bench.record import from_json
-from outrider.cloud import attention
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine
-from outrider.cloud.target import SessionRows, Target, load_model, load_target
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.target import attention
+from outrider.cloud.target.target import SessionRows, Target, load_model, load_target
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Sampling
 from research.commands import main

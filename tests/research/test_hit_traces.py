@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.cloud.text_writer import TextRequest, TextVectors
+from outrider.cloud.target.text_writer import TextRequest, TextVectors
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError

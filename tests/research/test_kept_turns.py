@@ -7,7 +7,7 @@ import asyncio
 import runpy
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.serving.server import VerifierServer
 
 
 def test_turns_are_asked_both_ways_and_a_kept_one_sends_less(root, capsys) -> None:

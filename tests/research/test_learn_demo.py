@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
-from outrider.cloud.text_writer import TextRequest
+from outrider.cloud.target.text_writer import TextRequest
 from outrider.deploy import cli
 from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.drafters import find_package

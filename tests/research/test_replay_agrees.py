@@ -12,7 +12,7 @@ import pytest
 from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.serving.step_timing import StepTiming
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out

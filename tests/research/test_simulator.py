@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.cloud.batching import Batch, Batching, credit_of
+from outrider.cloud.serving.batching import Batch, Batching, credit_of
 from outrider.proto.session import EdgeSession, VerifierRules
 from outrider.proto.types import Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock

@@ -11,8 +11,8 @@ import pytest
 
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
+from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import Prompt
 from outrider.drafters import NgramDrafter
@@ -67,7 +67,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(target_folder):
-    from outrider.cloud.target import load_target
+    from outrider.cloud.target.target import load_target
 
     return load_target(str(target_folder), kv_tokens=512)
 
@@ -192,7 +192,7 @@ def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypat
     many = {each.request: each for each in TextWriter(target).stream(requests)}
     assert max(at_once) == 5
     at_once.clear()
-    monkeypatch.setattr("outrider.cloud.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
+    monkeypatch.setattr("outrider.cloud.target.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
     few = {each.request: each for each in TextWriter(target).stream(requests)}
     assert max(at_once) == 2
     for request in requests:

@@ -7,7 +7,7 @@ import runpy
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from outrider.cloud.heads import reduce_vocabulary
+from outrider.cloud.models.heads import reduce_vocabulary
 
 
 def test_a_trimmed_drafter_written_whole_says_the_same_of_the_tokens_that_it_knows(root, tmp_path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from command_processes import Command
 
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.edge import Client, EdgeConfig
 
 TOKENIZER = tokenizer_file(target_folder("reference"))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import target_folder, tokenizer_file
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
+from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.prompts import held_out

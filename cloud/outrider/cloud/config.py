@@ -13,6 +13,7 @@ from outrider.proto.settings import above, at_least, between, declared, no_empty
 from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Patience
 
+MAX_PREFILL_ROWS = 512  # rows of prompts in one step
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 EXACT = ("auto", "tiles", "off")

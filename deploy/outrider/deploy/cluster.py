@@ -78,7 +78,7 @@ async def local_cluster(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from outrider.cloud.actor import start_verifier_actor
+    from outrider.cloud.serving.actor import start_verifier_actor
     from outrider.coordinator.config import CoordinatorConfig
     from outrider.coordinator.ray_cluster import RayCluster
     from outrider.coordinator.server import CoordinatorServer

@@ -38,7 +38,7 @@ async def _local_client(given: Given) -> AsyncIterator[Client]:
 
     config = with_target(given(VerifierConfig))
     with waiting(f"loading the target {config.target}"):
-        from outrider.cloud.server import VerifierServer  # imports torch
+        from outrider.cloud.serving.server import VerifierServer  # imports torch
 
         server = VerifierServer(config)
     address = await server.start()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import embedded_targets
+from outrider.cloud.models.family_index import embedded_targets
 from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import local_cluster
 from outrider.deploy.commands.conditions import Cable, ConditionSettings

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
+from outrider.cloud.serving.actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
 from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import wait_until_loaded

@@ -60,7 +60,7 @@ class Described:
 
 def metrics_by_part() -> dict[str, tuple[Described, ...]]:
     """Return the metrics of each kind of process."""
-    from outrider.cloud.metrics import VerifierMetrics
+    from outrider.cloud.serving.metrics import VerifierMetrics
     from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
     from outrider.edge.daemon.metrics import HttpMetrics
     from outrider.edge.metrics import EdgeMetrics

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cloud.family_index import embedded_targets, target_folder
-from outrider.cloud.fetched_model import FETCHED
+from outrider.cloud.models.family_index import embedded_targets, target_folder
+from outrider.cloud.models.fetched_model import FETCHED
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ModelsSettings
 from outrider.drafters import DrafterPackage, embedded_packages, find_package

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import AUTO, VerifierConfig
-from outrider.cloud.family_index import find_target
 from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.models.family_index import find_target
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
 from outrider.deploy.cluster import catalogue_folders, embedded_drafters, local_cluster
@@ -191,7 +191,7 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
         end.start()  # the loop itself may stand still
 
     with waiting(f"loading the target {config.target}"):
-        from outrider.cloud.server import VerifierServer  # imports torch
+        from outrider.cloud.serving.server import VerifierServer  # imports torch
 
         server = VerifierServer(config, secret, on_failure)
     address = await server.start()
@@ -222,7 +222,7 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: bytes) -> int:
     """Start a detached actor in a running Ray cluster, and leave it there."""
-    from outrider.cloud.actor import start_verifier_actor
+    from outrider.cloud.serving.actor import start_verifier_actor
     from outrider.coordinator.ray_cluster import connect_ray
     from outrider.deploy.cluster import wait_until_loaded
 

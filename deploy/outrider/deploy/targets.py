@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from outrider.cloud.config import AUTO, VerifierConfig
-from outrider.cloud.family_index import find_target
+from outrider.cloud.models.family_index import find_target
 from outrider.proto.errors import OutriderError
 
 FIRST, FALLBACK = "smollm2", "reference"

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.family_index import find_target
+from outrider.cloud.models.family_index import find_target
 from outrider.cloud.training.settings import (
     AdapterTraining,
     DrafterShape,
@@ -117,7 +117,7 @@ def export(given: Given) -> int:
     options = given(ExportSettings)
     with waiting("starting"):
         from outrider.cloud.export import export_drafter
-    from outrider.cloud.steering import PROJECTION_FILE
+    from outrider.cloud.target.steering import PROJECTION_FILE
 
     manifest = export_drafter(
         options.source,

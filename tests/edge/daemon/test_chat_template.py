@@ -66,7 +66,7 @@ def test_it_renders_as_transformers_does() -> None:
 
 
 def test_the_embedded_targets_template_is_its_tokenizers() -> None:
-    from outrider.cloud.family_index import chat_template_json, load_tokenizer, resolve_target
+    from outrider.cloud.models.family_index import chat_template_json, load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target("reference"))
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from playwright.async_api import async_playwright
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import find_target
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.models.family_index import find_target
+from outrider.cloud.serving.server import VerifierServer
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, EdgeConfig

@@ -23,8 +23,8 @@ class Real:
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.family_index import target_folder, tokenizer_file
-    from outrider.cloud.server import VerifierServer
+    from outrider.cloud.models.family_index import target_folder, tokenizer_file
+    from outrider.cloud.serving.server import VerifierServer
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.daemon import DaemonConfig
     from outrider.edge.daemon.server import Daemon

@@ -47,7 +47,7 @@ class Cloud:
 @pytest.fixture(scope="session")
 def cloud() -> Iterator[Cloud]:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.server import VerifierServer
+    from outrider.cloud.serving.server import VerifierServer
     from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
     from outrider.coordinator.server import CoordinatorServer
     from outrider.deploy.cluster import embedded_drafters

@@ -17,12 +17,12 @@ from plain_texts import BROKEN, ROUNDING, PlainText
 from scripted_ends import Known, ScriptedDrafter
 from strange_worlds import STATES, World, settings, target
 
-from outrider.cloud import server
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.draft_threads import DraftThreads
-from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.local_source import LocalSource
-from outrider.cloud.server import VerifierServer
+from outrider.cloud.drafting.draft_threads import DraftThreads
+from outrider.cloud.drafting.drafted_text import OwnDrafter
+from outrider.cloud.serving import server
+from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.server import VerifierServer
 from outrider.edge import Client, Conversation, EdgeConfig, Tokens
 from outrider.edge.decoding import Observer
 from outrider.edge.routes import DirectRoute
@@ -387,6 +387,6 @@ def _stops(rng: random.Random, text: str) -> tuple[str, ...]:
 
 
 def _all_numbers(told: Told) -> list[str]:
-    """Judge a text whose noise the stranger does not have, or which has no law: its numbers at least are numbers."""
+    """Judge a text that has no law: its numbers at least are numbers."""
     wrong = [token for token in told.tokens if not token.logp <= 0 or (token.logprob or 0) > 0]
     return [f"log probabilities are {wrong[:2]}"] if wrong else []

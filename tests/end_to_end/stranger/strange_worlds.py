@@ -227,7 +227,7 @@ def settings(rng: random.Random, world: World, words: Vocabulary) -> tuple[dict[
         drawn |= {"max_tokens": 40, "min_tokens": 20, "stop_tokens": (), "allowed_tokens": ()}
     if world.theme == "contexts" and not pattern:
         drawn |= {"max_tokens": rng.choice((60, 10**6)), "ignore_eos": True, "stop_tokens": ()}
-    if world.theme == "extremes" and rng.random() < 0.6:
+    if world.theme == "extremes" and rng.random() < 0.9:
         name = rng.choice(("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "temperature"))
         value = rng.choice(HUGE)
         if name in ("repetition_penalty", "temperature"):

@@ -15,10 +15,10 @@ from strange_worlds import THEMES, WORLDS, World
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from outrider.cloud import target as target_module
-from outrider.cloud.backend import StepRow
-from outrider.cloud.grammar import Allowed
-from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.cloud.grammar.grammar import Allowed
+from outrider.cloud.target import target as target_module
+from outrider.cloud.target.backend import StepRow
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters.token_text import TokenDecoder
 from outrider.edge import text as text_module
 from outrider.proto.session import step_tree

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.actor import VerifierActor
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
+from outrider.cloud.serving.actor import VerifierActor
 from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig, Grammar, GrammarKind, Sampling
 

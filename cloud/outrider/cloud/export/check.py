@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.export.contract import OUTPUTS, ExportMismatch, cache_names
 from outrider.cloud.export.model import context_length
-from outrider.cloud.heads import tokens_of
+from outrider.cloud.models.heads import tokens_of
 from outrider.proto.drafter_format import CacheShape
 
 # Limits of the check. Errors are in units of the standard deviation of torch's logits.

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from outrider.cloud.export.contract import INPUTS, OUTPUTS, VECTOR, ExportMismatch, cache_names, steering_names
 from outrider.cloud.export.model import Anatomy, AttentionSettings, CacheScales, forward
 from outrider.cloud.export.steered import SteeringWeights, steered_by
-from outrider.cloud.heads import head_of_kept_tokens, spread, tokens_of
+from outrider.cloud.models.heads import head_of_kept_tokens, spread, tokens_of
 
 OPSET = 20
 IR_VERSION = 10  # of the traced graphs

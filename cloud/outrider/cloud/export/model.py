@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from outrider.cloud.family_index import load_causal_lm
+from outrider.cloud.models.family_index import load_causal_lm
 from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
 

@@ -33,7 +33,7 @@ from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
-from outrider.cloud.heads import HEAD, tokens_of
+from outrider.cloud.models.heads import HEAD, tokens_of
 from outrider.drafters.packages import GRAPHS, version_of
 from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT
 from outrider.proto.errors import InvalidArgument

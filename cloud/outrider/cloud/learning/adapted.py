@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from outrider.cloud.heads import SmallEmbedding, head_terms, spread, tokens_of
 from outrider.cloud.learning.parent import Parent
 from outrider.cloud.learning.settings import RANK
+from outrider.cloud.models.heads import SmallEmbedding, head_terms, spread, tokens_of
 
 
 class Change(nn.Module):

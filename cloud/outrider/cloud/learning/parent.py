@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.cloud.export.quantised import ROWS
-from outrider.cloud.heads import set_vocabulary
+from outrider.cloud.models.heads import set_vocabulary
 from outrider.drafters.adapters import weights_of
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import ModelRefused

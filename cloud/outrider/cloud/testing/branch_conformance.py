@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.cloud.backend import StepRow, VerificationBranch
+from outrider.cloud.target.backend import StepRow, VerificationBranch
 from outrider.cloud.testing.conformance import SETTINGS, Check, Suite, Text
 from outrider.cloud.testing.oracle import VOCAB
 from outrider.proto.types import BlockBranch, DraftToken, Sampling, token_ids

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.cloud.backend import Backend, Handle, StepOutput, StepRow
-from outrider.cloud.distribution import VerificationInput, processed_logits
-from outrider.cloud.sampling import Sampled
+from outrider.cloud.target.backend import Backend, Handle, StepOutput, StepRow
+from outrider.cloud.target.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.sampling import Sampled
 from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import DraftToken, Sampling, token_ids

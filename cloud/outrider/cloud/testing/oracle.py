@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from outrider.cloud.distribution import VerificationInput, processed_logits
+from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.testing.tiny_target import VOCAB, save_tiny_target
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling

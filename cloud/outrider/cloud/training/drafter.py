@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from outrider.cloud.family_index import load_causal_lm
-from outrider.cloud.heads import head_terms, reduce_head, reduce_vocabulary, tokens_of
 from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.models.family_index import load_causal_lm
+from outrider.cloud.models.heads import head_terms, reduce_head, reduce_vocabulary, tokens_of
 from outrider.cloud.training.acceptance import logits_of
 from outrider.cloud.training.corpus import BlockSampler, most_frequent
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall

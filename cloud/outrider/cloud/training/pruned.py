@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.cloud.family_index import load_causal_lm
-from outrider.cloud.target import tokenizer_json
+from outrider.cloud.models.family_index import load_causal_lm
+from outrider.cloud.target.target import tokenizer_json
 from outrider.cloud.training.same_tokenizer import check_tokenizer
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash

@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from outrider.cloud.family_index import load_causal_lm, load_tokenizer
+from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
 from outrider.cloud.training.corpus import BlockSampler

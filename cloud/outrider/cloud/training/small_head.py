@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.cloud.heads import SmallHead
+from outrider.cloud.models.heads import SmallHead
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.optimizers import Budget, adam, linear_fall
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from outrider.cloud.heads import head_terms, tokens_of
-from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
+from outrider.cloud.models.heads import head_terms, tokens_of
+from outrider.cloud.target.steering import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.acceptance import MeanAcceptance, Student
 from outrider.cloud.training.drafter import matrices_and_others, read_drafter
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall

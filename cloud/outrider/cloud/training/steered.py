@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from outrider.cloud.export.steered import STEERING_FILE, adding, biases_by, up_projections
-from outrider.cloud.steering import Projection
+from outrider.cloud.target.steering import Projection
 from outrider.cloud.training.drafter import SmallLlama
 from outrider.cloud.training.settings import TrainingArm
 

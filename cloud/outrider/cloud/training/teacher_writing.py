@@ -16,7 +16,7 @@ import transformers
 from jinja2 import TemplateError
 from transformers import DynamicCache, PreTrainedModel
 
-from outrider.cloud.family_index import load_causal_lm, load_tokenizer
+from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.report import Reporter, duration, reporter_for_stdout
 from outrider.cloud.training.settings import TeacherWriting
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, target_mark

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.cloud.family_index import load_causal_lm, load_tokenizer
+from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.acceptance import HeldOutText
 from outrider.cloud.training.corpus import Documents, Source, load_domain, split_held_out
 from outrider.cloud.training.settings import Training

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cloud.precision import dtype_name, precision_of
+from outrider.cloud.target.precision import dtype_name, precision_of
 from outrider.cloud.vllm.messages import ForwardPass, PassResult, Wanted
 from outrider.cloud.vllm.sequences import Block
 from outrider.proto.errors import ConfigError, ModelRefused

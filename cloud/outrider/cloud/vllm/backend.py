@@ -1,4 +1,4 @@
-"""The port (`outrider.cloud.backend.Backend`) on stock vLLM."""
+"""The port (`outrider.cloud.target.backend.Backend`) on stock vLLM."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampled
+from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampled
 from outrider.cloud.vllm.messages import ForwardPass, PassResult
 from outrider.cloud.vllm.requests import committed_tokens, request_row
 from outrider.cloud.vllm.sequences import BlockSequence, BlockStore, Paging

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.backend import TargetFacts
-from outrider.cloud.batching import MAX_PREFILL_ROWS
-from outrider.cloud.config import AUTO, VerifierConfig
-from outrider.cloud.family_index import find_target
-from outrider.cloud.kv_size import bytes_per_token, kv_tokens_by_memory
-from outrider.cloud.target import tokenizer_json
+from outrider.cloud.config import AUTO, MAX_PREFILL_ROWS, VerifierConfig
+from outrider.cloud.models.family_index import find_target
+from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.target.kv_size import bytes_per_token, kv_tokens_by_memory
+from outrider.cloud.target.target import tokenizer_json
 from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.proto.errors import ModelRefused, NotFound, OutriderError

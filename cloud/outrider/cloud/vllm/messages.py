@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampled
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampled
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampled
 from outrider.cloud.vllm.messages import PassRow
 from outrider.cloud.vllm.sequences import BlockSequence, Paging, WorkerRequest
 from outrider.proto.types import token_ids

@@ -19,8 +19,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampler
 from outrider.cloud.vllm.messages import PassResult, PassRow, Wanted
 from outrider.cloud.vllm.requests import committed_tokens
 

@@ -14,8 +14,8 @@ import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampling import Sampler
 from outrider.cloud.vllm.messages import PassResult, Wanted
 from outrider.cloud.vllm.requests import committed_tokens
 

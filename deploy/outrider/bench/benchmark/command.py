@@ -26,7 +26,7 @@ from outrider.bench.plot import check_drawing
 from outrider.bench.record import check_file, save
 from outrider.bench.settings import MODES, BenchSettings, LinkListSettings
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.serving.step_timing import StepTiming
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.commands.operating import LinkSettings

@@ -11,7 +11,7 @@ from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import latencies, pooled, work_per_token
-from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.serving.step_timing import StepTiming
 
 TIMELINE_S = 1.5
 

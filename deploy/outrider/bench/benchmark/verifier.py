@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.server import VerifierServer
-from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.step_timing import StepTiming
 from outrider.deploy.child import Child, answer_requests
 from outrider.deploy.progress import waiting
 

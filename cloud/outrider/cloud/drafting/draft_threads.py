@@ -1,0 +1,194 @@
+"""Threads in which a verifier's own drafter works, on cores that its target leaves.
+
+A thread takes the job with the least to read first. Long texts are read piece by piece, between which others get their
+turn, and a job that has waited for `MAX_WAIT_S` goes before shorter ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from outrider.cloud.drafting.drafted_text import DraftedText
+from outrider.drafters import ProposalRule
+from outrider.proto.session import Drafted
+from outrider.proto.session.drafting import CATCH_UP
+from outrider.proto.session.local import LocalJob
+from outrider.proto.types import DraftToken
+
+CHUNK = 128  # tokens of a text that are read at a stretch; some 20 ms for the embedded family
+MAX_WAIT_S = 0.5
+STUCK_S = 5.0  # for one piece of work, after which the drafter counts as failed in a text
+STOP_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """The result of a task.
+
+    Attributes:
+        done: the drafts, with all time that the drafter has worked for them.
+        waited_s: time before its last piece of work in which no thread was free, in seconds.
+        read_s: part of its work in which more than a few unread tokens were read, in seconds.
+    """
+
+    done: Drafted
+    waited_s: float = 0.0
+    read_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class DraftTask:
+    """A job for the drafter, in pieces.
+
+    Attributes:
+        text: prefix that it works on.
+        job: job of the session machine.
+        rule: rule of its proposals.
+        goes_on: tells whether further drafts can be of use.
+        answer: called from the thread that ends it, with its result or with what the drafter raised.
+        due_since: time that decides whose turn it is: when it was queued, or the job whose place it takes; seconds.
+        queued_at: time from which it has waited for a thread, in seconds.
+        began_at: time at which the thread that works for it took it, in seconds; 0: it waits.
+        clock: monotonic time in seconds.
+    """
+
+    text: DraftedText
+    job: LocalJob
+    rule: ProposalRule
+    goes_on: Callable[[LocalJob], bool]
+    answer: Callable[[DraftTask, DraftResult | BaseException], None]
+    due_since: float = 0.0
+    queued_at: float = 0.0
+    began_at: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _pieces: Iterator[DraftResult | None] | None = None
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens that it has to read before it can propose."""
+        return self.text.num_unread + (0 if self.begun else len(self.job.job.extend_with))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a thread has worked for it."""
+        return self._pieces is not None
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether a thread has been at one piece of it for more than `STUCK_S` seconds."""
+        return 0 < self.began_at < now - STUCK_S
+
+    def work(self) -> DraftResult | None:
+        """Do the next piece; return the result with the last."""
+        self.began_at = self.clock()
+        if self._pieces is None:
+            self._pieces = self._work()
+        return next(self._pieces)
+
+    def _work(self) -> Iterator[DraftResult | None]:
+        seconds = read_s = 0.0
+        began = self.began_at
+        waited_s = began - self.queued_at
+        self.text.begin(self.job.job, self.rule)
+        while self.text.num_unread > CHUNK and self.goes_on(self.job):
+            self.text.read(CHUNK)
+            ended = self.clock()
+            seconds += ended - began
+            read_s += ended - began
+            yield None
+            began = self.began_at
+            waited_s = began - self.queued_at
+        drafts: tuple[DraftToken, ...] = ()
+        if self.goes_on(self.job):
+            if self.text.num_unread > CATCH_UP:
+                self.text.read(self.text.num_unread)
+                read_s += self.clock() - began
+            drafts = self.text.propose(self.job, self.goes_on)
+        seconds += self.clock() - began
+        yield DraftResult(Drafted(self.job.job, drafts, seconds), waited_s, read_s)
+
+
+class DraftThreads:
+    """The threads, and the tasks that wait for one.
+
+    Attributes:
+        num_threads: number of the threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.num_threads = threads
+        self._waiting: list[DraftTask] = []
+        self._bell = threading.Condition()
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"outrider-drafts-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of tasks that wait for a thread."""
+        return len(self._waiting)
+
+    def submit(self, task: DraftTask) -> None:
+        """Let a thread work for `task` as soon as one is free."""
+        with self._bell:
+            task.queued_at = time.monotonic()
+            task.due_since = task.due_since or task.queued_at
+            task.began_at = 0.0
+            self._waiting.append(task)
+            self._bell.notify()
+
+    def drop(self, task: DraftTask) -> bool:
+        """Take back a task that has not begun, and return whether that was in time."""
+        with self._bell:
+            if task.begun or task not in self._waiting:
+                return False
+            self._waiting.remove(task)
+            return True
+
+    def stop(self) -> bool:
+        """End the threads after what they are at, and return whether all have ended; tasks that wait get no answer."""
+        with self._bell:
+            self._stopping = True
+            self._waiting.clear()
+            self._bell.notify_all()
+        until = time.monotonic() + STOP_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                result = task.work()
+            except BaseException as error:  # it may be anybody's code, and its SystemExit would end the thread
+                task.answer(task, error)
+                continue
+            if result is not None:
+                task.answer(task, result)
+            else:
+                task.due_since = 0.0
+                self.submit(task)
+
+    def _next(self) -> DraftTask | None:
+        with self._bell:
+            while not (self._waiting or self._stopping):
+                self._bell.wait()
+            if self._stopping:
+                return None
+            task = next_task(self._waiting, time.monotonic())
+            self._waiting.remove(task)
+            return task
+
+
+def next_task(waiting: list[DraftTask], now: float) -> DraftTask:
+    """Return the task whose turn it is: one that has waited too long, or else the first with the least to read."""
+    oldest = min(waiting, key=lambda task: task.due_since)
+    if now - oldest.due_since > MAX_WAIT_S:
+        return oldest
+    return min(waiting, key=lambda task: task.num_unread)

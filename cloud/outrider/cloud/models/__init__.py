@@ -1,0 +1,1 @@
+"""Where targets come from: the embedded family, folders, GGUF files, pip and the hub."""

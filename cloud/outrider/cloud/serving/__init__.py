@@ -1,0 +1,1 @@
+"""Sessions served: server, engine, batches, and what watches them."""

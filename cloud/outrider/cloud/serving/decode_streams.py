@@ -1,0 +1,300 @@
+"""The decoding streams of a verifier: frames become the engine's events, and its frames become streams.
+
+A stream without a valid lease, or beyond its limits, is refused before anything is made for it. Until its session is
+admitted, a stream counts against the limits of its lease, its API key and its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import grpc
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.grammar.grammar import Grammars
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.health import VerifierHealth
+from outrider.cloud.serving.lease_end import LeaseEnds
+from outrider.cloud.serving.metering import limit_of, meter_of
+from outrider.cloud.serving.stream_outbox import Stalls, StreamOutbox
+from outrider.cloud.serving.stream_state import opened_twice
+from outrider.cloud.serving.tracing import VerifierTracing
+from outrider.proto import codec
+from outrider.proto.errors import Internal, InvalidArgument, NotFound, OutriderError
+from outrider.proto.lease import LeaseClaim, verify_lease
+from outrider.proto.plumbing.access import Meters
+from outrider.proto.plumbing.connections import network_of_peer
+from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
+from outrider.proto.plumbing.logs import LineLimit, about
+from outrider.proto.rpc_errors import to_status
+from outrider.proto.session import VerifierRules
+from outrider.proto.streams import write_answers
+from outrider.proto.types import Commit, Continue, EdgeFrame, Goaway, Open, Opened, Ping
+
+SPARE_STREAMS = 16  # not admitted yet, beside two for each session
+MAX_UNTAKEN = 256
+OPEN_TAG = b"\x0a"  # first byte of an Open: field 1 of EdgeFrame, which has a length
+
+log = logging.getLogger(__name__)
+
+
+class DecodeStreams:
+    """Streams of one verifier, in its event loop."""
+
+    def __init__(
+        self,
+        config: VerifierConfig,
+        rules: VerifierRules,
+        secret: bytes,
+        incarnation: str,
+        engine: Engine,
+        grammars: Grammars,
+        health: VerifierHealth,
+        lease_ends: LeaseEnds,
+        tracing: VerifierTracing | None,
+    ) -> None:
+        """Serve an engine.
+
+        Args:
+            config: settings of the verifier.
+            rules: rules that it announces.
+            secret: key that signs leases; empty: none is asked for.
+            incarnation: name of this process in leases.
+            engine: decodes.
+            grammars: makes matchers.
+            health: knows open streams, and whether the engine is well.
+            lease_ends: sends sessions away whose leases have ended.
+            tracing: spans of commits; None: none are made.
+        """
+        self._config = config
+        self._rules = rules
+        self._secret = secret
+        self._incarnation = incarnation
+        self._engine = engine
+        self._metrics = engine.metrics
+        self._grammars = grammars
+        self._health = health
+        self._lease_ends = lease_ends
+        self._tracing = tracing
+        self._max_tokens = max(rules.context_length, rules.vocab_size)
+        self._half_open = HalfOpenStreams(2 * config.max_sessions + SPARE_STREAMS, self._metrics.refused_half_open.inc)
+        self._stalls = Stalls(config.stall_s, rules.name, self._metrics.fail)
+        self._keys = itertools.count()
+        self._meters = Meters()
+        self._refusals = LineLimit()
+        self._decoding = ThreadPoolExecutor(1, "outrider-large-frames")
+
+    def service(self) -> grpc.GenericRpcHandler:
+        """Return the Decoding service, which takes and returns bytes, since the codec checks them."""
+        handler = grpc.stream_stream_rpc_method_handler(write_answers(self._answers))
+        return grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler})
+
+    def close(self) -> None:
+        """Decode no more."""
+        self._decoding.shutdown(wait=False, cancel_futures=True)
+
+    # --- one stream ---
+
+    async def _answers(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+        with ExitStack() as place:
+            try:
+                place.enter_context(self._place(context))
+            except OutriderError as error:
+                await self._refuse(error, context, "")
+            key = next(self._keys)
+            trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
+            outbox = StreamOutbox(asyncio.get_running_loop())
+            self._health.outboxes.add(outbox)
+            reader = asyncio.create_task(self._read(key, requests, outbox, context))
+            stream = asyncio.current_task()
+            assert stream is not None  # noqa: S101 - a coroutine runs in a task
+            stall = asyncio.create_task(self._stalls.watch(outbox, stream, context))
+            try:
+                while True:
+                    item = await outbox.get()
+                    if isinstance(item, OutriderError):
+                        raise item
+                    if isinstance(item, Opened):
+                        place.close()
+                    yield codec.encode_cloud_frame(item)
+                    outbox.sent()
+                    if isinstance(item, Commit):
+                        if self._tracing is not None and trace is not None:
+                            self._tracing.commit(trace, outbox.stream.session, item)
+                        if outbox.meter is not None:
+                            goaway = outbox.meter.charge(item, outbox.stream.epoch)
+                            if goaway is not None:
+                                outbox.put(goaway)
+                    elif isinstance(item, Goaway):
+                        self._metrics.goaways.inc()
+                        log.info(
+                            "sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self._rules.name)
+                        )
+                    if outbox.stream.ends_after(item):
+                        return
+            except OutriderError as error:
+                if outbox.stream.opened:
+                    self._metrics.fail(error)
+                    whose = about(outbox.stream.session, self._rules.name, error)
+                    log.warning("the session is ended: %s", error, extra=whose)
+                    await context.abort(*to_status(error))
+                if outbox.meter is not None:
+                    outbox.meter.give_back()
+                await self._refuse(error, context, outbox.stream.session)
+            finally:
+                reader.cancel()
+                stall.cancel()
+                for pending in (outbox.end_of_lease, outbox.admitted):
+                    if pending is not None:
+                        pending.cancel()
+                outbox.closed = True
+                self._health.outboxes.discard(outbox)
+                self._engine.post_close(key)
+
+    def _place(self, context: Any) -> AbstractContextManager[None]:
+        """Return what holds a stream's place until its session is admitted.
+
+        Raises:
+            Unauthenticated, LeaseExpired, InvalidArgument: its call has no lease that is good here.
+            ResourceExhausted: its lease, its key or its address has too many.
+        """
+        if not self._secret:
+            return self._half_open.hold(context.peer())
+        claim = lease_in(context.invocation_metadata() or (), self._secret, time.time())
+        return self._half_open.hold(context.peer(), claim.session, claim.key, claim.max_sessions)
+
+    async def _refuse(self, error: OutriderError, context: Any, session: str) -> None:
+        """End a stream that has not been admitted; whoever opens many fills no log."""
+        self._metrics.refuse(error)
+        unsaid = self._refusals.next_line()
+        if unsaid is not None:
+            more = f" (and {unsaid} more since the last such line)" if unsaid else ""
+            log.warning("the session is refused: %s%s", error, more, extra=about(session, self._rules.name, error))
+        await context.abort(*to_status(error))
+
+    async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox, context: Any) -> None:
+        """Hand the frames of one stream to the engine; wait while too many of them are untaken."""
+        loop = asyncio.get_running_loop()
+        room = asyncio.Semaphore(MAX_UNTAKEN)
+        try:
+            opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
+            owner = (claim.key if claim is not None else "") or network_of_peer(context.peer())
+            grammar = opening.sampling.grammar
+            admitted = outbox.admitted = asyncio.create_task(self._admit(key, opening, claim, outbox, owner))
+            async for data in requests:
+                if data[:1] == OPEN_TAG:  # one may be as long as a prompt, and it is refused whatever it says
+                    raise opened_twice()
+                frame = await self._decoded(data)
+                if isinstance(frame, Open):  # behind a frame of another kind in the same message, which it replaces
+                    raise opened_twice()
+                if isinstance(frame, Ping):
+                    outbox.answer(frame)
+                    continue
+                await admitted
+                await room.acquire()
+                matcher = None
+                if isinstance(frame, Continue):
+                    if outbox.meter is not None:
+                        outbox.meter.begin_turn(len(frame.prompt))
+                    grammar = frame.sampling.grammar if frame.sampling is not None else grammar
+                    matcher = await self._grammars.matcher(grammar, owner=owner)
+                self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
+            await admitted
+            outbox.stream.half_close()
+            self._engine.post_half_close(key)
+        except Exception as error:  # whatever it is, the client has to be told
+            _end_reading(error, outbox, self._rules.name)
+
+    async def _admit(self, key: int, opening: Open, claim: LeaseClaim | None, outbox: StreamOutbox, owner: str) -> None:
+        """Hand a session to the engine once its grammar is compiled; pings are answered meanwhile."""
+        try:
+            matcher = await self._grammars.matcher(opening.sampling.grammar, opening.committed, owner=owner)
+        except Exception as error:  # as above
+            _end_reading(error, outbox, self._rules.name)
+            return
+        if outbox.closed:
+            return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
+        isolation = _isolation(self._config, key, claim, opening.isolation)
+        self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), limit_of(claim))
+        if claim is not None:
+            self._lease_ends.begin(outbox, claim)
+
+    async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
+        async for data in requests:
+            frame = await self._decoded(data)
+            if not isinstance(frame, Open):
+                raise InvalidArgument("must be the first frame of a stream", field="frame.open")
+            outbox.stream.begin(frame, self._rules)
+            self._health.check()
+            claim = _check_lease(frame, self._rules, self._secret, self._incarnation)
+            outbox.meter = meter_of(self._meters, claim, frame)
+            return frame, claim
+        raise InvalidArgument("the stream ended before it", field="frame.open")
+
+    async def _decoded(self, data: bytes) -> EdgeFrame:
+        """Return a frame; large ones are decoded in a thread, one at a time, so that nobody else waits for them."""
+        limits = self._max_tokens, self._rules.max_credit
+        if len(data) <= codec.SMALL_FRAME_BYTES:
+            return codec.decode_edge_frame(data, *limits)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._decoding, codec.decode_edge_frame, data, *limits)
+
+
+def _check_lease(frame: Open, rules: VerifierRules, secret: bytes, incarnation: str) -> LeaseClaim | None:
+    if frame.model != rules.model:
+        raise NotFound(f"{frame.model!r} is not served here; this verifier has {rules.model!r}", field="open.model")
+    if not secret:
+        return None
+    return verify_lease(
+        frame.lease,
+        secret,
+        verifier=rules.name,
+        model=frame.model,
+        session=frame.session,
+        now_s=time.time(),
+        epoch=frame.epoch,
+        incarnation=incarnation,
+    )
+
+
+def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
+    """End a stream by an error of its reading; a defect ends no other stream, and is logged."""
+    match error:
+        case OutriderError():
+            outbox.put(error)
+        case TimeoutError():
+            outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
+        case grpc.aio.BaseError():
+            pass  # it has ended
+        case _:
+            log.error("a stream cannot be read", exc_info=error, extra=about(outbox.stream.session, verifier))
+            outbox.put(Internal("the verifier has a defect in reading this stream; its log says which"))
+
+
+def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None, of_edge: bytes) -> str:
+    """Return the name under which sessions share KV pages: of their API key, and in it of whom their edge serves.
+
+    Without a prefix cache it is that of the stream alone.
+    """
+    api_key = claim.key if claim is not None else ""
+    mark = str(key) if config.no_prefix_cache else of_edge.hex()
+    return f"{api_key}/{mark}" if mark else api_key  # no key's name has a slash
+
+
+def _teacher(claim: LeaseClaim | None) -> str | None:
+    """Return the name of the API key that allows learning; empty: no key is asked for. None: it does not allow it."""
+    if claim is None:
+        return ""
+    return claim.key if claim.learning else None
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function)

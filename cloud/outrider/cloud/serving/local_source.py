@@ -1,0 +1,258 @@
+"""The verifier's own drafter as a source of chains for its sessions, driven from the engine's thread.
+
+Before the engine plans a step, every session is asked what its drafter should do (`drive`), and once more when a step
+of it begins (`begin`): the drafter then works while the target does. Results come back as events of the engine. A
+session is never held up: one whose drafter fails goes on without, and so do all after `MAX_FAILURES` texts in a row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTask
+from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
+from outrider.cloud.serving.batching import Batching, Share
+from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.slots import Slot, Slots
+from outrider.drafters import ProposalRule
+from outrider.proto.plumbing.logs import about
+from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.session import VerifierSession
+from outrider.proto.session.local import DraftingHere
+from outrider.proto.types import DraftToken
+
+MAX_FAILURES = 3  # texts in a row in which the drafter fails before it is given up
+
+Post = Callable[[Callable[[], None]], None]
+
+log = logging.getLogger(__name__)
+
+
+class Threads(Protocol):
+    """Whatever does tasks in other threads than the engine's."""
+
+    @property
+    def num_threads(self) -> int:
+        """Number of the threads."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of tasks that wait for a thread."""
+        ...
+
+    def submit(self, task: DraftTask) -> None:
+        """Do a task as soon as a thread is free; it is answered once."""
+        ...
+
+    def drop(self, task: DraftTask) -> bool:
+        """Take back a task that has not begun, and return whether that was in time."""
+        ...
+
+    def stop(self) -> bool:
+        """End all threads, and return whether they have ended."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """A session's text in the drafter.
+
+    Attributes:
+        session: machine of the turn that `rule` belongs to.
+        task: job that no result has answered yet.
+        gone: whether it is closed as soon as its task is over.
+    """
+
+    slot: Slot
+    text: DraftedText
+    session: VerifierSession
+    rule: ProposalRule
+    task: DraftTask | None = None
+    gone: bool = False
+
+
+class NoSource:
+    """No drafts beside the target: what the engine drives where there are none.
+
+    Attributes:
+        here: the drafter as new sessions see it; None: there is none, or it is broken.
+    """
+
+    here: DraftingHere | None = None
+
+    def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
+        """Draft for the sessions of one engine.
+
+        Args:
+            slots: its sessions.
+            batching: its rules of a batch, with what it has measured.
+            post: has an event carried out in the engine's thread.
+            metrics: its metrics.
+        """
+
+    def drive(self, now: float) -> None:
+        """Let every session's drafter do what is due, before a step is planned, and close the texts that have left."""
+
+    def begin(self, shares: Sequence[Share[Slot]], now: float) -> None:
+        """Let the drafter of each session work while the step of `shares` runs."""
+
+    def stop(self) -> None:
+        """End all work."""
+
+
+class LocalSource(NoSource):
+    """The drafter, its threads, and the texts that it follows."""
+
+    _slots: Slots
+    _batching: Batching
+    _post: Post
+    _metrics: VerifierMetrics
+
+    def __init__(
+        self,
+        own: OwnDrafter,
+        threads: Threads,
+        price: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Draft with `own` in `threads`; a second of it is worth `price` seconds of waiting (None: derived)."""
+        self.here = DraftingHere(own.name, price)
+        self._own = own
+        self._threads = threads
+        self._clock = clock
+        self._texts: dict[Slot, _Followed] = {}
+        self._failures = 0
+
+    def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
+        """Draft for the sessions of one engine."""
+        self._slots, self._batching, self._post, self._metrics = slots, batching, post, metrics
+        metrics.watch_drafting(self._own.name, lambda: self._threads.num_waiting)
+
+    def drive(self, now: float) -> None:
+        """Issue the jobs that are due, and close the texts whose sessions have left."""
+        for followed in [each for slot, each in self._texts.items() if self._slots.get(slot.key) is not slot]:
+            self._leave(followed)
+        stuck = sum(each.task is not None and each.task.is_stuck(now) for each in self._texts.values())
+        if stuck >= self._threads.num_threads and self.here is not None:
+            self._give_up(f"is stuck in all of its {stuck} threads")
+        for slot in self._slots.running():
+            self._ask(slot, now, None)
+
+    def begin(self, shares: Sequence[Share[Slot]], now: float) -> None:
+        """Issue the jobs of the sessions that take part in a step."""
+        for share in shares:
+            if share.block is not None:
+                self._ask(share.slot, now, share.block)
+
+    def stop(self) -> None:
+        """End the threads and close every text."""
+        if self._threads.stop():
+            for followed in self._texts.values():
+                followed.text.close()
+        self._texts.clear()
+
+    # --- jobs ---
+
+    def _ask(self, slot: Slot, now: float, block: tuple[DraftToken, ...] | None) -> None:
+        """Issue the session's next job, if it has one."""
+        session, ends = slot.session, slot.session.ends
+        if ends is None:
+            return
+        try:
+            followed, due_since = self._texts.get(slot), 0.0
+            if followed is not None and (task := followed.task) is not None:
+                if ends.local.goes_on(task.job) or not self._threads.drop(task):
+                    if task.is_stuck(now):
+                        raise TimeoutError(f"has been at it for more than {STUCK_S:g} s")
+                    return
+                # No thread has begun it, and it is of no use any more: another takes its place.
+                ends.drop(now - task.queued_at)
+                followed.task, due_since = None, task.due_since
+            job = session.local_job(self._batching.base_s, self._batching.row_s, now, block)
+            if job is None:
+                return
+            followed = self._followed(slot)
+            followed.task = DraftTask(
+                followed.text,
+                job,
+                followed.rule,
+                ends.local.goes_on,
+                self._answered,
+                due_since=due_since,
+                clock=self._clock,
+            )
+            self._threads.submit(followed.task)
+        except Exception as error:  # a defect of drafting must end no text
+            self._fail(slot, error)
+
+    def _followed(self, slot: Slot) -> _Followed:
+        """Return the text of a slot, which proposes by the rule of its present turn."""
+        session, followed = slot.session, self._texts.get(slot)
+        if followed is None or followed.session is not session:
+            eos = session.eos_tokens
+            rule = ProposalRule(
+                session.sampling, prompt_length=session.prompt_length, runners_up=RUNNERS_UP, eos_tokens=eos
+            )
+            if followed is None:
+                followed = self._texts[slot] = _Followed(slot, DraftedText(self._own), session, rule)
+            followed.session, followed.rule = session, rule
+        return followed
+
+    def _answered(self, task: DraftTask, result: DraftResult | BaseException) -> None:
+        """Have the engine's thread take a result; called from another."""
+        self._post(lambda: self._take(task, result))
+
+    def _take(self, task: DraftTask, result: DraftResult | BaseException) -> None:
+        followed = next((each for each in self._texts.values() if each.task is task), None)
+        if followed is None:
+            return  # all has stopped
+        followed.task = None
+        if not isinstance(result, BaseException):
+            self._metrics.drafted_here(len(result.done.drafts), result.done.seconds)
+        ends = followed.slot.session.ends
+        if followed.gone or ends is None:
+            self._leave(followed)
+        elif isinstance(result, BaseException):
+            self._fail(followed.slot, result)
+        else:
+            self._failures = 0
+            ends.take(result.done, waited_s=result.waited_s, read_s=result.read_s)
+
+    # --- ends ---
+
+    def _leave(self, followed: _Followed) -> None:
+        """Close a text, or have it closed when its task is over."""
+        task = followed.task
+        if task is not None and not self._threads.drop(task):
+            followed.gone = True
+            return
+        self._texts.pop(followed.slot, None)
+        followed.text.close()
+
+    def _fail(self, slot: Slot, error: BaseException) -> None:
+        """Go on without the drafter in one text; the message of its error is not logged: it may hold the text."""
+        slot.session.draft_here_no_more()
+        self._failures += 1
+        if followed := self._texts.get(slot):
+            self._leave(followed)
+        if self.here is None:
+            return
+        line = "the drafter %s failed here; a text goes on without"
+        log.warning(line, self._own.name, extra=about(slot.session.id, error=error))
+        if self._failures >= MAX_FAILURES:
+            self._give_up(f"failed in {self._failures} texts in a row")
+
+    def _give_up(self, reason: str) -> None:
+        """Draft no more, in any text."""
+        self.here = None
+        self._metrics.stop_drafting()
+        log.warning("the drafter %s %s; none is drafted here any more", self._own.name, reason)
+        for slot in self._slots:
+            slot.session.draft_here_no_more()
+        for followed in list(self._texts.values()):
+            self._leave(followed)

@@ -1,0 +1,282 @@
+"""Recovery from a failed step or plan, by finding out whether a session, the step's size or the verifier failed.
+
+A failed step is made once more as it was, then in halves. Where all halves succeed, the step was too large, and later
+ones stay smaller. A session that fails alone is at fault, unless a text of the verifier's own fails too, or texts of
+several API keys fail in a row: then it is the verifier that fails, and no session must end for it. Texts of one key
+prove nothing, since whoever holds it may have found how to make a text fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from outrider.cloud.serving.admission import verifier_failed
+from outrider.cloud.serving.batching import Batch, Batching, Share, cut
+from outrider.cloud.serving.masks import Masks
+from outrider.cloud.serving.runner import StepResult
+from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot, Slots, key_name
+from outrider.cloud.target.backend import Backend
+from outrider.proto.errors import Internal, OutriderError, Unavailable
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
+
+MAX_IN_A_ROW = 3  # keys whose texts fail alone, or plans that fail for nobody alone, with no success between
+FEW_ROWS = 16  # of a session alone: if these fail, it is not for their number, unless memory is what lacks
+PROBE_TOKENS = 8
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch raises a plain RuntimeError
+
+log = logging.getLogger(__name__)
+
+
+class VerifierFailed(Exception):
+    """Steps fail whatever they are for: the process should end, and its sessions go on elsewhere."""
+
+
+class Runner(Protocol):
+    """Whatever runs a batch on the target."""
+
+    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+        """Compute every share's rows and verify its drafts; raise whatever the target raises."""
+        ...
+
+
+class Probe:
+    """A text of the verifier's own, planned, computed and committed like any other."""
+
+    def __init__(self, rules: VerifierRules, backend: Backend, batching: Batching, runner: Runner) -> None:
+        self._rules = rules
+        self._backend = backend
+        self._batching = batching
+        self._runner = runner
+
+    def run(self) -> None:
+        """Decode a few tokens, as far as there are KV pages for them; raise whatever goes wrong."""
+        capacity = self._backend.capacity
+        room = min(capacity.free_pages * capacity.page_size, self._rules.context_length)
+        if room < 2:
+            return
+        rules, now = self._rules, time.monotonic()
+        length = min(PROBE_TOKENS, room - 1)
+        prompt = tuple((i + 1) * rules.vocab_size // (length + 1) for i in range(length))  # the first are often special
+        sampling = Sampling(max_tokens=2, ignore_eos=True)
+        frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
+        session = VerifierSession(frame, rules, now)
+        handle = self._backend.open()
+        slot = Slot(-1, session, Outbox(), now, handle=handle)
+        try:
+            self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
+            while session.finish is None:
+                for _, verified in self._runner.run(self._batching.plan([slot], math.inf).shares).verified:
+                    session.on_verified(verified, now)
+                slot.forget_drafts(self._backend)
+        finally:
+            self._backend.release(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a step to make again: the next tokens of a session, and the drafts after them.
+
+    Attributes:
+        max_tokens: most uncomputed tokens of the transcript.
+        max_drafts: most drafts, of the block and its branches, if these are the last.
+        tried: whether it has failed alone before.
+    """
+
+    slot: Slot
+    max_tokens: int
+    max_drafts: int
+    tried: bool = False
+
+    def split(self, few_rows: int) -> list[Part]:
+        """Return smaller parts; none: it is as small as they come. Drafts keep until a later step."""
+        if self.max_drafts:
+            return [Part(self.slot, self.max_tokens, 0)]
+        if self.max_tokens <= few_rows:
+            return []
+        half = self.max_tokens // 2
+        return [Part(self.slot, half, 0), Part(self.slot, self.max_tokens - half, 0)]
+
+
+class Recovery:
+    """The judge of what fails in an engine."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        batching: Batching,
+        probe: Probe,
+        backend: Backend,
+        step: Callable[[Batch[Slot]], None],
+        masks: Masks,
+        count_corrupted: Callable[[], None],
+    ) -> None:
+        """Judge for one engine.
+
+        Args:
+            slots: its sessions.
+            batching: its rules of a batch.
+            probe: text of its own.
+            backend: its target.
+            step: makes a step.
+            masks: its sessions' grammars.
+            count_corrupted: called for each session that ends since the target's logits are no numbers.
+        """
+        self._slots = slots
+        self._batching = batching
+        self._probe = probe
+        self._backend = backend
+        self._step = step
+        self._masks = masks
+        self._count_corrupted = count_corrupted
+        self._failed_keys: set[str] = set()
+        self._failed_plans = 0
+
+    def note_commit(self) -> None:
+        """Note that a step has given a session tokens."""
+        self._failed_keys.clear()
+
+    def note_plan(self) -> None:
+        """Note that a plan has succeeded."""
+        self._failed_plans = 0
+
+    def after_step(self, batch: Batch[Slot]) -> None:
+        """Make a step that failed again, in smaller steps if need be; end the sessions that are at fault.
+
+        Raises:
+            VerifierFailed: none of them is.
+        """
+        alone = len(batch.shares) == 1
+        parts = [Part(share.slot, share.num_tokens, share.num_rows - share.num_tokens, alone) for share in batch.shares]
+        done = self._attempt(parts)
+        if isinstance(done, Exception) and (fitting := self._in_parts(parts, done)):
+            self._batching.limit.fail(batch.num_rows, fitting)
+            log.warning("a step of %d rows is too large, one of %d is not", batch.num_rows, fitting)
+
+    def after_plan(self, plan: Callable[[Slot], object]) -> None:
+        """Find the sessions for which `plan` fails, and end them.
+
+        Raises:
+            VerifierFailed: none of them is at fault, or planning fails for none alone but again and again for all.
+        """
+        self._failed_plans += 1
+        for slot in self._slots.running():
+            try:
+                plan(slot)
+            except Exception as error:  # a session's report may meet any defect
+                self.end(slot, error)
+                self._failed_plans = 0
+        if self._failed_plans >= MAX_IN_A_ROW:
+            raise VerifierFailed("no step can be planned")
+
+    def end(self, slot: Slot, error: Exception) -> None:
+        """End a session by the error for which something of it failed.
+
+        Raises:
+            VerifierFailed: it is not at fault.
+        """
+        self._slots.release(slot)  # the probe may need its pages
+        if isinstance(error, FloatingPointError):
+            self._count_corrupted()
+        session = slot.session
+        whole = Goaway("the session cannot be kept", epoch=session.epoch) if session.finish is not None else None
+        self.refuse(slot.outbox, slot.limit, error, whole)
+
+    def refuse(
+        self, outbox: Outbox, limit: KeyLimit | None, error: Exception, ending: CloudFrame | None = None
+    ) -> None:
+        """Answer a session without a slot, for which something failed, by `ending` or else by an error.
+
+        `limit` names its API key; sessions without one count as those of one key.
+
+        Raises:
+            VerifierFailed: it is not at fault.
+        """
+        try:
+            self._check_verifier()
+            self._failed_keys.add(key_name(limit))
+            if len(self._failed_keys) >= MAX_IN_A_ROW:
+                raise VerifierFailed(f"texts of {MAX_IN_A_ROW} keys failed in a row, the last with {error!r}")
+        except VerifierFailed:
+            outbox.put(verifier_failed())
+            raise
+        outbox.put(ending or _ending(error))
+
+    def _check_verifier(self) -> None:
+        """Decode a text of the verifier's own.
+
+        Raises:
+            VerifierFailed: it fails too, twice.
+        """
+        for tries_left in (1, 0):
+            try:
+                self._probe.run()
+                return
+            except Exception as error:  # torch may raise anything
+                if not tries_left:
+                    raise VerifierFailed(f"a text of its own fails with {error!r}") from error
+
+    def _in_parts(self, parts: Sequence[Part], error: Exception) -> int:
+        """Compute in smaller steps what failed with `error`.
+
+        Returns:
+            The rows of the largest of these steps; 0: not the size was at fault.
+        """
+        if len(parts) > 1:
+            half = len(parts) // 2
+            rows = [self._computed(parts[:half]), self._computed(parts[half:])]
+            return max(rows) if all(rows) else 0
+        [part] = parts
+        few_rows = 1 if _lacks_memory(error) else FEW_ROWS
+        if smaller := part.split(few_rows):
+            rows = [self._computed([each]) for each in smaller]
+            return max(rows) if all(rows) and part.max_tokens + part.max_drafts > few_rows else 0
+        if not part.tried:
+            return self._computed([replace(part, tried=True)])
+        self.end(part.slot, error)
+        return 0
+
+    def _computed(self, parts: Sequence[Part]) -> int:
+        done = self._attempt(parts)
+        return self._in_parts(parts, done) if isinstance(done, Exception) else done
+
+    def _attempt(self, parts: Sequence[Part]) -> int | Exception:
+        """Make a step for those that still run, and return its rows, or what went wrong."""
+        here = set(self._slots.running())
+        running = [part for part in parts if part.slot in here]
+        try:
+            batch = Batch(self._masks.applied([self._share(part) for part in running], time.monotonic()))
+            if batch.shares:
+                self._step(batch)
+            return batch.num_rows
+        except VerifierFailed:
+            raise
+        except Exception as error:  # torch may raise anything
+            log.warning("a step of %d sessions failed again: %r", len(running), error)
+            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            return error.with_traceback(None)
+
+    def _share(self, part: Part) -> Share[Slot]:
+        part.slot.forget_drafts(self._backend)
+        share = self._batching.share_of(part.slot, part.max_tokens)
+        return cut(share, share.num_tokens + part.max_drafts)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, _NO_MEMORY) or _NO_MEMORY_ON_CPU in str(error)
+
+
+def _ending(error: Exception) -> OutriderError:
+    """Return the error that ends the session for which something failed."""
+    if _lacks_memory(error):
+        return Unavailable("the verifier lacks the memory for this session; resume elsewhere", retry_after_s=1.0)
+    return Internal(f"the step failed: {type(error).__name__}")

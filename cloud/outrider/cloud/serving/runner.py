@@ -1,0 +1,148 @@
+"""A batch on its way through the target: forward, sample, steer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from outrider.cloud.serving.batching import Share
+from outrider.cloud.serving.slots import Slot
+from outrider.cloud.serving.step_timing import StepTimes
+from outrider.cloud.target.backend import Backend, StepRow, VerificationBranch
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.steering_vectors import SteeringVectors
+from outrider.proto.session import Verified, tokens_before_scores, unscored_tokens
+from outrider.proto.types import DraftToken, PromptLogprobs, token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The results of a step.
+
+    Attributes:
+        verified: result of each session that has read its prompt to the end.
+        times: moments of the step.
+        logits: [rows, vocab] raw ones of the verified rows, in the same order, until the next step; None: not at hand.
+        scored: log probabilities of prompts that sessions wanted, which come before their first commits.
+    """
+
+    verified: Sequence[tuple[Slot, Verified]]
+    times: StepTimes
+    logits: torch.Tensor | None
+    scored: Sequence[tuple[Slot, PromptLogprobs]] = ()
+
+
+class ModelRunner:
+    """The runner of batches on a target.
+
+    Attributes:
+        min_step_s: minimum time of a step, which stands for a larger target, in seconds.
+    """
+
+    def __init__(self, backend: Backend, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
+        """Run batches on `backend`.
+
+        Args:
+            backend: target with the KV cache of all sessions; tapped from now on, if there is a projection.
+            projections: projections that make steering vectors, by id.
+            min_step_s: initial `min_step_s`.
+        """
+        self._backend = backend
+        self._vectors = SteeringVectors(backend, projections)
+        self.min_step_s = min_step_s
+
+    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+        """Compute every share's rows and verify its drafts, along a branch where the target's tokens follow one.
+
+        Raises:
+            FloatingPointError: logits are no numbers, from which there is no text to make.
+            Exception: whatever the target raises.
+        """
+        rows = [self._row(share) for share in shares]
+        scoring = [
+            (share.slot, share.slot.handle.length + 1) for share, row in zip(shares, rows, strict=True) if row.scored
+        ]
+        began = time.monotonic()
+        output = self._backend.step(rows)
+        done = [
+            (share, row.path(output.followed.get(number)), sampled)
+            for number, (share, row, sampled) in enumerate(zip(shares, rows, output.sampled, strict=True))
+            if sampled is not None
+        ]
+        vectors = self._vectors.of([share.slot.session.wanted_vector for share, _, _ in done], output.taps)
+        sampled_at = time.monotonic()
+        self._wait_until(began + self.min_step_s)
+        times = StepTimes(began, output.forwarded, sampled_at, time.monotonic())
+        verified = [
+            (
+                share.slot,
+                Verified(
+                    path[: len(sampled.tokens) - 1],
+                    sampled.tokens,
+                    max(0.0, began - share.slot.ready_since),
+                    times.verify_s,
+                    sampled.reward,
+                    vector,
+                    max(0, share.num_drafts - len(path)),
+                ),
+            )
+            for (share, path, sampled), vector in zip(done, vectors, strict=True)
+        ]
+        scored = [
+            (slot, PromptLogprobs(start, scores, slot.session.epoch))
+            for (slot, start), scores in zip(scoring, output.scores, strict=True)
+        ]
+        return StepResult(verified, times, output.logits, scored)
+
+    def _row(self, share: Share[Slot]) -> StepRow:
+        """Return a row of the next uncomputed tokens, and of the drafts where these are the last."""
+        slot, start = share.slot, share.slot.handle.length
+        session = slot.session
+        tokens = tuple(session.transcript[start : start + share.num_tokens])
+        uncomputed = slot.num_uncomputed_tokens
+        before = tokens_before_scores(session, uncomputed)
+        unscored = 0 if before else min(share.num_tokens, unscored_tokens(session, uncomputed))
+        scored = tuple(session.transcript[start + 1 : start + 1 + unscored])
+        top = session.prompt_logprobs or 0
+        block = share.block
+        if block is None:
+            return StepRow(slot.handle, tokens, None, scored=scored, top_logprobs=top)
+        if not self._backend.facts.verifies_branches:
+            share = replace(share, branches=())
+        mask: np.ndarray | None = None
+        masks: Sequence[np.ndarray | None] = [None] * len(share.branches)
+        if slot.matcher is not None:
+            allowed = slot.matcher.allowed(token_ids(block), share.tokens_beside)
+            if allowed is None:
+                raise RuntimeError("the grammar has not answered for this step")
+            mask, masks = allowed.tokens, [allowed.branches[beside] for beside in share.tokens_beside]
+        verification = _verification_input(slot, block, mask)
+        tapped = session.wanted_vector is not None
+        beside = [VerificationBranch.of(verification, *each) for each in zip(share.branches, masks, strict=True)]
+        return StepRow(slot.handle, tokens, verification, tapped, scored, top, tuple(beside))
+
+    @staticmethod
+    def _wait_until(end: float) -> None:
+        left_s = end - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+def _verification_input(slot: Slot, block: tuple[DraftToken, ...], allowed: np.ndarray | None) -> VerificationInput:
+    session = slot.session
+    return VerificationInput(
+        session.sampling,
+        session.transcript,
+        session.prompt_length,
+        block,
+        allowed,
+        session.logprobs,
+        session.top_logprobs,
+        slot.count_tokens() if session.sampling.penalises else None,
+        session.eos_tokens,
+    )

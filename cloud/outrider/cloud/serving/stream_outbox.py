@@ -1,0 +1,110 @@
+"""Frames from the engine's thread to the task of one stream, and the watch over clients that read none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from outrider.cloud.serving.metering import TextMeter
+from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
+from outrider.cloud.serving.stream_state import StreamState
+from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.plumbing.logs import about
+from outrider.proto.rpc_errors import to_status
+from outrider.proto.types import CloudFrame, Ping, Pong
+
+log = logging.getLogger(__name__)
+
+
+class StreamOutbox(Outbox):
+    """Frames from the engine's thread to one stream's task."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
+        self._unread = 0
+        self._counting = threading.Lock()
+        self.taken = 0
+        self.stream = StreamState()
+        self.closed = False  # whether the stream has ended
+        self.end_of_lease: asyncio.TimerHandle | None = None
+        self.admitted: asyncio.Task[None] | None = None
+        self.meter: TextMeter | None = None  # if its API key has a limit
+
+    def put(self, item: CloudFrame | OutriderError) -> None:
+        """Queue a frame, from any thread."""
+        with self._counting:  # several threads put
+            self._unread += 1
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    def unread(self) -> int:
+        """Return how many frames gRPC has not taken yet; it takes none while the client reads none."""
+        return self._unread
+
+    async def get(self) -> CloudFrame | OutriderError:
+        """Return the next item, in order."""
+        return await self._queue.get()
+
+    def answer(self, ping: Ping) -> None:
+        """Answer a ping, unless the client reads no answers."""
+        if self._unread <= MAX_UNREAD:
+            self.put(Pong(ping.number, self.stream.epoch))
+
+    def sent(self) -> None:
+        """Note that gRPC has taken the last item."""
+        with self._counting:
+            self._unread -= 1
+        self.taken += 1
+
+
+class Stalls:
+    """Ends streams whose clients leave their frames unread."""
+
+    def __init__(self, stall_s: float, verifier: str, count: Callable[[OutriderError], None]) -> None:
+        """Watch streams of the verifier of that name.
+
+        Args:
+            stall_s: time without a frame taken, in seconds.
+            verifier: its name, for the log.
+            count: counts the errors of ended streams.
+        """
+        self._stall_s = stall_s
+        self._verifier = verifier
+        self._count = count
+        self._endings: set[asyncio.Task[None]] = set()
+
+    async def watch(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
+        """End a stream whose client has left its frames unread for too long.
+
+        The stream's task is then stuck in a write that flow control holds back. It is cancelled, which frees the
+        session now; the status is queued after that write, for a client that reads again and resumes.
+        """
+        taken, since = outbox.taken, time.monotonic()
+        while True:
+            await asyncio.sleep(self._stall_s / 4)
+            if outbox.taken != taken or not outbox.unread():
+                taken, since = outbox.taken, time.monotonic()
+            elif time.monotonic() - since > self._stall_s:
+                error = Unavailable("you left commits unread too long; resume")
+                self._count(error)
+                log.warning(
+                    "the client left its commits unread for %g s; its stream is ended",
+                    self._stall_s,
+                    extra=about(outbox.stream.session, self._verifier, error),
+                )
+                status, message, metadata = to_status(error)
+                ending = asyncio.create_task(context.abort(status, message, metadata))
+                self._endings.add(ending)
+                ending.add_done_callback(self._ended)
+                stream.cancel()
+                return
+
+    def _ended(self, ending: asyncio.Task[None]) -> None:
+        self._endings.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # abort always raises

@@ -1,0 +1,1 @@
+"""The target behind its port: passes, KV cache, attention, sampling, steering vectors."""

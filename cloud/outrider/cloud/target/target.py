@@ -1,0 +1,470 @@
+"""The target: any decoder-only model of transformers, run on ragged batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from outrider.cloud.config import AUTO
+from outrider.cloud.models.family_index import embedded_targets, find_target, load_tokenizer, tokenizer_file
+from outrider.cloud.target import attention
+from outrider.cloud.target.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
+from outrider.cloud.target.attention import RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.target.automatic_dtype import load_automatically
+from outrider.cloud.target.chunked_attention import ChunkedBatch
+from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory
+from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
+from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
+from outrider.cloud.target.precision import precision_of, quantization_of
+from outrider.cloud.target.recorded.call_source import Pass
+from outrider.cloud.target.recorded.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
+from outrider.cloud.target.steering import Taps
+from outrider.proto.errors import ModelRefused, NotFound
+from outrider.proto.plumbing.logs import STAGES
+from outrider.proto.tokenizer import tokenizer_hash
+
+_CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
+# Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
+_COMPARED, _DEEP, _FEW = 288, 1300, 4
+_PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 4, 7, 1, 10)
+_BESIDE = (), (1,), (3, *[1] * 7), (5,), (2, 1, 4, 1), (), (17, 3), ()
+
+log, stages = logging.getLogger(__name__), logging.getLogger(STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    """One session's rows of a step: `tokens` [n] from position cache.length on, logits for the last `wanted`."""
+
+    cache: SessionCache
+    tokens: tuple[int, ...]
+    wanted: int
+
+
+class Target:
+    """A loaded target and its KV cache.
+
+    Attributes:
+        packing: how the linear layers multiply, where `load_target` has chosen it.
+        passes: how the rows of a step are put into passes, which `load_target` chooses too.
+        straight: the model's pass in a straight line; None: the model runs as it is written.
+        model_pass: the function that runs, of what `PassInputs` has.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer_json: str,
+        *,
+        kv_tokens: int,
+        page_size: int,
+        context_length: int = 0,
+        max_sessions: int = 32,
+        passes: Passes = FREE,
+        packing: Packing | None = None,
+        straight: StraightPass | None = None,
+    ) -> None:
+        self.model = model
+        self.straight = straight
+        self.model_pass: Pass = straight.compiled() if straight else partial(own_pass, model)
+        self.packing = packing or Packing()
+        self.tokenizer_json = tokenizer_json
+        self.tokenizer_sha256 = tokenizer_hash(tokenizer_json)
+        self.passes = passes
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        config = model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        made_for = int(getattr(config, "max_position_embeddings", 0) or context_length or _CONTEXT)
+        longest = min(context_length or made_for, made_for)
+        kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest)
+        self.eos_tokens = _eos_tokens(model)
+        self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
+        self.context_length = min(longest, self.pool.page_count * page_size)
+        model.set_attn_implementation(attention.NAME)
+        self._tapped: Taps | None = None
+
+    @property
+    def precision(self) -> str:
+        """Types and device that decide how its logits round."""
+        return precision_of(self.dtype, device=self.device.type, quantization=quantization_of(self.model.config))
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep what enters `layers`, and no other, in every later step, for `tapped`.
+
+        Raises:
+            ModelRefused: it has no such layers, or they cannot be found.
+        """
+        if self._tapped is not None:
+            self._tapped.close()
+        self._tapped = Taps(self.model, layers)
+        if self.straight is not None:
+            self.model_pass = self.straight.compiled(layers)
+
+    def tapped(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """Return [n, taps * hidden] float32: the residual stream into `layers` in `rows` [n] of the newest logits."""
+        if self._tapped is None:
+            raise RuntimeError("the target is not tapped")
+        return self._tapped.of(layers, rows)
+
+    @torch.inference_mode()
+    def forward(self, batch: list[SessionRows]) -> torch.Tensor:
+        """Return logits [sum of wanted, vocab] float32 of all sessions' rows, and extend their caches."""
+        if self._tapped is not None:
+            self._tapped.begin()
+        for rows in batch:
+            self.pool.begin_write(rows.cache, len(rows.tokens))
+        logits = [self._pass(pieces) for pieces in _cut(batch, self.passes.limit)]
+        for rows in batch:
+            rows.cache.extend(rows.tokens)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _pass(self, pieces: Sequence[_Piece]) -> torch.Tensor:
+        """Return logits of the wanted rows [n, vocab] among those of one pass."""
+        tokens: list[int] = []
+        spans: list[RowSpan] = []
+        wanted: list[int] = []
+        for piece in pieces:
+            first = len(tokens)
+            tokens += piece.rows.tokens[piece.begin : piece.end]
+            spans.append(RowSpan(piece.rows.cache, first, piece.end - piece.begin, piece.start))
+            wanted += range(first + piece.first_wanted - piece.begin, len(tokens))
+        tokens += tokens[-1:] * (self._filled(len(tokens)) - len(tokens))
+        filled = (wanted or [0]) + [wanted[-1] if wanted else 0] * (self._filled(len(wanted)) - max(1, len(wanted)))
+        logits = self._run(tokens, spans, filled)[: len(wanted)]
+        self._keep_tapped(wanted)
+        return logits
+
+    def _filled(self, rows: int) -> int:
+        """Return the rows that a product of `rows` takes: a multiple of what passes need, and four if packed.
+
+        oneDNN's products of four rows in its own layout take less time than those of one or two.
+        """
+        least = PACKED_ROWS if self.packing.packed else 1
+        return rounded_up(max(rows, least), self.passes.multiple)
+
+    def _run(self, tokens: list[int], spans: list[RowSpan], wanted: list[int]) -> torch.Tensor:
+        slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
+        positions = [p for span in spans for p in range(span.start, span.context)]
+        positions += positions[-1:] * (len(tokens) - len(positions))
+        given = PassInputs(
+            torch.tensor([tokens], device=self.device),
+            torch.tensor([positions], device=self.device),
+            torch.tensor(wanted, device=self.device),
+            self._batch(spans, slots),
+        )
+        logits, *entered = self.model_pass(*given)
+        if self._tapped is not None and entered:
+            self._tapped.enter(entered)
+        return logits[0].float()
+
+    def _batch(self, spans: Sequence[RowSpan], slots: torch.Tensor) -> RaggedBatch:
+        if self.passes.chunk:
+            return ChunkedBatch(self.pool, spans, slots, self.passes.block, chunk=self.passes.chunk)
+        return RaggedBatch(self.pool, spans, slots, self.passes.block)
+
+    def _keep_tapped(self, rows: list[int]) -> None:
+        if self._tapped is not None:
+            self._tapped.keep(rows)
+
+    @torch.inference_mode()
+    def check(self) -> float:
+        """Compare its passes, as they will run, with the model's own, and return the relative difference of logits.
+
+        Raises:
+            ModelRefused: they disagree by more than the type's rounding explains.
+        """
+        wanted = checked_length(self.model.config.get_text_config())
+        length = min(wanted, self.context_length, self.pool.page_count * self.pool.page_size)
+        tokens = torch.randint(0, self.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        cache = self.pool.allocate(length)
+        cuts = itertools.pairwise(steps(length))
+        try:
+            pieces = [self.forward([SessionRows(cache, tuple(tokens[a:b]), b - a)]) for a, b in cuts]
+        finally:
+            self.pool.release(cache)
+        self.model.set_attn_implementation("eager")
+        plain = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(attention.NAME)
+        difference = float((torch.cat(pieces) - plain).norm() / plain.norm())
+        if not difference <= CHECK_TOLERANCE[self.dtype]:
+            raise ModelRefused(
+                f"paged attention differs from the model's own by {difference:.2g}; the architecture is not supported",
+                field="target",
+            )
+        return difference
+
+    @torch.inference_mode()
+    def keeps_bits(self) -> bool:
+        """Return whether rows keep their bits by `passes`: together, in pieces, beside others, far into a text."""
+        room = self.pool.page_count * self.pool.page_size
+        length = min(_COMPARED, self.context_length, room // 3 - self.pool.page_size)
+        depth = min(_DEEP, self.context_length, (room - length) // 2 - self.pool.page_size)
+        if length < 1:
+            log.warning("a KV cache of %d positions is too small to compare a row's bits in it", room)
+            return False
+        tokens = torch.randint(0, self.vocab_size, (depth,), generator=torch.Generator().manual_seed(1)).tolist()
+        caches: list[SessionCache] = []
+        try:
+            caches += (self.pool.allocate(size) for size in (depth, depth, length))
+            one, other, *beside = caches
+            while len(beside) < max(map(len, _BESIDE)) and self.pool.free_pages >= self.pool.pages_for(_FEW):
+                caches.append(self.pool.allocate(_FEW))
+                beside.append(caches[-1])
+            rows = min(64, length)
+            together = self._logits(one, tokens[:length], (length - rows or rows, rows), ((),), beside)
+            if not self._same(together, self._logits(other, tokens[:length], _PIECES, _BESIDE, beside), one, other):
+                return False
+            far = tokens[depth - 24 :] if depth > length + 24 else []
+            for cache in (one, other):
+                self._repeat(cache, depth - len(far) if far else length)
+            together = self._logits(one, far, (24,), ((),), beside)
+            return self._same(together, self._logits(other, far, _PIECES, _BESIDE, beside), one, other)
+        finally:
+            for cache in caches:
+                cache.truncate(0)
+                self.pool.release(cache)
+
+    def _logits(
+        self,
+        cache: SessionCache,
+        tokens: list[int],
+        sizes: Sequence[int],
+        others: Sequence[Sequence[int]],
+        beside: Sequence[SessionCache],
+    ) -> torch.Tensor:
+        """Return logits of the last 64 `tokens`, in pieces of `sizes` with `others`, rows of each session `beside`."""
+        logits, at = [torch.empty(0, self.vocab_size, device=self.device)], 0
+        for size, counts in zip(itertools.cycle(sizes), itertools.cycle(others)):
+            piece = tuple(tokens[at : at + size])
+            if not piece:
+                return torch.cat(logits)
+            at += len(piece)
+            for each in beside:
+                each.truncate(0)
+            company = [SessionRows(each, tuple(tokens[:rows]), 1) for each, rows in zip(beside, counts, strict=False)]
+            wanted = min(len(piece), max(0, at - len(tokens) + 64))
+            logits.append(self.forward([*company, SessionRows(cache, piece, wanted)])[len(company) :])
+        raise AssertionError
+
+    def _repeat(self, cache: SessionCache, length: int) -> None:
+        """Fill `cache` up to `length` with repetitions of what it holds."""
+        source = torch.arange(length) % cache.length
+        for layer in self.pool.layers:
+            keys, values = self.pool.read(layer, cache, cache.length)
+            self.pool.write(layer, cache.slots[:length], keys[source], values[source])
+        cache.extend([0] * (length - cache.length))  # whatever they are: nobody looks for them
+
+    def _same(self, logits: torch.Tensor, others: torch.Tensor, cache: SessionCache, other: SessionCache) -> bool:
+        held = (
+            zip(*(self.pool.read(layer, each, cache.length) for each in (cache, other)), strict=True)
+            for layer in self.pool.layers
+        )
+        return torch.equal(logits, others) and all(torch.equal(*pair) for pairs in held for pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows begin..end of a session's rows in one pass."""
+
+    rows: SessionRows
+    begin: int
+    end: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return self.rows.cache.length + self.begin
+
+    @property
+    def first_wanted(self) -> int:
+        """First row whose logits are wanted; `end`: none are."""
+        return min(self.end, max(self.begin, len(self.rows.tokens) - self.rows.wanted))
+
+
+def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[_Piece]]:
+    """Cut rows into passes of `limit` at most."""
+    pieces: list[_Piece] = []
+    room = limit
+    for rows in batch:
+        begin = 0
+        while begin < len(rows.tokens):
+            end = min(len(rows.tokens), begin + room)
+            pieces.append(_Piece(rows, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield pieces
+                pieces, room = [], limit
+    if pieces:
+        yield pieces
+
+
+def load_target(
+    target: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_tokens: int = 0,
+    page_size: int = 16,
+    context_length: int = 0,
+    max_sessions: int = 32,
+    exact: str = "auto",
+    packed: bool = True,
+    straight: bool = True,
+) -> Target:
+    """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
+
+    With `kv_tokens` 0 the KV cache takes what memory allows, but no more than `max_sessions` of full length fill. On a
+    CPU the linear layers get a second, packed copy of their weights where that is better and memory allows it, unless
+    `packed` is false.
+
+    With `exact` "auto", a row on a CPU keeps its bits whatever shares its step: in passes of all rows if a check finds
+    that this processor's kernels allow it, else in tiles. On other devices "auto" is "off", since tiles would read all
+    weights once for 16 rows.
+
+    With `dtype` "auto" it is the type that `load_automatically` finds.
+
+    Raises:
+        NotFound: no such model, or the hub cannot be reached.
+        ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
+    """
+    source = find_target(target)
+    if dtype == AUTO:
+        return load_automatically(
+            lambda chosen: load_target(
+                target,
+                device=device,
+                dtype=chosen,
+                kv_tokens=kv_tokens,
+                page_size=page_size,
+                context_length=context_length,
+                max_sessions=max_sessions,
+                exact=exact,
+                packed=packed,
+                straight=straight,
+            ),
+            source,
+            device=device,
+            exact=exact,
+        )
+    stages.info("reading weights as %s", dtype)
+    tokenizer = tokenizer_json(source, target)
+    model = load_model(source, target, device=device, dtype=dtype)
+    stages.info("checking the architecture")
+    check_architecture(model)
+    if device == "cpu":
+        replace_conv1d(model)
+        check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
+    shortened = straight_pass(model) if straight and device == "cpu" else None
+    products = model if shortened is None else shortened.linears
+    stages.info("packing weights")
+    packing = pack_linears(products, exact=exact != "off") if packed else None  # before the KV cache counts memory
+    loaded = Target(
+        model,
+        tokenizer,
+        kv_tokens=kv_tokens,
+        page_size=page_size,
+        context_length=context_length,
+        max_sessions=max_sessions,
+        packing=packing,
+        straight=shortened,
+    )
+    stages.info("trying whether rows keep their bits")
+    loaded.passes = _passes(loaded, exact)
+    difference = loaded.check()
+    log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
+    if packed and loaded.device.type == "cpu":
+        log.info("linear layers of %s: %s", target, packing)
+    log.info("a row of %s keeps %s", target, loaded.passes.guarantee.value)
+    return loaded
+
+
+def _passes(target: Target, exact: str) -> Passes:
+    """Return the first passes by which rows keep their bits, the cheapest first."""
+    if exact == "off" or (exact == "auto" and target.device.type != "cpu"):
+        return FREE
+    least = target.packing.row_multiple
+    # In 16-bit types torch's attention packs keys by the work of each thread, so by what else is in the call.
+    together = TOGETHER if target.dtype == torch.float32 or torch.get_num_threads() == 1 else ()
+    whole = (*together, *ROUNDED) if exact == "auto" and least else ()
+    rounded = [passes for passes in whole if passes.multiple >= least]
+    for target.passes in (*rounded, TILES):
+        if target.keeps_bits():
+            return target.passes
+    log.warning("rows do not keep their bits on %s, not even in tiles; texts keep their distribution", target.device)
+    return FREE
+
+
+def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
+    """Load transformers' model of a folder or hub name, with the rules and errors of `load_target`."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+        )
+    except OSError as error:
+        raise NotFound(
+            f"cannot load {target!r}: {_first_line(error)}; give a folder, a hub name that this machine can reach, "
+            f"or one of {', '.join(embedded_targets())}",
+            field="target",
+        ) from error
+    except SafetensorError as error:
+        message = f"the weights of {target!r} are damaged or cut off ({_first_line(error)}); fetch or copy them again"
+        raise ModelRefused(message, field="target") from error
+    except ValueError as error:
+        raise ModelRefused(f"{target!r}: {_first_line(error)}", field="target") from error
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
+        raise ModelRefused(f"cannot move {target!r} to {device}: {_first_line(error)}", field="device") from error
+
+
+def tokenizer_json(source: str, target: str) -> str:
+    """Return the text of the fast tokenizer's file; where a repository has none, transformers converts another."""
+    if (file := tokenizer_file(source)) is not None:
+        return file.read_text(encoding="utf-8")
+    try:
+        tokenizer = load_tokenizer(source)
+    except (OSError, ValueError) as error:
+        message = f"cannot load the tokenizer of {target!r}; is its tokenizer.json there? {_first_line(error)}"
+        raise NotFound(message, field="target") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
+    return str(json.dumps(json.loads(backend.to_str())))
+
+
+def _eos_tokens(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def register() -> None:
+    """Make the attention function known to transformers; done once on import."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(attention.NAME, attention.paged_attention)
+
+
+register()

@@ -1,0 +1,253 @@
+"""Texts that a target writes alone, many at once, by the rules of a session and the shared noise.
+
+Every edge gets these texts from a verifier of this target, whatever it drafts. Training learns from them, and
+comparisons of drafters run on them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.kv_cache import SessionCache
+from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.steering_vectors import fold, tapped_layers
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.types import Open, Sampling
+
+AT_ONCE = 64  # texts
+MAX_PROMPT_ROWS = 1024  # rows of new prompts in a step
+LOGITS_BYTES = 1 << 30  # for the logits of texts in progress, where they are kept
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A text to write after the token ids `prompt` [p]; the seed of `sampling` is that of the shared noise."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    id: str = ""
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextVectors:
+    """The steering vectors of one text: `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
+
+    first: int
+    rows: np.ndarray
+
+    def at(self, position: int) -> np.ndarray | None:
+        """Return the vector [rank] of `position`; None: it has none."""
+        index = position - self.first
+        return self.rows[index] if 0 <= index < len(self.rows) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenText:
+    """A prompt and the target's text after it.
+
+    Attributes:
+        transcript: [p + n] prompt and text.
+        limit: number of tokens that the text could have; an EOS token ends it earlier.
+        vectors: steering vectors of the positions that the target has processed, by projection.
+        logits: [n, vocab] float32, the target's for each token; None: not kept.
+    """
+
+    request: TextRequest
+    transcript: tuple[int, ...]
+    limit: int
+    vectors: Mapping[str, TextVectors] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens, p."""
+        return len(self.request.prompt)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """[n] the text alone."""
+        return self.transcript[self.prompt_length :]
+
+    def __len__(self) -> int:
+        """Return n, the number of tokens of text."""
+        return len(self.transcript) - self.prompt_length
+
+
+@dataclass(slots=True, eq=False)
+class _Sheet:
+    """A text in progress: the verifier's half of a session whose edge sends no drafts."""
+
+    request: TextRequest
+    session: VerifierSession
+    vectors: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    cache: SessionCache = field(init=False)  # from when it is admitted
+
+    @property
+    def room(self) -> int:
+        """Positions that it may come to need."""
+        return self.session.prompt_length + self.session.sampling.max_tokens
+
+    def text(self, logits: torch.Tensor | None = None) -> WrittenText:
+        session = self.session
+        processed = len(session.transcript) - 1  # never the last token
+        stacked = {name: np.stack(rows) for name, rows in self.vectors.items()}
+        return WrittenText(
+            self.request,
+            tuple(session.transcript),
+            session.sampling.max_tokens,
+            {name: TextVectors(processed - len(rows), rows) for name, rows in stacked.items()},
+            logits,
+        )
+
+
+class TextWriter:
+    """A decoder of prompts with the target alone, many at once.
+
+    Args:
+        target: the model that writes; tapped from now on, if there is a projection.
+        projections: projections whose steering vectors are wanted, by id; None: none.
+        max_age: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
+        at_once: number of texts that are written at the same time.
+        eos_tokens: tokens that end a text; None: the target's own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        projections: Mapping[str, Projection] | None = None,
+        *,
+        max_age: int = 0,
+        at_once: int = AT_ONCE,
+        eos_tokens: Set[int] | None = None,
+    ) -> None:
+        projections = projections or {}
+        self._target = target
+        self._at_once = at_once
+        self._sampler = Sampler(target.device)
+        if projections:
+            target.tap(tapped_layers(projections))
+        self._projections = fold(projections, target.device)
+        self._wanted_of_prompt = max_age + 1 if projections else 1
+        self._rules = VerifierRules(
+            name="writer",
+            model="target",
+            tokenizer_sha256=target.tokenizer_sha256,
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
+            eos_tokens=target.eos_tokens if eos_tokens is None else frozenset(eos_tokens),
+        )
+
+    def write(self, requests: Sequence[TextRequest]) -> list[WrittenText]:
+        """Return the requested texts, in their order.
+
+        Raises:
+            ConfigError: a prompt is empty or too long; it is named.
+        """
+        sheets = [self._sheet(request) for request in requests]
+        for _ in self._steps(sheets, self._at_once):
+            pass
+        return [sheet.text() for sheet in sheets]
+
+    def stream(self, requests: Iterable[TextRequest]) -> Iterator[WrittenText]:
+        """Yield each text as soon as it is written, with the target's logits of every token.
+
+        Raises:
+            ConfigError: a prompt is empty or too long; raised before anything is written.
+        """
+        sheets = [self._sheet(request) for request in requests]
+        longest = max((sheet.request.sampling.max_tokens for sheet in sheets), default=1)
+        at_once = min(self._at_once, max(1, LOGITS_BYTES // (4 * longest * self._target.vocab_size)))
+        kept: dict[_Sheet, list[torch.Tensor]] = {}
+        for step, logits in self._steps(sheets, at_once):
+            for sheet, row in zip(step, logits, strict=True):
+                kept.setdefault(sheet, []).append(row.clone())  # a view would keep the whole step
+            for sheet in step:
+                if sheet.session.finish is not None:
+                    yield sheet.text(torch.stack(kept.pop(sheet)))
+
+    def _steps(self, sheets: Sequence[_Sheet], at_once: int) -> Iterator[tuple[list[_Sheet], torch.Tensor]]:
+        """Yield, until all are finished, the sheets of each step and the logits [sheets, vocab] of their tokens."""
+        waiting, writing = deque(sheets), list[_Sheet]()
+        while waiting or writing:
+            writing += self._admit(waiting, writing, at_once - len(writing))
+            logits = self._step(writing)
+            for sheet in writing:
+                if sheet.session.finish is not None:
+                    self._target.pool.release(sheet.cache)
+            yield writing, logits
+            writing = [sheet for sheet in writing if sheet.session.finish is None]
+
+    def _sheet(self, request: TextRequest) -> _Sheet:
+        rules = self._rules
+        try:
+            frame = Open(rules.model, rules.tokenizer_sha256, request.prompt, request.sampling, "text", drafting=False)
+            return _Sheet(request, VerifierSession(frame, rules, 0.0))
+        except OutriderError as error:
+            where = f"prompt {request.id!r} of {request.domain!r}"
+            raise ConfigError(f"{where} {error.message}", field="prompts") from error
+
+    def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
+        """Return the texts that begin with the next step: those with a place, KV pages, and room for their prompts.
+
+        The KV pages of a prompt that another text has read are shared, once it has been read.
+        """
+        pool, admitted, rows = self._target.pool, list[_Sheet](), 0
+        readers = {sheet.request.prompt: sheet for sheet in writing} if waiting and places else {}
+        while waiting and len(admitted) < places and pool.pages_for(waiting[0].room) <= pool.free_pages:
+            # Steering vectors need the hidden states of every prompt.
+            reader = None if self._projections else readers.get(waiting[0].request.prompt)
+            rows += waiting[0].session.prompt_length if reader is None else 1
+            if admitted and (rows > MAX_PROMPT_ROWS or reader in admitted):
+                break
+            sheet = waiting.popleft()
+            if reader is None:
+                sheet.cache = pool.open()
+                readers[sheet.request.prompt] = sheet
+            else:
+                sheet.cache = pool.fork(reader.cache, sheet.session.prompt_length - 1)
+            pool.resize(sheet.cache, sheet.room)
+            admitted.append(sheet)
+        return admitted
+
+    def _step(self, sheets: Sequence[_Sheet]) -> torch.Tensor:
+        """Give each sheet its next token; return the logits [sheets, vocab] of these."""
+        unread = [tuple(sheet.session.transcript[sheet.cache.length :]) for sheet in sheets]
+        batch = [
+            SessionRows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
+            for sheet, tokens in zip(sheets, unread, strict=True)
+        ]
+        logits = self._target.forward(batch)
+        ends = list(itertools.accumulate(rows.wanted for rows in batch))
+        self._take_vectors(sheets, ends)
+        inputs = [
+            VerificationInput(
+                sheet.session.sampling,
+                sheet.session.transcript,
+                sheet.session.prompt_length,
+                (),
+                eos_tokens=sheet.session.eos_tokens,
+            )
+            for sheet in sheets
+        ]
+        logits = logits[[end - 1 for end in ends]]
+        for sheet, sampled in zip(sheets, self._sampler.sample(logits, inputs), strict=True):
+            sheet.session.on_verified(Verified((), sampled.tokens), 0.0)
+        return logits
+
+    def _take_vectors(self, sheets: Sequence[_Sheet], ends: Sequence[int]) -> None:
+        """Keep the steering vectors of all rows of the newest logits; those of sheets[i] end before ends[i]."""
+        for name, project in self._projections.items():
+            vectors = project(self._target.tapped(project.layers, range(ends[-1])))
+            for sheet, first, end in zip(sheets, (0, *ends), ends, strict=False):
+                sheet.vectors.setdefault(name, []).extend(vectors[first:end])

@@ -1,0 +1,258 @@
+"""Our own backend: a model of transformers on the paged KV cache, default and oracle of all others."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts, VerificationBranch
+from outrider.cloud.target.branch_cache import BranchCache
+from outrider.cloud.target.distribution import VerificationInput, are_numbers
+from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.target.prompt_scores import split_scored, wanted_rows
+from outrider.cloud.target.sampling import Sampled, Sampler
+from outrider.cloud.target.target import SessionRows, Target
+from outrider.proto.session.acceptance import num_agreeing
+from outrider.proto.types import PromptToken, token_ids
+
+log = logging.getLogger(__name__)
+
+
+class TransformersBackend:
+    """The port (`Backend`) of a `Target` in this process."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._sampler = Sampler(target.device)
+        self._tapped_layers: tuple[int, ...] = ()
+
+    @cached_property
+    def facts(self) -> TargetFacts:
+        """Facts of the target."""
+        target, config = self.target, self.target.model.config.get_text_config()
+        return TargetFacts(
+            tokenizer_json=target.tokenizer_json,
+            tokenizer_sha256=target.tokenizer_sha256,
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
+            eos_tokens=target.eos_tokens,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            device=target.device,
+            guarantee=target.passes.guarantee,
+            precision=target.precision,
+            scores_prompts=True,
+            verifies_branches=True,
+        )
+
+    @property
+    def capacity(self) -> Capacity:
+        """Present state of the KV cache."""
+        pool = self.target.pool
+        return Capacity(pool.page_size, pool.page_count, pool.free_pages)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Have later steps tap what enters `layers`; ModelRefused: the target has no such layers."""
+        self.target.tap(layers)
+        self._tapped_layers = tuple(layers)
+
+    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:
+        """Open a sequence on the pages of `isolation` that hold the beginning of `tokens`, but for the last of them."""
+        return self.target.pool.open(tokens[:-1], isolation)
+
+    def reserve(self, handle: Handle, tokens: int) -> None:
+        """Let a sequence hold pages for `tokens` positions, side by side where so many are free."""
+        self.target.pool.resize(_own(handle), tokens)
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        """Forget the positions from `length` on."""
+        _own(handle).truncate(length)
+
+    def fork(self, handle: Handle) -> SessionCache:
+        """Return a sequence that shares the full pages of another."""
+        return self.target.pool.fork(_own(handle), handle.length)
+
+    def release(self, handle: Handle) -> None:
+        """Give a sequence's pages back, whose text stays cached until their room is needed."""
+        self.target.pool.release(_own(handle))
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        """Compute all rows and branches in one pass and sample by the coupled rule."""
+        lengths = [row.handle.length for row in rows]
+        try:
+            return self._step(rows, lengths)
+        except Exception as error:
+            for row, length in zip(rows, lengths, strict=True):
+                if isinstance(error, FloatingPointError):
+                    self.target.pool.distrust(_own(row.handle))  # what led to such logits may be in the KV cache
+                self.truncate(row.handle, min(length, row.handle.length))  # a cache that was emptied stays so
+            raise
+
+    def _step(self, rows: Sequence[StepRow], lengths: Sequence[int]) -> StepOutput:
+        pool = self.target.pool
+        for row in rows:
+            pool.begin_write(_own(row.handle), _longest(row))  # before pages are lent, and slots read for branches
+        with pool.lend(sum(_branch_pages(pool, row) for row in rows)) as pages:
+            branches = [branch for number, row in enumerate(rows) for branch in self._branches(number, row, pages)]
+            logits = self.target.forward([*map(_session_rows, rows), *(branch.rows for branch in branches)])
+            if not are_numbers(logits):
+                raise FloatingPointError("the target's logits are not numbers")
+            forwarded = time.monotonic()
+            scores: list[tuple[PromptToken, ...]] = []
+            places: Sequence[int] = range(len(logits))
+            if any(row.scored for row in rows):
+                scores, logits, places = split_scored(rows, logits)
+            inputs = [row.verification for row in rows if row.verification is not None]
+            inputs += [branch.verification for branch in branches]
+            paths = paths_of(rows, branches, self._sampler.sample(logits, inputs) if inputs else [])
+            for row, length in zip(rows, lengths, strict=True):
+                pool.register(_own(row.handle), length + len(row.tokens))
+            for path in paths:
+                if path.branch is not None:
+                    path.branch.cache.replace_end(pool, _own(rows[path.row].handle))
+        sampled: list[Sampled | None] = [None] * len(rows)
+        for path in paths:
+            sampled[path.row] = path.sampled
+        followed = {path.row: path.branch.number for path in paths if path.branch is not None}
+        taps = self._taps(rows, paths, places)
+        return StepOutput(sampled, taps, forwarded, _logits_of(logits, paths), scores, followed)
+
+    def close(self) -> None:
+        """Do nothing: what it holds ends with this process."""
+
+    def _branches(self, number: int, row: StepRow, pages: list[int]) -> Iterator[_Branch]:
+        """Lay a row's branches on lent `pages`, those that find room there and, should they be followed, in its own."""
+        pool, cache = self.target.pool, _own(row.handle)
+        for i, branch in enumerate(row.branches):
+            base = cache.length + len(row.tokens) + branch.index
+            laid = None
+            if base + len(branch.drafts) <= cache.capacity:
+                laid = BranchCache.beside(pool, cache, base, len(branch.drafts), pages)
+            if laid is not None:
+                yield _Branch(number, i, branch, laid)
+
+    def _taps(self, rows: Sequence[StepRow], paths: Sequence[_Path], places: Sequence[int]) -> torch.Tensor | None:
+        """Return the tapped states; `places` are those of the verified rows among all that had logits."""
+        tapped = [path for path in paths if rows[path.row].tapped]
+        if not tapped:
+            return None
+        wanted = [places[row] for row in newest_rows(tapped)]
+        try:
+            return self.target.tapped(self._tapped_layers, wanted)
+        except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
+            log.warning("nothing is tapped in this step: %s", str(error).split("\n")[0])
+            return None
+
+
+def _own(handle: Handle) -> SessionCache:
+    assert isinstance(handle, SessionCache)  # noqa: S101 - a backend gets its own handles
+    return handle
+
+
+def _session_rows(row: StepRow) -> SessionRows:
+    cache, verification = _own(row.handle), row.verification
+    drafts = () if verification is None else token_ids(verification.block)
+    return SessionRows(cache, (*row.tokens, *drafts), wanted_rows(row))
+
+
+def _longest(row: StepRow) -> int:
+    """Return how many positions a row may write to."""
+    drafts = [len(row.path(branch)) for branch in (None, *range(len(row.branches)))]
+    return min(len(row.tokens) + max(drafts), _own(row.handle).capacity - row.handle.length)
+
+
+def _branch_pages(pool: PagedKVCache, row: StepRow) -> int:
+    """Return how many pages the branches of a row take."""
+    start = row.handle.length + len(row.tokens)
+    bases = [start + branch.index for branch in row.branches]
+    return sum(
+        pool.pages_for(base + len(branch.drafts)) - base // pool.page_size
+        for base, branch in zip(bases, row.branches, strict=True)
+    )
+
+
+class _Branch(NamedTuple):
+    """Branch `number` of row `row` of a step, laid on pages."""
+
+    row: int
+    number: int
+    branch: VerificationBranch
+    cache: BranchCache
+
+    @property
+    def verification(self) -> VerificationInput:
+        """Facts by which its rows are sampled."""
+        return self.branch.verification
+
+    @property
+    def rows(self) -> SessionRows:
+        """Its rows of a pass."""
+        return SessionRows(self.cache, token_ids(self.branch.drafts), len(self.branch.drafts))
+
+
+class _Path(NamedTuple):
+    """Drafts of a row, in its block or along a branch, and what the target says of them.
+
+    Attributes:
+        row: number of the row.
+        sampled: the target's tokens.
+        logits: [k + 1] rows of logits that these come from.
+        newest: row of logits of the newest position that is valid after the step.
+        branch: the branch; None: the block was followed.
+    """
+
+    row: int
+    sampled: Sampled
+    logits: list[int]
+    newest: int
+    branch: _Branch | None
+
+
+def paths_of(rows: Sequence[StepRow], branches: Sequence[_Branch], sampled: Sequence[Sampled]) -> list[_Path]:
+    """Return the path of each row that verifies, in order; `sampled` has the blocks' results, then the branches'."""
+    verifying = [(number, row.verification) for number, row in enumerate(rows) if row.verification is not None]
+    counts = [each.rows for _, each in verifying] + [branch.verification.rows for branch in branches]
+    firsts = list(itertools.accumulate(counts, initial=0))
+    beside = {
+        (branch.row, branch.branch.index, branch.branch.first.id): place
+        for place, branch in enumerate(branches, start=len(verifying))
+    }
+    paths = []
+    for place, (number, verification) in enumerate(verifying):
+        result, first = sampled[place], firsts[place]
+        agreed = num_agreeing(verification.block, token_ids(result.tokens))
+        there = beside.get((number, agreed, result.tokens[agreed].id))
+        if there is None:
+            of_block = list(range(first, first + verification.rows))
+            paths.append(_Path(number, result, of_block, first + agreed, None))
+            continue
+        branch, further = branches[there - len(verifying)], sampled[there]
+        tokens = (*result.tokens[: agreed + 1], *further.tokens)
+        of_path = [*range(first, first + agreed + 1), *range(firsts[there], firsts[there + 1])]
+        newest = firsts[there] + num_agreeing(branch.verification.block, token_ids(further.tokens))
+        paths.append(_Path(number, Sampled(tokens, result.reward), of_path, newest, branch))
+    return paths
+
+
+def newest_rows(paths: Sequence[_Path]) -> list[int]:
+    """Return [n] each session's row, among the step's logits, of the newest position that is valid after the step.
+
+    A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
+    drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
+    """
+    return [path.newest for path in paths]
+
+
+def _logits_of(logits: torch.Tensor, paths: Sequence[_Path]) -> torch.Tensor:
+    """Return the rows of the paths, of all that a step has; without a copy where every block was followed."""
+    rows = [row for path in paths for row in path.logits]
+    if rows == list(range(len(rows))):
+        return logits[: len(rows)]
+    return logits[torch.tensor(rows, device=logits.device)]
