@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from outrider.edge.attempts import Attempts
+from outrider.edge.link.attempts import Attempts
 from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.session import (
     CatchUpJob,

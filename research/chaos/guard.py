@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from outrider.edge.silence import ANSWER_WITHIN_S
+from outrider.edge.link.silence import ANSWER_WITHIN_S
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules
 from outrider.proto.session.silence import SilenceWatch, Silent

@@ -31,7 +31,7 @@ from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import MANIFEST, DrafterPackage, find_package, load_package, read_manifest
 from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Completion, EdgeConfig
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.errors import ConfigError, Unavailable
 from research.learning.live_record import DecodedTexts, LearningDemo, OfferedVersion, ServingWindow
 from research.learning.stream import StreamPlan, StreamWriter

@@ -118,7 +118,7 @@ def _close(states: Mapping[str, tuple[float, DraftState]]) -> None:
 
 
 def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
-    """Return [n] min(1, p / q), an estimate of 1 - TV (`policies.selection`); NaN: nothing proposed."""
+    """Return [n] min(1, p / q), an estimate of 1 - TV (`outrider.edge.selection`); NaN: nothing proposed."""
     likely = chances([max(0, draft.id) for draft in forced])
     q = [draft.confidence for draft in forced]
     return (min(1.0, p / own) if own > 0 else math.nan for p, own in zip(likely, q, strict=True))

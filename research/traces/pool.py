@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import grouped
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.edge.policies.selection import selector_named
+from outrider.edge.selection import selector_named
 from outrider.proto.errors import ConfigError
 from research.metrics import Bootstrap, Interval
 from research.recording import Recording

@@ -13,7 +13,7 @@ from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, link_name, links_of
 from outrider.bench.settings import check_once
 from outrider.deploy.arguments import Given
-from outrider.edge.policies.selection import selector_named
+from outrider.edge.selection import selector_named
 from outrider.proto.errors import ConfigError
 from research.outputs import check_plot_folder, hand_out, progress
 from research.recording import Recording, load_recording

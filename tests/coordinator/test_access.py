@@ -13,8 +13,8 @@ import pytest
 
 from outrider.coordinator.admission import MAX_LEASED_OF_KEY, Caller, CallerAdmission
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.edge.control import CoordinatorClient, file_fetcher
-from outrider.edge.security import Security
+from outrider.edge.link.control import CoordinatorClient, file_fetcher
+from outrider.edge.link.security import Security
 from outrider.proto import codec
 from outrider.proto.address import is_local_peer
 from outrider.proto.errors import ConfigError, PermissionDenied, ResourceExhausted, Unauthenticated

@@ -24,10 +24,10 @@ from outrider.coordinator.fleet import (
 )
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import PromptClass, TextFeatures
-from outrider.edge.routes import CoordinatorRoute
-from outrider.edge.security import Security
+from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.routes import CoordinatorRoute
+from outrider.edge.link.security import Security
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, NotFound, Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256

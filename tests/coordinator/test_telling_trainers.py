@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.edge.control import CoordinatorClient
-from outrider.edge.security import Security
+from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.security import Security
 from outrider.proto.errors import Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.salts import key_salt

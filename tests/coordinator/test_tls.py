@@ -18,10 +18,10 @@ from outrider.coordinator.cluster import StaticCluster, VerifierInfo, VerifierSt
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.testing import TOKENIZER_JSON, ScriptedCluster, ready, write_package
 from outrider.deploy.certs import Issued, issue
-from outrider.edge.control import CoordinatorClient, file_fetcher
-from outrider.edge.link import Channels, lease_metadata
-from outrider.edge.routes import CoordinatorRoute
-from outrider.edge.security import Security
+from outrider.edge.link.control import CoordinatorClient, file_fetcher
+from outrider.edge.link.link import Channels, lease_metadata
+from outrider.edge.link.routes import CoordinatorRoute
+from outrider.edge.link.security import Security
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.tls import ClientTls, ServerTls, bind

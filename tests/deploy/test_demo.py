@@ -14,7 +14,7 @@ from outrider.deploy.commands.conditions import Cable, ConditionSettings
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.demo import ComparedTexts
 from outrider.edge import Completion
-from outrider.edge.preparation import Ready
+from outrider.edge.pool.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, FinishReason
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.deploy.cli import main, parse
 from outrider.drafters import embedded_packages
 from outrider.edge.config import EdgeConfig
-from outrider.edge.policies.selection import SELECTORS
+from outrider.edge.selection import SELECTORS
 
 
 def test_one_drafter_alone_is_what_it_always_was():

@@ -17,7 +17,7 @@ from outrider.deploy.daemon import _learning
 from outrider.deploy.here_trainer import HereTrainer
 from outrider.deploy.learn_here import LearningHere
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.own_learning import OwnLearning, OwnText
+from outrider.edge.pool.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 

@@ -22,7 +22,7 @@ from outrider.drafters.search import DrafterSearch, on_trial_here
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Outcome, speed
 from outrider.edge.doctor.agreement import Visit
-from outrider.edge.preparation import Preparation, Ready
+from outrider.edge.pool.preparation import Preparation, Ready
 from outrider.edge.testing import GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
     GREEDY,

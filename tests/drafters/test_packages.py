@@ -14,7 +14,7 @@ import pytest
 
 from outrider.drafters import DrafterCache, embedded_packages, find_package, load_package
 from outrider.drafters.packages import FOR_ANY_SUBJECT, SteeringShape
-from outrider.edge.preparation import _any_subject_first
+from outrider.edge.pool.preparation import _any_subject_first
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import shipped_tokenizer, tokenizer_hash

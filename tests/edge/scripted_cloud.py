@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link import Connection
+from outrider.edge.link.link import Connection
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.session.acceptance import accept_drafts
@@ -103,7 +103,7 @@ class ScriptedStream:
 
 
 class ScriptedChannels:
-    """Streams to such a verifier, in place of `outrider.edge.link.Channels`.
+    """Streams to such a verifier, in place of `outrider.edge.link.link.Channels`.
 
     Attributes:
         script: tokens of a text, which go on beyond its end.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
-from outrider.edge.drafter_states import DrafterStates
+from outrider.edge.pool.drafter_states import DrafterStates
 from outrider.proto.types import CommittedToken
 
 

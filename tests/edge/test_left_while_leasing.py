@@ -11,7 +11,7 @@ from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client
-from outrider.edge.routes import Route
+from outrider.edge.link.routes import Route
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.policy.suspicion import SilenceRules
 from outrider.proto.types import CommittedToken, Lease, Open, Opened

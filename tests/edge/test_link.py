@@ -13,7 +13,7 @@ import pytest
 from command_processes import free_port
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link import Channels, Connection, Stream
+from outrider.edge.link.link import Channels, Connection, Stream
 from outrider.proto import codec
 from outrider.proto.channel import CONNECTION_WINDOW_BYTES, REPORT_METHOD
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable

@@ -16,7 +16,7 @@ from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import DrafterSearch
 from outrider.edge import Client
-from outrider.edge.pending import FoundDrafters, PendingDrafter
+from outrider.edge.pool.pending import FoundDrafters, PendingDrafter
 from outrider.proto.errors import DataLoss, NotFound, TokenizerMismatch
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CloudFrame, CommittedToken, Open, Sampling

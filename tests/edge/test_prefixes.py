@@ -8,9 +8,9 @@ import random
 import pytest
 
 from outrider.edge.features import TextFeatures
+from outrider.edge.link.routes import CoordinatorRoute
+from outrider.edge.link.security import Security
 from outrider.edge.prefixes import PREFIX_LENGTHS, prefix_key, text_prefixes
-from outrider.edge.routes import CoordinatorRoute
-from outrider.edge.security import Security
 from outrider.proto.types import MAX_PREFIXES, MAX_TOKEN_ID, Lease, LeaseRequest
 
 KEY = prefix_key("secret", "tiny", "ab" * 32)

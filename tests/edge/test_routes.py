@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 
 
 @pytest.mark.parametrize(

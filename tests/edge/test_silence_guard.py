@@ -11,7 +11,7 @@ from scripted_cloud import ScriptedChannels, ScriptedStream
 
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import Unavailable
 from outrider.proto.policy.suspicion import ReopenBudget, SilenceRules
 from outrider.proto.tokenizer import tokenizer_hash

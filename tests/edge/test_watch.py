@@ -12,9 +12,10 @@ import pytest
 
 from outrider.drafters import NgramDrafter
 from outrider.drafters.pool import DrafterPool
-from outrider.edge import EdgeConfig, prepared
-from outrider.edge.preparation import Preparation, Ready
-from outrider.edge.prepared import Prepared
+from outrider.edge import EdgeConfig
+from outrider.edge.pool import prepared
+from outrider.edge.pool.preparation import Preparation, Ready
+from outrider.edge.pool.prepared import Prepared
 from outrider.proto.errors import Unavailable
 from outrider.proto.types import DrafterManifest
 

@@ -21,7 +21,7 @@ from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 
 TOKENIZER = tokenizer_file(target_folder("reference"))
 

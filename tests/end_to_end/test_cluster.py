@@ -11,7 +11,7 @@ import pytest
 from outrider.cloud.config import VerifierConfig
 from outrider.deploy.cluster import LocalCluster, local_cluster
 from outrider.edge import Client, EdgeConfig, Sampling
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 
 pytestmark = pytest.mark.ray
 

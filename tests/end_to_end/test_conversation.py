@@ -20,7 +20,7 @@ from outrider.cloud.serving.server import VerifierServer
 from outrider.drafters import NgramDrafter
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
 from outrider.edge.decoding import Observer
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.edge.testing import FailingDrafter
 from outrider.proto import codec
 from outrider.proto.errors import (

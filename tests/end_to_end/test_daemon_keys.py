@@ -16,7 +16,7 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig, Tenant
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.session import EdgeSession

@@ -18,7 +18,7 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 
 SECRET = b"a secret of the fleet"
 TEXTS = 100

@@ -19,7 +19,7 @@ from questions import Question, questions
 
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.link.process import LinkProcess
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.errors import OutriderError
 
 pytestmark = pytest.mark.soak

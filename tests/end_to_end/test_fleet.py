@@ -16,7 +16,7 @@ from outrider.deploy.cli import main, parse
 from outrider.deploy.cluster import local_cluster
 from outrider.deploy.fleet import scale
 from outrider.edge import Client, EdgeConfig, Sampling
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.types import ClusterStatus, VerifierStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]

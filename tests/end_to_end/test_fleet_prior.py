@@ -14,8 +14,8 @@ from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto import codec
 from outrider.proto.types import DrafterHits, Patience
 

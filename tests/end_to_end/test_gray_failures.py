@@ -23,7 +23,7 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, EdgeConfig, Tokens
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 

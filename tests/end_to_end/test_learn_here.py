@@ -23,7 +23,7 @@ from outrider.drafters.packages import LearnedFrom, load_package
 from outrider.drafters.tensor_file import write_tensors
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import SessionReport
 

@@ -18,7 +18,7 @@ from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.cluster import embedded_drafters
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.testing import write_keys

@@ -15,7 +15,7 @@ from outrider.deploy.cluster import local_cluster
 from outrider.drafters import find_package
 from outrider.drafters.packages import MANIFEST, load_package
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.types import Sampling, VersionStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]

@@ -12,7 +12,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.types import Lease
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import outrider.edge.routes
+import outrider.edge.link.routes
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
@@ -68,7 +68,7 @@ async def complete(client: Client, text: tuple[int, ...], seed: int = 0) -> Comp
 @pytest.mark.parametrize("recognised", [True, False])
 def test_a_text_that_begins_alike_finds_what_is_cached(recognised, second, folder, tmp_path, monkeypatch) -> None:
     if not recognised:
-        monkeypatch.setattr(outrider.edge.routes, "text_prefixes", lambda *_: ())
+        monkeypatch.setattr(outrider.edge.link.routes, "text_prefixes", lambda *_: ())
 
     async def main() -> None:
         system, question = prompt(1, 100), prompt(2, 20)

@@ -18,7 +18,7 @@ from outrider.cloud.target.target import load_model
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.tokenizer import tokenizer_hash
 
 MODEL = "reference"

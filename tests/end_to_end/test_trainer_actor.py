@@ -101,7 +101,7 @@ def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(t
     from outrider.cloud.config import VerifierConfig
     from outrider.deploy.cluster import local_cluster
     from outrider.edge import Client, EdgeConfig
-    from outrider.edge.control import CoordinatorClient
+    from outrider.edge.link.control import CoordinatorClient
 
     settings = TrainerSettings(
         folder=tmp_path / "learned", rank=2, positions=96, texts=2, cpu_share=1.0, min_keys=1, publish_every=1

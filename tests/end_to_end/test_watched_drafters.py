@@ -20,10 +20,11 @@ from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.packages import LearnedFrom
 from outrider.drafters.pool import DrafterPool
-from outrider.edge import Client, Completion, EdgeConfig, preparation
-from outrider.edge.control import CoordinatorClient
+from outrider.edge import Client, Completion, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
+from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.pool import preparation
 from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
 
 SECRET = b"a secret of the two of them"

@@ -24,8 +24,8 @@ from outrider.edge.daemon.messages import COUNT_TOKENS, MESSAGES
 from outrider.edge.daemon.responses import RESPONSES
 from outrider.edge.daemon.server import Daemon, HttpProtocol, _Http
 from outrider.edge.event_stream import Event, Finished, Tokens
-from outrider.edge.preparation import Ready
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
+from outrider.edge.pool.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash

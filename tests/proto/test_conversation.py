@@ -11,7 +11,7 @@ from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.policies.selection import FixedShare, Leader
+from outrider.edge.selection import FixedShare, Leader
 from outrider.proto import codec
 from outrider.proto.errors import (
     InvalidArgument,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from checked_simulation import open_frame
 
-from outrider.edge.policies.selection import FixedShare, Leader
+from outrider.edge.selection import FixedShare, Leader
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.selection import StaticSelector

@@ -12,7 +12,7 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.policies.selection import FixedShare, Hedge, Leader, MetaSdUcb
+from outrider.edge.selection import FixedShare, Hedge, Leader, MetaSdUcb
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import find_trace
-from outrider.edge.policies.selection import default_selector
+from outrider.edge.selection import default_selector
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.selection import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
+from outrider.edge.selection import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.policy.window import DraftPrice

@@ -15,7 +15,7 @@ from rich.console import Console
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
+from outrider.edge.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 from research.commands import main

@@ -16,7 +16,7 @@ from outrider.deploy.commands.operating import DrainSettings, StatusSettings
 from outrider.deploy.credentials import security
 from outrider.deploy.status import as_json, tables
 from outrider.edge.config import EdgeConfig
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.address import address_of_server
 from outrider.proto.errors import Unavailable
 from outrider.proto.types import ClusterStatus

@@ -15,7 +15,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls, ServerTls
 
 if TYPE_CHECKING:
-    from outrider.edge.security import Security
+    from outrider.edge.link.security import Security
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def serving_tls(given: Given) -> ServerTls | None:
 
 def security(given: Given) -> Security:
     """Return the credentials of a client of the coordinator."""
-    from outrider.edge.security import Security
+    from outrider.edge.link.security import Security
 
     fields = given.fields(EdgeConfig)
     tls = ClientTls.from_options(*(fields[f"tls_{name}"] for name in ("ca", "cert", "key", "server_name")))

@@ -26,7 +26,7 @@ from outrider.deploy.show import LiveText
 from outrider.deploy.targets import with_target
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.edge.chat.rendering import TemplateProcess
-from outrider.edge.control import CoordinatorClient
+from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.types import VerifierStatus
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl"

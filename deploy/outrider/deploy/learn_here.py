@@ -21,7 +21,7 @@ from outrider.cloud.learning.own_text import record_of_text
 from outrider.deploy.child import Child
 from outrider.deploy.termination import temporary_folder
 from outrider.drafters.packages import DrafterPackage
-from outrider.edge.own_learning import OwnLearning, OwnText
+from outrider.edge.pool.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.salts import salted

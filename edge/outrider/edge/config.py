@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.edge.security import Security
+from outrider.edge.link.security import Security
 from outrider.proto.address import address_of_server, without_http
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.files import DEFAULT_CACHE
@@ -30,7 +30,7 @@ DRAFTING, CONNECTION, SHARING = "drafting", "connection", "sharing"
 
 # Modules with numpy are imported where a value is checked, so that declaring an option costs nothing.
 def _check_selector(name: str) -> None:
-    from outrider.edge.policies.selection import selector_named
+    from outrider.edge.selection import selector_named
 
     selector_named(name)
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol, Self, cast
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.decoding import Decoding, Observer
 from outrider.edge.event_stream import Completion, Event, Finished, Tokens, collect, stream_events, within
-from outrider.edge.prediction import Prediction
-from outrider.edge.preparation import Ready
+from outrider.edge.pool.prediction import Prediction
+from outrider.edge.pool.preparation import Ready
+from outrider.edge.pool.text_drafters import TextDrafters
 from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.text import TextStream
-from outrider.edge.text_drafters import TextDrafters
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Open, Sampling

@@ -14,12 +14,12 @@ from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.attempts import Attempts
-from outrider.edge.drafter_states import DrafterStates
-from outrider.edge.link import Channels, Stream, lease_metadata
-from outrider.edge.routes import Route
-from outrider.edge.silence import SilenceGuard
-from outrider.edge.text_drafters import TextDrafters, name_of
+from outrider.edge.link.attempts import Attempts
+from outrider.edge.link.link import Channels, Stream, lease_metadata
+from outrider.edge.link.routes import Route
+from outrider.edge.link.silence import SilenceGuard
+from outrider.edge.pool.drafter_states import DrafterStates
+from outrider.edge.pool.text_drafters import TextDrafters, name_of
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.branches import RUNNERS_UP

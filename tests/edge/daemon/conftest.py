@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 from outrider.edge.event_stream import Event, Finished, Tokens
-from outrider.edge.preparation import Ready
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
+from outrider.edge.pool.preparation import Ready
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.tokenizer import tokenizer_hash

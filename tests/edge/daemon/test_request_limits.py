@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from outrider.edge import prediction
 from outrider.edge.daemon.checking import checked
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.grammars import MAX_WORDS
@@ -25,7 +24,8 @@ from outrider.edge.daemon.schema import (
 )
 from outrider.edge.daemon.server import MAX_HEADER_BYTES
 from outrider.edge.daemon.tool_schema import MAX_TOOLS
-from outrider.edge.prediction import indexed_prediction
+from outrider.edge.pool import prediction
+from outrider.edge.pool.prediction import indexed_prediction
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 from outrider.proto.types.sampling import MAX_GRAMMAR_BYTES, MAX_STOP_TOKENS

@@ -15,7 +15,7 @@ from outrider.edge.doctor import Finding, Outcome, agreement, connection, speed
 from outrider.edge.doctor.agreement import Visit
 from outrider.edge.doctor.connection import Endpoint
 from outrider.edge.doctor.finding import failed_by, remedy_of
-from outrider.edge.security import Security
+from outrider.edge.link.security import Security
 from outrider.proto import errors
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.tls import ClientTls

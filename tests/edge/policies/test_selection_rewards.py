@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.edge.policies.selection import block_divergence, expected_tokens
+from outrider.edge.selection import block_divergence, expected_tokens
 from outrider.proto.noise import gumbel
 from outrider.proto.policy.selection import RoundOutcome, SelectionView
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.edge.policies.selection import (
+from outrider.edge.selection import (
     SELECTORS,
     FixedShare,
     Hedge,

@@ -25,7 +25,7 @@ from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.server import VerifierServer
 from outrider.edge import Client, Conversation, EdgeConfig, Tokens
 from outrider.edge.decoding import Observer
-from outrider.edge.routes import DirectRoute
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 from outrider.proto.session import Disconnected, EdgeSession, step_tree
 from outrider.proto.session.both_ends import BothEnds

@@ -13,7 +13,7 @@ from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.client import Client
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.tools import NO_TOOLS, ToolSupport
-from outrider.edge.preparation import Ready
+from outrider.edge.pool.preparation import Ready
 from outrider.edge.tool_calls.formats import AUTO
 from outrider.proto.address import split_address
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable

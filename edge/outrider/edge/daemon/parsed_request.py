@@ -12,7 +12,7 @@ from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request
 from outrider.edge.daemon.tools import ToolSupport, ToolUse, tool_use
 from outrider.edge.event_stream import Event, Tokens
-from outrider.edge.prediction import indexed_prediction
+from outrider.edge.pool.prediction import indexed_prediction
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.types import FinishReason, Sampling
 

@@ -20,7 +20,7 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.edge.doctor.finding import Finding, failed, failed_by, ok, skipped, warning
-from outrider.edge.security import Security
+from outrider.edge.link.security import Security
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import OutriderError

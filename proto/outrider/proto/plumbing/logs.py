@@ -83,7 +83,7 @@ class StandardError(logging.StreamHandler[TextIO]):
 
 
 class TextLines(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z WARNING outrider.edge.link: message session=… verifier=… error=…`.
+    """`2026-01-31T12:00:00.123Z WARNING outrider.edge.link.link: message session=… verifier=… error=…`.
 
     Control characters in a message are escaped, so that nobody can forge a line; a traceback follows, indented.
     """

@@ -2,7 +2,7 @@
 
 A selector chooses at the beginning of a round (`choose`), says which idle drafters should catch up (`score`), and
 learns from each round's outcome (`learn`). The objective is committed tokens a second, E[N]/E[T] (renewal reward), with
-each drafter's speed, its switch and the link in T. `outrider.edge.policies.selection` has selectors that learn.
+each drafter's speed, its switch and the link in T. `outrider.edge.selection` has selectors that learn.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.kept_answers import KeptAnswers
+from outrider.edge.pool.kept_answers import KeptAnswers
 from outrider.proto.errors import ConfigError, OutriderError
 
 _PROBED_BYTES = 8192  # a file with a NUL among its first bytes is no text

@@ -20,12 +20,12 @@ from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import RETRIEVAL, DrafterSearch, own_member
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.config import EdgeConfig, edge_of_this_process
-from outrider.edge.control import CoordinatorClient, file_fetcher
-from outrider.edge.kept_answers import KeptAnswers
-from outrider.edge.local_texts import LocalFiles, LocalTexts
-from outrider.edge.pending import FoundDrafters, PendingDrafter
+from outrider.edge.link.control import CoordinatorClient, file_fetcher
+from outrider.edge.link.routes import CoordinatorRoute, DirectRoute, Route
+from outrider.edge.pool.kept_answers import KeptAnswers
+from outrider.edge.pool.local_texts import LocalFiles, LocalTexts
+from outrider.edge.pool.pending import FoundDrafters, PendingDrafter
 from outrider.edge.prompts import FIELD, PromptEncoder, checked, encode
-from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
     ConfigError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from outrider.edge.control import CoordinatorClient
-from outrider.edge.preparation import Ready
+from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.pool.preparation import Ready
 from outrider.proto.drafter_format import ON_TRIAL, published_name
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import VersionStatus

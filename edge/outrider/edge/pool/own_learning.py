@@ -12,8 +12,8 @@ from typing import Protocol
 
 from outrider.drafters.packages import DrafterPackage, load_package
 from outrider.edge.features import TOKENS_LOOKED_AT, prompt_class
-from outrider.edge.preparation import Ready
-from outrider.edge.prepared import Prepared
+from outrider.edge.pool.preparation import Ready
+from outrider.edge.pool.prepared import Prepared
 from outrider.proto.session import EdgeSession
 from outrider.proto.types import Sampling
 

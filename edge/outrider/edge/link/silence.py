@@ -12,8 +12,8 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from outrider.edge.link import Channels, Stream
-from outrider.edge.routes import Route
+from outrider.edge.link.link import Channels, Stream
+from outrider.edge.link.routes import Route
 from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget

@@ -10,8 +10,8 @@ from dataclasses import replace
 from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.pool import DrafterPool
 from outrider.edge.config import EdgeConfig
-from outrider.edge.link import Channels
-from outrider.edge.preparation import Preparation, Ready
+from outrider.edge.link.link import Channels
+from outrider.edge.pool.preparation import Preparation, Ready
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import DrafterSteering
 from outrider.proto.types import DrafterManifest, Open, Sampling, SteeringRequest

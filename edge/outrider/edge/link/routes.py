@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import TextFeatures
+from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.security import Security
 from outrider.edge.prefixes import prefix_key, text_prefixes
-from outrider.edge.security import Security
 from outrider.edge.warm_start import FleetPrior
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import Lease, LeaseRequest, SessionReport

@@ -13,10 +13,10 @@ from outrider.drafters.search import RETRIEVAL
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
-from outrider.edge.policies.selection import default_selector, selector_named
-from outrider.edge.preparation import Ready
+from outrider.edge.pool.preparation import Ready
+from outrider.edge.pool.text_drafters import TextDrafters
 from outrider.edge.request import Tenant
-from outrider.edge.text_drafters import TextDrafters
+from outrider.edge.selection import default_selector, selector_named
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.drafter_format import published_name
 from outrider.proto.policy.selection import Selector, StaticSelector

@@ -9,7 +9,7 @@ import numpy as np
 
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
-from outrider.edge.text_drafters import name_of
+from outrider.edge.pool.text_drafters import name_of
 from outrider.proto.session import CatchUpJob, CaughtUp, Drafted, DrafterName, DraftJob, TeacherForced
 from outrider.proto.types import MAX_TOKEN_ID, DraftToken
 

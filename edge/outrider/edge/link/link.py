@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from outrider.edge.security import Security
+from outrider.edge.link.security import Security
 from outrider.proto import codec
 from outrider.proto.channel import (
     CONNECTION_WINDOW_BYTES,

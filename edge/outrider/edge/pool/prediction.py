@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.preparation import Ready
+from outrider.edge.pool.preparation import Ready
 from outrider.edge.prompts import checked
 from outrider.proto.errors import InvalidArgument
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from outrider.edge.security import Security
+from outrider.edge.link.security import Security
 from outrider.edge.warm_start import FleetPriors
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS

@@ -1,0 +1,1 @@
+"""The way to a verifier: addresses, leases, connections, and when to give one up."""
