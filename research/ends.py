@@ -21,7 +21,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.types import Goal
 from research.outputs import progress
 from research.recording import load_recording
-from research.replay.optimum import colocated
+from research.replay.lengths import colocated
 from research.replays import Replays
 from research.settings import EndsSettings
 

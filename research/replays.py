@@ -11,7 +11,7 @@ from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import latencies, pooled, work_per_token
 from outrider.proto.types import Goal
 from research.metrics import bytes_per_token
-from research.replay.optimum import best_length, colocated
+from research.replay.lengths import best_length, colocated
 from research.replay.traced import Policy, ReplayOutcome, replay
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from outrider.deploy.link.shape import LinkShape
 from research.capacity.record import HeldSessions, StepModel
 from research.replay.crowd import LENGTHS, Load, load_of
-from research.replay.optimum import colocated
+from research.replay.lengths import colocated
 from research.replay.traced import Policy
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs

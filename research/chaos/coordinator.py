@@ -48,11 +48,6 @@ class Coordinator:
         """Sessions that count for the key."""
         return sum(self._admission.running().values())
 
-    @property
-    def num_granted(self) -> int:
-        """Leases that the view keeps."""
-        return len(self._view.granted)
-
     def restart(self, down_s: float) -> None:
         """Forget everything, and answer nobody for true `down_s`."""
         self.is_up = False

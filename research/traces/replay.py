@@ -17,7 +17,7 @@ from outrider.edge.selection import selector_named
 from outrider.proto.errors import ConfigError
 from research.outputs import check_plot_folder, hand_out, progress
 from research.recording import Recording, load_recording
-from research.replay.optimum import synchronous
+from research.replay.lengths import synchronous
 from research.replay.traced import Policy
 from research.settings import ReplaySettings
 from research.traces.plots import draw_pool, draw_sweep

@@ -19,7 +19,7 @@ from outrider.proto.policy.window import DraftPrice
 from outrider.proto.types import Goal
 from research.metrics import bytes_per_token
 from research.recording import Recording
-from research.replay.optimum import synchronous, tokens_per_second
+from research.replay.lengths import synchronous, tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay
 
 WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, as in `outrider bench`

@@ -15,7 +15,6 @@ from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target import automatic_dtype
 from outrider.cloud.target.automatic_dtype import configured_dtype, load_automatically, multiplies_in_bfloat16
 from outrider.cloud.target.passes import TILES
-from outrider.cloud.target.precision import dtype_name, dtype_of, precision_of
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.testing import save_tiny_target
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
@@ -145,12 +144,3 @@ def test_a_type_of_ones_own_is_taken_as_it_is(folder, processor, monkeypatch):
         assert load_backend(config).facts.precision == dtype
     with pytest.raises(ConfigError, match="dtype"):
         replace(config, dtype="float64")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"device": "cuda"}, {"engine": "vllm", "quantization": "fp8"}, {"engine": "vllm", "kv_dtype": "float16"}],
-)
-def test_the_type_can_be_read_off_a_precision(dtype, settings):
-    assert dtype_of(precision_of(dtype, **settings)) == dtype_name(dtype)

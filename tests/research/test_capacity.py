@@ -18,7 +18,7 @@ from research.capacity.search import Bounds, Search, most_sessions, sizes_to
 from research.commands import main
 from research.recording import CostSheet, DrafterCosts, TargetCosts
 from research.replay.crowd import Load, load_of
-from research.replay.optimum import colocated
+from research.replay.lengths import colocated
 from research.replay.traced import Policy
 from research.replay.traces import HitTrace, save_traces
 from research.simulator.clock import Costs

@@ -13,7 +13,7 @@ from outrider.proto.policy.both_ends import division_of
 from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
 from outrider.proto.session.local import DraftingHere, LocalDrafts
 from outrider.proto.types import Open, Sampling
-from research.replay.optimum import tokens_per_second
+from research.replay.lengths import tokens_per_second
 from research.replay.traced import Policy, replay
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs, VirtualClock

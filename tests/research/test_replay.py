@@ -20,9 +20,8 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
-from research.replay.optimum import (
+from research.replay.lengths import (
     LENGTHS,
-    best_in_hindsight,
     best_length,
     synchronous,
     tokens_per_second,
@@ -432,15 +431,6 @@ def test_the_best_synchronous_length_is_the_best_of_all() -> None:
     length, best = best_length(synchronous, traces, at(LINK), Costs())
     rates = {n: tokens_per_second(replay(traces, at(LINK), Costs(), synchronous(n))) for n in LENGTHS}
     assert best.tokens_per_second == max(rates.values()) == rates[length]
-
-
-@pytest.mark.parametrize(("share", "rtt_ms"), [(0.2, 5), (0.8, 120)])
-def test_nothing_beats_the_best_in_hindsight(share, rtt_ms) -> None:
-    traces, shape = random_traces(2, 40, share), LinkShape.of(rtt_ms=rtt_ms, up_mbit=2)
-    best = best_in_hindsight(traces, at(shape), Costs())
-    assert best.outcomes == replay(traces, at(shape), Costs(), best.policy)
-    for policy in (Policy(), CLOUD, *map(synchronous, LENGTHS)):
-        assert best.tokens_per_second >= tokens_per_second(replay(traces, at(shape), Costs(), policy))
 
 
 def test_no_texts_have_no_speed() -> None:

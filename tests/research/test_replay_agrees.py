@@ -18,7 +18,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig, Sampling
 from research.measured import costs_of, traces_of
-from research.replay.optimum import tokens_per_second
+from research.replay.lengths import tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs

@@ -17,7 +17,7 @@ from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selecto
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.allowance import Allowance
-from research.replay.optimum import synchronous
+from research.replay.lengths import synchronous
 from research.replay.texts import PoolText, joined, texts_of
 from research.replay.traced import Policy
 from research.replay.traces import HitTrace

@@ -30,7 +30,7 @@ from research.recording import (
     load_costs,
     load_recording,
 )
-from research.replay.optimum import synchronous, tokens_per_second
+from research.replay.lengths import synchronous, tokens_per_second
 from research.replay.record import HitRecorder
 from research.replay.traced import Policy
 from research.replay.traced import replay as replay_texts

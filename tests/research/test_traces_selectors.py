@@ -21,7 +21,7 @@ from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticS
 from research.commands import main
 from research.outputs import LINE_S, progress
 from research.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
-from research.replay.optimum import synchronous
+from research.replay.lengths import synchronous
 from research.replay.texts import texts_of
 from research.replay.traced import Policy, replay
 from research.replay.traces import HitTrace, save_traces

@@ -6,17 +6,10 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.config import DTYPES
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a type as options have it, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(precision: str) -> str:
-    """Return the type, one of `DTYPES`, in which a target of this precision computes; the first that it names."""
-    return next(word for word in precision.replace(",", "").split() if word in DTYPES)
 
 
 def precision_of(
