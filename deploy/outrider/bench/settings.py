@@ -66,10 +66,10 @@ class BenchSettings(Settings):
         choices=MODES,
     )
     sync_length: tuple[int, ...] = listed(
-        (4, 8), "draft tokens per round, each measured by itself", check=between(1, 255)
+        (2, 4, 8), "draft tokens per round, each measured by itself", check=between(1, 255)
     )
     colocated_length: tuple[int, ...] = listed(
-        (4, 8),
+        (2, 4, 8),
         "drafts before each step of a drafter beside the target, each measured by itself",
         check=between(1, 255),
     )
