@@ -111,7 +111,7 @@ def _one_torch_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _no_progress() -> None:
     """Have commands of this process say nothing about what they wait for, however slow the machine is."""
-    from outrider.deploy import progress
+    from outrider.deploy.process import progress
 
     progress.SILENT_S = 3600.0
 

@@ -41,7 +41,7 @@ class Cluster:
         from outrider.cloud.serving.server import VerifierServer
         from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
         from outrider.coordinator.server import CoordinatorServer
-        from outrider.deploy.cluster import embedded_drafters
+        from outrider.deploy.local.cluster import embedded_drafters
         from outrider.edge import Client, EdgeConfig
         from outrider.edge.daemon import DaemonConfig
         from outrider.edge.daemon.server import Daemon

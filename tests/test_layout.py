@@ -67,7 +67,7 @@ ROOMS = {
 # What runs a command; the settings, the tables and the machines that they share are other modules.
 COMMANDS = {
     *("deploy.certs", "deploy.control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
-    *("deploy.fleet", "deploy.models", "deploy.servers", "deploy.submit", "deploy.training"),
+    *("deploy.models", "deploy.submit", "deploy.training"),
     *("research.capacity", "research.costs", "research.ends", "research.engine", "research.learning"),
     "research.traces",
 }

@@ -17,7 +17,7 @@ from outrider.cloud.models.family_index import find_target
 from outrider.cloud.target.precision import dtype_name
 from outrider.cloud.target.target import load_model, load_target
 from outrider.deploy.arguments import Given
-from outrider.deploy.progress import stage
+from outrider.deploy.process.progress import stage
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Guarantee, Sampling
 from research.engine.engine_steps import learning_cost, planning_s

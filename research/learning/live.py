@@ -26,7 +26,7 @@ from outrider.cloud.training.corpus import domain_name
 from outrider.deploy.arguments import Given
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.termination import temporary_folder
+from outrider.deploy.process.termination import temporary_folder
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import MANIFEST, DrafterPackage, find_package, load_package, read_manifest
 from outrider.drafters.protocol import Drafter

@@ -25,7 +25,7 @@ from outrider.cloud.target.target import SessionRows, Target, load_target
 from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
-from outrider.deploy.progress import waiting
+from outrider.deploy.process.progress import waiting
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, steering_of

@@ -21,7 +21,7 @@ from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster
 from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256
-from outrider.deploy.cluster import _start_local_ray
+from outrider.deploy.local.cluster import _start_local_ray
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 from outrider.proto.types import LeaseRequest, TrainerStatus
 

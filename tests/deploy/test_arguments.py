@@ -16,7 +16,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.deploy.arguments import Argument
 from outrider.deploy.cli import COMMANDS, main, parse
-from outrider.deploy.servers import coordinator_config
+from outrider.deploy.local.servers import coordinator_config
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls, ServerTls
 from outrider.proto.settings import REQUIRED

@@ -55,7 +55,7 @@ def test_the_demo_paces_what_is_too_quick_unless_told_otherwise() -> None:
 def test_edges_see_each_verifier_behind_a_link_of_its_own(monkeypatch) -> None:
     pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     from outrider.coordinator import ray_cluster
-    from outrider.deploy.far_fleet import FarFleet
+    from outrider.deploy.local.far_fleet import FarFleet
 
     async def scenario(own: str) -> None:
         async def refresh(_: Any) -> tuple[VerifierInfo, ...]:

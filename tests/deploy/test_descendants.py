@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.deploy import descendants as module
-from outrider.deploy.descendants import descendants, kill, until_gone
+from outrider.deploy.process import descendants as module
+from outrider.deploy.process.descendants import descendants, kill, until_gone
 
 
 def named_sleep(tmp_path: Path, name: str) -> str:

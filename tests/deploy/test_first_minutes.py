@@ -16,10 +16,11 @@ from contextlib import nullcontext
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.deploy import progress, targets
+from outrider.deploy import targets
 from outrider.deploy.cli import main, parse
-from outrider.deploy.next_steps import next_steps
-from outrider.deploy.ports import check_port
+from outrider.deploy.local.next_steps import next_steps
+from outrider.deploy.process import progress
+from outrider.deploy.process.ports import check_port
 from outrider.deploy.targets import with_target
 from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.plumbing.logs import STAGES, JsonLines, StandardError
@@ -50,7 +51,7 @@ def test_a_taken_port_is_refused_before_anything_starts(command, option, taken, 
     secret = tmp_path / "secret"
     secret.write_text("s" * 64)
     more = ["--lease-secret-file", str(secret), "--ray-address", ""] if command == "coordinator" else []
-    monkeypatch.setattr("outrider.deploy.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr("outrider.deploy.local.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
     monkeypatch.setattr("outrider.cloud.target.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
     if option != "listen":
         more += ["--listen", "127.0.0.1:0"]
@@ -78,7 +79,7 @@ def test_an_address_of_another_machine_is_refused(address) -> None:
 
 @pytest.mark.parametrize("command", ["run", "up", "demo", "verifier"])
 def test_an_unknown_target_is_refused_before_anything_loads(command, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("outrider.deploy.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr("outrider.deploy.local.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
     monkeypatch.setattr("outrider.cloud.target.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
     assert main([command, "--target", "nosuch", *(["text"] if command == "run" else [])]) == 1
     line = capfd.readouterr().err
@@ -222,7 +223,7 @@ def test_what_a_machine_lacks_is_one_line(error, words, monkeypatch, capfd) -> N
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr("outrider.deploy.servers.up", fail)
+    monkeypatch.setattr("outrider.deploy.local.servers.up", fail)
     assert main(["up"]) == 1
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -235,7 +236,7 @@ def test_a_defect_keeps_its_traceback(error, monkeypatch) -> None:
     def fail(_: object) -> int:
         raise error
 
-    monkeypatch.setattr("outrider.deploy.servers.up", fail)
+    monkeypatch.setattr("outrider.deploy.local.servers.up", fail)
     with pytest.raises(type(error)):
         main(["up"])
 

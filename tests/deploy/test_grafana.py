@@ -320,7 +320,7 @@ async def _decode_and_scrape(tokenizer_file, cache: Path) -> list[str]:
     from outrider.cloud.serving.server import VerifierServer
     from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
     from outrider.coordinator.server import CoordinatorServer
-    from outrider.deploy.cluster import embedded_drafters
+    from outrider.deploy.local.cluster import embedded_drafters
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.metrics import EdgeMetrics
 

@@ -123,7 +123,7 @@ def test_a_handler_of_rays_that_is_quicker_than_the_watch_is_no_end_of_its_own()
     program = (
         "import signal, sys, time\n"
         "import outrider.deploy.link.command as command\n"
-        "from outrider.deploy.end_watch import EndWatch\n"
+        "from outrider.deploy.process.end_watch import EndWatch\n"
         "seen = EndWatch._seen\n"
         "EndWatch._seen = lambda watch, number: (time.sleep(0.1), seen(watch, number))  # the thread is late\n"
         "def link(given):\n"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from outrider.cloud.learning.record import LessonRecord
-from outrider.deploy import learn_here
 from outrider.deploy.cli import parse
 from outrider.deploy.daemon import _learning
-from outrider.deploy.here_trainer import HereTrainer
-from outrider.deploy.learn_here import LearningHere
+from outrider.deploy.local import learn_here
+from outrider.deploy.local.here_trainer import HereTrainer
+from outrider.deploy.local.learn_here import LearningHere
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.pool.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.deploy.termination import StopAtStep
+from outrider.deploy.process.termination import StopAtStep
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from outrider.deploy import servers
 from outrider.deploy.cli import parse
-from outrider.deploy.cluster import LocalCluster
+from outrider.deploy.local import servers
+from outrider.deploy.local.cluster import LocalCluster
 
 
 @pytest.mark.parametrize(

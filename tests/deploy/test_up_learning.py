@@ -17,9 +17,10 @@ from outrider.cloud.learning import actor
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.catalogue import Catalogue
-from outrider.deploy import cluster, servers, targets
+from outrider.deploy import targets
 from outrider.deploy.cli import main, parse
-from outrider.deploy.cluster import LocalCluster, catalogue_folders
+from outrider.deploy.local import cluster, servers
+from outrider.deploy.local.cluster import LocalCluster, catalogue_folders
 from outrider.drafters import find_package
 from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 

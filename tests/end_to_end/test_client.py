@@ -205,7 +205,7 @@ def test_a_missing_drafter_names_those_that_there_are() -> None:
 
 
 def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
-    from outrider.deploy.cluster import embedded_drafters
+    from outrider.deploy.local.cluster import embedded_drafters
 
     broken = tmp_path / "broken"
     shutil.copytree(embedded_drafters() / "general", broken)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.deploy.cluster import LocalCluster, local_cluster
+from outrider.deploy.local.cluster import LocalCluster, local_cluster
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.edge.link.control import CoordinatorClient
 

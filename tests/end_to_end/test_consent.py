@@ -22,8 +22,8 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy import fleet
 from outrider.deploy.cli import main
+from outrider.deploy.local import fleet
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Key, secret_sha256

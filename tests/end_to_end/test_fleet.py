@@ -13,8 +13,8 @@ import pytest
 
 from outrider.cloud.config import VerifierConfig
 from outrider.deploy.cli import main, parse
-from outrider.deploy.cluster import local_cluster
-from outrider.deploy.fleet import scale
+from outrider.deploy.local.cluster import local_cluster
+from outrider.deploy.local.fleet import scale
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.types import ClusterStatus, VerifierStatus

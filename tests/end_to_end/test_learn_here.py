@@ -15,8 +15,8 @@ import pytest
 from drafting_versions import DraftingVersions
 from poisoned import HEAD, without_numbers
 
-from outrider.deploy import learn_here
-from outrider.deploy.learn_here import LearningHere
+from outrider.deploy.local import learn_here
+from outrider.deploy.local.learn_here import LearningHere
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.packages import LearnedFrom, load_package

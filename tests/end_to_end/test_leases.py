@@ -16,7 +16,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy.cluster import embedded_drafters
+from outrider.deploy.local.cluster import embedded_drafters
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control import CoordinatorClient
 from outrider.proto.errors import PromptTooLong

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
-from outrider.deploy.cluster import local_cluster
+from outrider.deploy.local.cluster import local_cluster
 from outrider.drafters import find_package
 from outrider.drafters.packages import MANIFEST, load_package
 from outrider.edge import Client, EdgeConfig

@@ -47,7 +47,7 @@ def a_text(seed: int, key: str = "key", length: int = 48) -> bytes:
 def cluster() -> Iterator[None]:
     import ray
 
-    from outrider.deploy.cluster import _start_local_ray
+    from outrider.deploy.local.cluster import _start_local_ray
 
     _start_local_ray()
     yield
@@ -99,7 +99,7 @@ def test_a_trainer_in_ray_learns_dies_and_goes_on_from_its_checkpoint(cluster, t
 
 def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(tmp_path: Path, prompts) -> None:
     from outrider.cloud.config import VerifierConfig
-    from outrider.deploy.cluster import local_cluster
+    from outrider.deploy.local.cluster import local_cluster
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.link.control import CoordinatorClient
 

@@ -14,7 +14,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy.cluster import embedded_drafters
+from outrider.deploy.local.cluster import embedded_drafters
 from outrider.edge.testing.tiny_drafter import greedy_by_hand
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]

@@ -22,7 +22,12 @@ from typing import Any
 MODULES = (
     *("outrider.cloud.serving.server", "outrider.cloud.target.transformers_backend"),
     "transformers.models.llama.modeling_llama",
-    *("outrider.coordinator.server", "outrider.deploy.cli", "outrider.deploy.servers", "outrider.deploy.commands.edge"),
+    *(
+        "outrider.coordinator.server",
+        "outrider.deploy.cli",
+        "outrider.deploy.local.servers",
+        "outrider.deploy.commands.edge",
+    ),
     *("outrider.deploy.commands.operating", "outrider.deploy.commands.serving", "outrider.deploy.daemon"),
     *("outrider.deploy.link.command", "outrider.edge.client", "outrider.edge.daemon.server", "outrider.drafters.ngram"),
 )

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
-from outrider.deploy.end_watch import WATCH
-from outrider.deploy.progress import say, waiting
-from outrider.deploy.termination import has_terminal, on_signals
+from outrider.deploy.process.end_watch import WATCH
+from outrider.deploy.process.progress import say, waiting
+from outrider.deploy.process.termination import has_terminal, on_signals
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.extras import lacking
 
 if TYPE_CHECKING:
-    from outrider.deploy.learn_here import LearningHere
+    from outrider.deploy.local.learn_here import LearningHere
     from outrider.edge.daemon.server import Daemon
 
 
@@ -84,7 +84,7 @@ def _learning(given: Given, client: Client) -> LearningHere | None:
     asked = given(LearnHereSettings)
     if not asked.learn_here:
         return None
-    from outrider.deploy.learn_here import LearningHere, check_packages
+    from outrider.deploy.local.learn_here import LearningHere, check_packages
 
     check_packages()
     return LearningHere(

@@ -13,10 +13,10 @@ from rich.console import Console
 from outrider.deploy.arguments import Given, read_stdin
 from outrider.deploy.commands.edge import GrammarSettings, MarkSettings, PromptSettings, StopSettings
 from outrider.deploy.credentials import api_key
-from outrider.deploy.progress import waiting
+from outrider.deploy.process.progress import waiting
+from outrider.deploy.process.termination import temporary_folder
 from outrider.deploy.prompts import Prompt, read_prompts
 from outrider.deploy.show import LiveText, marks_of
-from outrider.deploy.termination import temporary_folder
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 

@@ -16,11 +16,11 @@ from rich.table import Table
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import embedded_targets
 from outrider.deploy.arguments import Given
-from outrider.deploy.cluster import local_cluster
 from outrider.deploy.commands.conditions import Cable, ConditionSettings
 from outrider.deploy.commands.decoding import BuiltInPrompts, DemoSettings
 from outrider.deploy.commands.edge import StopSettings
-from outrider.deploy.progress import waiting
+from outrider.deploy.local.cluster import local_cluster
+from outrider.deploy.process.progress import waiting
 from outrider.deploy.prompts import Prompt, choose_prompts, held_out, read_prompts
 from outrider.deploy.show import LiveText
 from outrider.deploy.targets import with_target

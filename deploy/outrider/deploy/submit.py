@@ -23,7 +23,7 @@ from ray.job_submission import JobSubmissionClient
 import outrider
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import SubmitSettings
-from outrider.deploy.termination import temporary_folder
+from outrider.deploy.process.termination import temporary_folder
 from outrider.proto.errors import ConfigError, Unavailable
 
 WRITING = ("output", "report", "json", "plot")  # options of commands that name what they write

@@ -17,8 +17,8 @@ from outrider.cloud.training.settings import (
 )
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ExportSettings, RateSettings
-from outrider.deploy.progress import waiting
-from outrider.deploy.termination import StopAtStep
+from outrider.deploy.process.progress import waiting
+from outrider.deploy.process.termination import StopAtStep
 from outrider.proto.errors import ConfigError
 
 HEAD_DIM = 32

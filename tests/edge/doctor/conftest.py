@@ -50,7 +50,7 @@ def cloud() -> Iterator[Cloud]:
     from outrider.cloud.serving.server import VerifierServer
     from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
     from outrider.coordinator.server import CoordinatorServer
-    from outrider.deploy.cluster import embedded_drafters
+    from outrider.deploy.local.cluster import embedded_drafters
 
     loop = LoopThread()
     verifier = VerifierServer(VerifierConfig(threads=1, name="a", max_sessions=PLACES))

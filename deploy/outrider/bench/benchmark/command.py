@@ -31,8 +31,8 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.commands.operating import LinkSettings
 from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.process.termination import temporary_folder
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
-from outrider.deploy.termination import temporary_folder
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Patience

@@ -15,8 +15,8 @@ from typing import Any
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.serving.step_timing import StepTiming
-from outrider.deploy.child import Child, answer_requests
-from outrider.deploy.progress import waiting
+from outrider.deploy.process.child import Child, answer_requests
+from outrider.deploy.process.progress import waiting
 
 
 class VerifierProcess(Child):

@@ -19,7 +19,7 @@ from outrider.deploy.chat.slash import WORDS, SlashCommands
 from outrider.deploy.chat.turns import ChatTurns
 from outrider.deploy.commands.edge import MarkSettings, StopSettings, TalkSettings
 from outrider.deploy.credentials import api_key
-from outrider.deploy.end_watch import WATCH
+from outrider.deploy.process.end_watch import WATCH
 from outrider.deploy.show import LiveText, marks_of
 from outrider.edge import Client, EdgeConfig, Event, Finished, Sampling
 from outrider.proto.errors import ConfigError, OutriderError

@@ -75,7 +75,7 @@ def found_target(*names: str) -> Part:
 
 
 UP = Command(
-    "outrider.deploy.servers:up",
+    "outrider.deploy.local.servers:up",
     (
         part(
             CoordinatorConfig,
@@ -92,9 +92,9 @@ UP = Command(
         part(TrainerSettings),
     ),
 )
-TRAINER = Command("outrider.deploy.servers:trainer", (part(TrainerSettings), part(TrainerActorSettings)))
+TRAINER = Command("outrider.deploy.local.servers:trainer", (part(TrainerSettings), part(TrainerActorSettings)))
 COORDINATOR = Command(
-    "outrider.deploy.servers:coordinator",
+    "outrider.deploy.local.servers:coordinator",
     (
         part(
             CoordinatorConfig,
@@ -109,7 +109,7 @@ COORDINATOR = Command(
     ),
 )
 VERIFIER = Command(
-    "outrider.deploy.servers:verifier",
+    "outrider.deploy.local.servers:verifier",
     (
         part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint"),
         part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),

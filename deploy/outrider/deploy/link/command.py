@@ -9,7 +9,7 @@ from outrider.deploy.link.recordings import trace_of
 from outrider.deploy.link.relay import run_on_time
 from outrider.deploy.link.shape import LinkShape, PacketFaults
 from outrider.deploy.link.traces import LinkTrace, find_trace, write_trace
-from outrider.deploy.termination import set_when_asked_to_end
+from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.proto.errors import ConfigError
 
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from outrider.deploy.child import Child, answer_requests
 from outrider.deploy.link.radio import Radio
 from outrider.deploy.link.relay import Counters, LinkRelay, run_on_time
 from outrider.deploy.link.shape import LinkShape, PacketFaults
 from outrider.deploy.link.traces import LinkTrace, TracePoint
 from outrider.deploy.link.tun import TunLink
 from outrider.deploy.loss import PacketLoss
+from outrider.deploy.process.child import Child, answer_requests
 from outrider.proto.errors import ConfigError
 
 

@@ -14,7 +14,6 @@ from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.models.family_index import find_target
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
-from outrider.deploy.cluster import catalogue_folders, embedded_drafters, local_cluster
 from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.serving import (
     ActorSettings,
@@ -24,12 +23,13 @@ from outrider.deploy.commands.serving import (
     UpSettings,
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
-from outrider.deploy.descendants import descendants, kill, until_gone
-from outrider.deploy.next_steps import next_steps
-from outrider.deploy.ports import check_port
-from outrider.deploy.progress import waiting
+from outrider.deploy.local.cluster import catalogue_folders, embedded_drafters, local_cluster
+from outrider.deploy.local.next_steps import next_steps
+from outrider.deploy.process.descendants import descendants, kill, until_gone
+from outrider.deploy.process.ports import check_port
+from outrider.deploy.process.progress import waiting
+from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.deploy.targets import with_target
-from outrider.deploy.termination import set_when_asked_to_end
 from outrider.drafters.packages import find_package
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError, Unavailable
@@ -224,7 +224,7 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
     """Start a detached actor in a running Ray cluster, and leave it there."""
     from outrider.cloud.serving.actor import start_verifier_actor
     from outrider.coordinator.ray_cluster import connect_ray
-    from outrider.deploy.cluster import wait_until_loaded
+    from outrider.deploy.local.cluster import wait_until_loaded
 
     connect_ray(settings.ray_address)
     actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
@@ -240,7 +240,7 @@ def trainer(given: Given) -> int:
     from outrider.cloud.learning.actor import start_trainer_actor
     from outrider.cloud.learning.learner import check_reads_tokens, drafters_folder, target_of
     from outrider.coordinator.ray_cluster import RayCluster, connect_ray
-    from outrider.deploy.cluster import wait_until_loaded
+    from outrider.deploy.local.cluster import wait_until_loaded
 
     settings, cluster = given(TrainerSettings), given(TrainerActorSettings)
     folder = drafters_folder(settings)

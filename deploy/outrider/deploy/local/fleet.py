@@ -14,8 +14,8 @@ import ray.exceptions
 from outrider.cloud.serving.actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
 from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 from outrider.deploy.arguments import Given
-from outrider.deploy.cluster import wait_until_loaded
 from outrider.deploy.commands.operating import ForgetSettings, ScaleSettings
+from outrider.deploy.local.cluster import wait_until_loaded
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
 ANSWER_TIMEOUT_S = 60.0

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.learning.own_text import record_of_text
-from outrider.deploy.child import Child
-from outrider.deploy.termination import temporary_folder
+from outrider.deploy.process.child import Child
+from outrider.deploy.process.termination import temporary_folder
 from outrider.drafters.packages import DrafterPackage
 from outrider.edge.pool.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
@@ -46,7 +46,7 @@ class _TrainerProcess(Child):
     """A trainer of one drafter, in a process of its own."""
 
     def __init__(self, begin: Mapping[str, Any]) -> None:
-        super().__init__("outrider.deploy.here_trainer", "the trainer of this edge")
+        super().__init__("outrider.deploy.local.here_trainer", "the trainer of this edge")
         self._begin = begin
         self.info: dict[str, Any] = {}
 

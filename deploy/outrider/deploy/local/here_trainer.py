@@ -16,7 +16,7 @@ from typing import Any
 
 from outrider.cloud.learning.actor import TrainerActor
 from outrider.cloud.learning.settings import OWN, TrainerSettings
-from outrider.deploy.child import answer_requests
+from outrider.deploy.process.child import answer_requests
 from outrider.proto.errors import ConfigError, InvalidArgument, Unavailable
 
 

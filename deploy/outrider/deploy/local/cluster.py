@@ -16,10 +16,10 @@ from typing import Any
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.deploy.commands.conditions import Cable
-from outrider.deploy.end_watch import WATCH
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.ports import check_port
-from outrider.deploy.progress import stage
+from outrider.deploy.process.end_watch import WATCH
+from outrider.deploy.process.ports import check_port
+from outrider.deploy.process.progress import stage
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 from outrider.proto.plumbing.cores import computing_cores
 
@@ -82,8 +82,8 @@ async def local_cluster(
     from outrider.coordinator.config import CoordinatorConfig
     from outrider.coordinator.ray_cluster import RayCluster
     from outrider.coordinator.server import CoordinatorServer
-    from outrider.deploy.far_fleet import FarFleet
     from outrider.deploy.link.process import LinkProcess
+    from outrider.deploy.local.far_fleet import FarFleet
 
     secret = secrets.token_bytes(SECRET_BYTES)
     asked = {"listen": "127.0.0.1:0", **(coordinator or {})}

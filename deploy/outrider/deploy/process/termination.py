@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from outrider.deploy.end_watch import WATCH, stays_ignored
+from outrider.deploy.process.end_watch import WATCH, stays_ignored
 
 if TYPE_CHECKING:
     import asyncio

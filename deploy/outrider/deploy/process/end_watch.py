@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from outrider.deploy.descendants import end_descendants
+from outrider.deploy.process.descendants import end_descendants
 
 GRACE_S = 0.6  # for an end in order
 NOTED_WITHIN_S = 0.2

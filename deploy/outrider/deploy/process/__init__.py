@@ -1,0 +1,1 @@
+"""Processes: their children, signals, ends, ports, and words while one waits."""
