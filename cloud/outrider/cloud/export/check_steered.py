@@ -60,7 +60,9 @@ class SteeredCheck:
             wanted = self.check.run(unsteered, text)
             found = self._run(session, text, torch.zeros(self._shape_of_biases(text)))
             if differing := [name for name in wanted if wanted[name].tobytes() != found[name].tobytes()]:
-                raise ExportMismatch(f"biases of zero change {', '.join(differing)} of the unsteered export")
+                raise ExportMismatch(
+                    f"with steering biases of zero, {', '.join(differing)} differ from the unsteered export's"
+                )
 
     def _compare_loud(self, session: onnxruntime.InferenceSession, texts: list[ChunkedText]) -> None:
         comparison = self.check.comparison()

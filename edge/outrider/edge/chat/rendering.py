@@ -117,5 +117,5 @@ class TemplateProcess:
 
 def _why(status: int | None) -> str:
     if status == -signal.SIGPROF:
-        return f"was stopped: it takes more than {CPU_S:g} s of the processor"
-    return f"was stopped: its process ended with status {status}"
+        return f"was stopped, since it took more than {CPU_S:g} s of the processor; use a simpler template"
+    return f"was stopped, since the process that renders it ended with status {status}"

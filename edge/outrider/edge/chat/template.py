@@ -89,7 +89,7 @@ class ChatTemplate:
             prompt = template.render(context)
             prompt.encode()  # half a surrogate pair fails here
         except SecurityError as error:
-            raise InvalidArgument(f"was stopped: {error}", field=FIELD) from error
+            raise InvalidArgument(f"does what templates may not: {error}", field=FIELD) from error
         except jinja2.TemplateError as error:
             raise InvalidArgument(f"refuses these messages: {error}", field=FIELD) from error
         except MemoryError as error:

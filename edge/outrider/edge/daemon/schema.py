@@ -24,7 +24,7 @@ _OLD = "is OpenAI's old form, which is not supported here; use {}"
 
 
 def unless(*trivial: Any, why: str = "is not supported here; leave it out") -> BeforeValidator:
-    """Return a validator that refuses a field unless it asks for nothing."""
+    """Return a validator of an unsupported field: it takes null and the `trivial` values, which change nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(type(value) is type(nothing) and value == nothing for nothing in trivial):

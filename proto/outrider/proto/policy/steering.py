@@ -42,7 +42,7 @@ class SteeringRate:
     every: int = 1
 
     def bytes_of(self, rank: int) -> float:
-        """Return their mean bytes in a commit."""
+        """Return the mean bytes that vectors of this rank add to a commit."""
         return (rank * self.precision.number_bytes + VECTOR_BYTES) / self.every if self.every else 0.0
 
 

@@ -51,7 +51,7 @@ class HitCounter:
         self._learn(drafter, start, hits, drafts)
 
     def _learn(self, drafter: int, start: int, hits: list[bool], drafts: Sequence[DraftToken]) -> None:
-        """Count which of a drafter's proposals from `start` on are the tokens there."""
+        """Count the hits of a drafter's proposals for positions from `start` on."""
         self._meter.compare(drafter, [draft.lead for draft in drafts], hits)
         self._selection.note(drafter, start, hits)
         counts = self._text.statistics.of(self._selection.names[drafter])

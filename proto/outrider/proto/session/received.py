@@ -109,7 +109,9 @@ class ReceivedDrafts:
         self._branches = {key: branch for key, branch in self._branches.items() if key[0] >= end}
         self._branches |= {(branch.start, branch.tokens[0]): branch for branch in branches if branch.start >= end}
         if len(self._branches) > MAX_BRANCHES:
-            raise ResourceExhausted(f"are more than {MAX_BRANCHES} of one chain", field="branches.starts")
+            raise ResourceExhausted(
+                f"hold more than {MAX_BRANCHES} branches beside one chain; send fewer", field="branches.starts"
+            )
 
     @property
     def end(self) -> int:

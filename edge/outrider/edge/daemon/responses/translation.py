@@ -163,7 +163,7 @@ class ResponsesTranslation(Translation):
 
 
 class _OpenMessage:
-    """The item of a text that goes on."""
+    """The output item to which the text that is being streamed is added."""
 
     def __init__(self, at: int) -> None:
         self._id = new_id("msg")
