@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -45,6 +46,8 @@ def edge_python(tmp_path_factory, root, request) -> Path:
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print(f"\n{wheel.name}: {size / 1e6:.1f} MB")
     assert size < MAX_WHEEL_BYTES
+    packages = {name.rpartition("/")[0] for name in ZipFile(wheel).namelist() if name.endswith(".py")}
+    assert {name.split("/")[0] for name in packages} == {"outrider"}, "what measures the project stays at home"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
