@@ -9,14 +9,13 @@ from typing import Any
 from outrider.bench.benchmark.record import BenchmarkRun
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import latencies, pooled, work_per_token
+from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.proto.types import Goal
 from research.metrics import bytes_per_token
 from research.replay.lengths import best_length, colocated
 from research.replay.traced import Policy, ReplayOutcome, replay
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
-
-WARM_UP_TOKENS = 24
 
 
 def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[ReplayOutcome], **fields: Any) -> BenchmarkRun:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.settings import LinkListSettings, listed
+from outrider.bench.settings import GOALS, LinkListSettings, listed
 from outrider.cloud.config import HERE, TARGET, VerifierConfig
 from outrider.cloud.learning.settings import TrainerSettings
 from outrider.deploy.arguments import Command, Part, part
@@ -20,7 +20,6 @@ from outrider.proto.types import Goal
 from research.step_shape import StepShape
 
 CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
-GOALS = ("latency", "efficiency")
 SELECTORS = "selectors (the recorded drafters are one pool then, and windows are left out)"
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 from research.replay.texts import PoolText
 from research.replay.traced import DrafterArm, Policy, ReplayOutcome, replay
 from research.simulator.clock import Costs
 from research.simulator.wire import ShapeAt
-from research.traces.sweep import WARM_UP_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

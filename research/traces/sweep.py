@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import grouped, pooled
 from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.policy.window import DraftPrice
@@ -22,7 +23,6 @@ from research.recording import Recording
 from research.replay.lengths import synchronous, tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay
 
-WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, as in `outrider bench`
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
 
 

@@ -165,6 +165,12 @@ def test_a_mistake_is_one_clear_line(arguments, status, says, capfd) -> None:
     check_mistake(arguments, status, says, capfd)
 
 
+def test_a_verifier_that_gives_no_drafts_is_no_drafter_beside_the_target(prompt, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("outrider.bench.benchmark.command.drafting_here", lambda *_: {"draft_here": "off"})
+    arguments = ["--prompts", prompt, "--rtt", "0", "--modes", "colocated", "--max-tokens", "24"]
+    check_mistake(arguments, 1, "draft-here: has given no drafts; leave colocated out of --modes", capfd)
+
+
 def test_stop_strings_are_no_option(capfd) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--stop", "x"])

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
+from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.link.shape import LinkShape
@@ -37,7 +38,7 @@ from research.replay.traced import replay as replay_texts
 from research.replay.traces import HitTrace, load_traces, save_traces
 from research.simulator.clock import Costs
 from research.traces.record import DrafterProbe, Recorder
-from research.traces.sweep import WARM_UP_TOKENS, Sweep, policy_of
+from research.traces.sweep import Sweep, policy_of
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
+from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
@@ -41,7 +42,6 @@ from research.traces.pool import (
     variants_of,
 )
 from research.traces.stages import Aligned, Stage
-from research.traces.sweep import WARM_UP_TOKENS
 
 DOMAINS = ("code", "prose", "math")
 DRAFTERS = ("coder", "writer")

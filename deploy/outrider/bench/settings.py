@@ -22,6 +22,8 @@ from outrider.proto.types import Sampling
 
 PER_LINK = "one for all links, or one for each"
 MODES = ("cloud", "sync", "colocated", "edge", "outrider")
+GOALS = ("latency", "efficiency")
+WARM_UP_TOKENS = 24  # of a client's first text, which do not count
 
 
 def check_once(entries: Sequence[object], field: str) -> None:

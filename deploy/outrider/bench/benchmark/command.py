@@ -24,7 +24,7 @@ from outrider.bench.links import BenchLink, links_of
 from outrider.bench.metrics import grouped
 from outrider.bench.plot import check_drawing
 from outrider.bench.record import check_file, save
-from outrider.bench.settings import MODES, BenchSettings, LinkListSettings
+from outrider.bench.settings import MODES, WARM_UP_TOKENS, BenchSettings, LinkListSettings
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.step_timing import StepTiming
 from outrider.deploy.arguments import Given
@@ -40,7 +40,6 @@ from outrider.proto.types import Patience
 WITH_DRAFTER_HERE = ("colocated", "outrider")
 PLANNED = ("edge", "outrider")  # modes whose edges choose by their goal how many drafts to send
 LENGTH_FIELDS = {"sync": "sync_length", "colocated": "drafts_here"}
-WARM_UP_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,11 @@ class Bench:
         return emulator, emulator.address
 
     async def _client(self, stack: AsyncExitStack, address: str, mode: str, length: int = 0) -> Client:
-        """Return a client of `mode`, with the `length` of its drafts, that has decoded its first tokens."""
+        """Return a client of `mode`, with the `length` of its drafts, that has decoded its first tokens.
+
+        Raises:
+            ConfigError: the verifier is to draft alone, and has given no drafts.
+        """
         config = self._given(
             EdgeConfig,
             verifier=address,
@@ -185,7 +188,11 @@ class Bench:
             **edge_settings(mode, length),
         )
         client = await stack.enter_async_context(Client(config))
-        await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS, min_tokens=0))
+        few = replace(self._sampling, max_tokens=WARM_UP_TOKENS, min_tokens=0)
+        text = await measure_text(client, self._prompts[0], few)
+        drafted = any(commit.verified_here for commit, _ in text.commits)
+        if mode == "colocated" and len(text.tokens) == WARM_UP_TOKENS and not drafted:
+            raise ConfigError("has given no drafts; leave colocated out of --modes, or see the log", field="draft_here")
         return client
 
     async def _together(self, client: Client, prompts: Sequence[Prompt], sessions: int) -> list[Measured]:

@@ -10,9 +10,8 @@ from pydantic.dataclasses import dataclass
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import RECORD, Count, Metric, one_of, rising
-from outrider.bench.settings import MODES
+from outrider.bench.settings import GOALS, MODES
 
-GOALS = ("latency", "efficiency")
 LANES = ("draft", "up", "verify", "down", "idle")
 QUANTILES = 101  # 0, 1, … 100 %
 
