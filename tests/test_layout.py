@@ -54,16 +54,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-ROOMS = {
-    "proto": "proto/outrider/proto",
-    "drafters": "edge/outrider/drafters",
-    "edge": "edge/outrider/edge",
-    "cloud": "cloud/outrider/cloud",
-    "coordinator": "coordinator/outrider/coordinator",
-    "deploy": "deploy/outrider/deploy",
-    "bench": "deploy/outrider/bench",
-    "research": "research",
-}
+ROOMS = {room: folder for room, folder in lines.ROOMS.items() if room != "tests"}
 # What runs a command; the settings, the tables and the machines that they share are other modules.
 COMMANDS = {
     *("deploy.certs", "deploy.control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
@@ -161,10 +152,10 @@ def test_no_public_class_name_stands_in_two_files(root) -> None:
 
 def test_no_room_is_above_its_budget(root) -> None:
     """Raising a budget needs lowering another: their sum is fixed."""
-    budgets, found = lines.budgets(root), lines.counted(root)
+    (budgets, of_all), found = lines.budgets(root), lines.counted(root)
     assert set(budgets) == set(found)
     assert {name: room.lines for name, room in found.items() if room.lines > budgets[name]} == {}
-    assert sum(budgets.values()) <= lines.SUM
+    assert sum(budgets.values()) <= of_all
 
 
 def test_no_command_imports_another(root) -> None:
