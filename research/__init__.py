@@ -1,4 +1,4 @@
-"""What measures the project and is not installed: `python -m research` from a checkout.
+"""Measurements of the project, which are not installed: `python -m research` from a checkout.
 
 commands, settings    the command line
 chaos                 random faults under both machines, on a virtual clock

@@ -1,4 +1,4 @@
-"""What a coordinator tells trainers at every poll: which keys allow learning, and which versions are retired."""
+"""A coordinator tells trainers at every poll which keys allow learning, and which versions are retired."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ REFRESH_S = 0.1  # for which probabilities hold, since they cost more than a dra
 
 
 class LessonKind(IntEnum):
-    """What verification made of the draft at a row's position."""
+    """The verdict on the draft at a row's position."""
 
     ACCEPTED = 0  # the draft is the target's token
     MISSED = 1  # the draft is another, and the target's own token is committed

@@ -169,7 +169,7 @@ class TextPart:
 
 
 class PackedPart(NamedTuple):
-    """What became of a part.
+    """The outcome of a part that was packed.
 
     Attributes:
         record: what is left of it; None: nothing.

@@ -1,1 +1,1 @@
-"""Where targets come from: the embedded family, folders, GGUF files, pip and the hub."""
+"""Sources of targets: the embedded family, folders, GGUF files, pip and the hub."""
