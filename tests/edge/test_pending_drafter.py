@@ -204,3 +204,17 @@ def test_a_prefix_follows_the_text_while_the_drafter_loads() -> None:
     plain.extend(PROMPT)
     assert other.propose_forced((5, 9)) == plain.propose_forced((5, 9))
     drafter.close()
+
+
+def test_the_first_text_has_what_needs_no_loading_beside_the_drafter_that_loaded(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrafterPool, "want", lambda *_: None)  # the thread that loads the others is late
+    members = [Member("slow", "1", 1000, lambda: NgramDrafter(name="slow")), Member("ngram", "1", 0, NgramDrafter)]
+    monkeypatch.setattr(DrafterSearch, "named", lambda *_: list(members))
+
+    async def scenario(client: Client, _: ScriptedChannels) -> None:
+        await client.prepare()
+        assert [drafter.name for drafter in client.ready.loaded_drafters()[0]] == ["slow", "ngram"]
+
+    run(tokenizer_file, scenario)

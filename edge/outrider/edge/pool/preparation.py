@@ -404,7 +404,7 @@ class Preparation:
         return FoundDrafters(None, package, pending=PendingDrafter(found[0], load))
 
     def _loaded(self, found: list[Member], limit_bytes: float, package: DrafterPackage | None) -> FoundDrafters:
-        """Load the first that can be, and begin to load the others."""
+        """Load the first that can be and those without graphs, and begin to load the others."""
         while True:
             pool = DrafterPool(found, limit_bytes=limit_bytes)
             try:
@@ -416,6 +416,9 @@ class Preparation:
                 log.warning("going on without the drafter %s: %s", found[0].name, error)
                 del found[0]
                 continue
+            for index, member in enumerate(found):
+                if not member.bytes:
+                    pool.load(index)  # quick, and the first text has it too
             pool.want(range(len(pool)))
             return FoundDrafters(pool, package)
 
