@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
-from outrider.bench.plot import check_drawing
 from outrider.bench.record import check_file, save
-from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,47 +22,18 @@ LINE_S = 30.0  # between lines of progress in a log
 Made = TypeVar("Made", bound="DataclassInstance")
 
 
-def hand_out(
-    json: Path | None,
-    plot: Path | None,
-    make: Callable[[], Made],
-    table: Callable[[Made], RenderableType],
-    draw: Callable[[Made, Path], object],
-    *,
-    check_plot: Callable[[Path], None],
-    width: int = 100,
-) -> None:
-    """Print the result of `make` as a table, write it to `json` and draw it into `plot`, where these are given.
-
-    The table is `width` characters wide.
+def hand_out(json: Path | None, make: Callable[[], Made], table: Callable[[Made], RenderableType]) -> None:
+    """Print the result of `make` as a table of 100 characters, and write it to `json` if that is given.
 
     Raises:
-        ConfigError: an output cannot be written, or `check_plot` refuses the path; raised before the work if possible.
+        ConfigError: the file cannot be written; raised before the work if possible.
     """
     if json:
         check_file(json, "json")
-    if plot:
-        check_drawing("plot")
-        check_plot(plot)
     made = make()
-    Console(width=width, highlight=False).print(table(made))
+    Console(width=100, highlight=False).print(table(made))
     if json:
         save(made, json)
-    if plot:
-        draw(made, plot)
-
-
-def check_plot_folder(folder: Path) -> None:
-    """Make the folder and check that plots can be written into it.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {folder}: {error.strerror}; name another folder", field="plot") from error
-    check_file(folder / "speed.png", "plot")
 
 
 @contextmanager

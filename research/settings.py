@@ -20,7 +20,7 @@ from outrider.proto.types import Goal
 from research.step_shape import StepShape
 
 CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
-SELECTORS = "selectors (the recorded drafters are one pool then, and windows are left out)"
+SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +74,11 @@ class ReplaySettings(LinkListSettings):
         "static (each drafter alone), leader, hedge, metasd-bd; none named: windows as above",
         group=SELECTORS,
     )
-    play: str = option(
-        "rounds",
-        "rounds: draft, and wait for the verdict; stream: draft ahead, with the first --window",
-        choices=("rounds", "stream"),
-        group=SELECTORS,
-    )
-    row: tuple[str, ...] = listed((), "domains to play, or mix, or midway; not set: all", group=SELECTORS)
-    rounds: int = option(6, "drafts per round", metavar="K", group=SELECTORS, check=at_least(1))
+    row: tuple[str, ...] = listed((), "domains to play, or mix; not set: all", group=SELECTORS)
     seeds: int = option(
         20, "number of runs, with different orders and random draws", group=SELECTORS, check=at_least(1)
     )
     json: Path | None = option(None, "file to write all results to")
-    plot: Path | None = option(None, "folder to write plots to", metavar="DIR")
 
 
 def check_drafting(text: str) -> None:
@@ -168,7 +160,6 @@ class CapacitySettings(Settings):
     seeds: int = option(3, "searches of each capacity, with different texts and beginnings", check=at_least(1))
     drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
     json: Path | None = option(None, "file to write all results to")
-    plot: Path | None = option(None, "file to plot them in: .png, .pdf or .svg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 from rich.console import Console
 
 from outrider.bench.environment import command_line
-from outrider.bench.record import check_file
 from outrider.bench.settings import check_once
 from outrider.deploy.arguments import Given
 from outrider.proto.errors import ConfigError
-from research.capacity.plots import draw_capacities
 from research.capacity.record import Capacities, HeldSessions, StepModel
 from research.capacity.search import Bounds, Search
 from research.capacity.tables import capacity_tables
@@ -61,7 +58,7 @@ def capacity(given: Given) -> int:
             results=tuple(results),
         )
 
-    hand_out(options.json, options.plot, found, capacity_tables, draw_capacities, check_plot=_check_plot)
+    hand_out(options.json, found, capacity_tables)
     return 0
 
 
@@ -69,7 +66,3 @@ def _model(name: str, costs: Costs, options: CapacitySettings) -> StepModel:
     if name == MEASURED:
         return StepModel(name, 1e3 * costs.step_s, 1e3 * costs.row_s, options.min_step)
     return StepModel(name, options.min_step, options.flat_row, options.min_step)
-
-
-def _check_plot(path: Path) -> None:
-    check_file(path, "plot")

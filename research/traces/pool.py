@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,12 @@ from outrider.edge.selection import selector_named
 from outrider.proto.errors import ConfigError
 from research.metrics import Bootstrap, Interval
 from research.recording import Recording
-from research.replay.texts import PoolText, joined
+from research.replay.texts import PoolText
 from research.traces.stages import Stage, Trajectory
 
 DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
-MIX, MIDWAY = "mix", "midway"
+MIX = "mix"
 STATIC = "static"  # stands for every drafter alone
-SETTLED_TOKENS = 64  # after a change of domain
-BEFORE, AFTER = 32, 96  # tokens around a change that are drawn
-NOTED = 60  # positions of a regret curve, at equal distances and once more at equal ratios
 
 Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
 
@@ -36,24 +32,14 @@ def variants_of(texts: Sequence[PoolText]) -> Variants:
 
 
 def row_names(domains: Sequence[str]) -> Sequence[str]:
-    """Return the domains; where there are several, their mix and `midway` too."""
-    return (*domains, MIX, MIDWAY) if len(domains) > 1 else domains
+    """Return the domains, and their mix where there are several."""
+    return (*domains, MIX) if len(domains) > 1 else domains
 
 
 def run_texts(row: str, variants: Variants, seed: int) -> list[PoolText]:
-    """Return the texts of one run in random order: one of each prompt of the row, with alternating seeds.
-
-    `midway` joins each prompt's text with one of another domain, which changes with the seed.
-    """
-    chosen = [texts[seed % len(texts)] for (domain, _), texts in variants.items() if row in (MIX, MIDWAY, domain)]
-    shuffled = [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
-    if row != MIDWAY:
-        return shuffled
-    domains = list(dict.fromkeys(domain for domain, _ in variants))
-    further = 1 + seed % (len(domains) - 1)
-    after = {domain: domains[(i + further) % len(domains)] for i, domain in enumerate(domains)}
-    others = {domain: itertools.cycle([text for text in shuffled if text.prompt[0] == domain]) for domain in domains}
-    return [joined((text, next(others[after[text.prompt[0]]]))) for text in shuffled]
+    """Return the texts of one run in random order: one of each prompt of the row, with alternating seeds."""
+    chosen = [texts[seed % len(texts)] for (domain, _), texts in variants.items() if row in (MIX, domain)]
+    return [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -79,10 +65,8 @@ class Cell:
         speed_up: seconds of cloud streaming over these.
         interval: interval of the speed-up, over the prompts; None: a domain has but one.
         of_oracle: seconds of the oracle over these.
-        settled: the same from `SETTLED_TOKENS` tokens after a change of domain on; None: there is no such token.
         switches: changes of drafter from token to token, a thousand tokens.
         shares: [K] share of the tokens of each drafter.
-        regret_s: seconds lost to the oracle at each of the row's `positions`, averaged over seeds.
         of_first: speed over that of the first drafter alone; None: drafters were not played alone.
         of_best: the same for the fastest drafter of the row.
     """
@@ -94,46 +78,25 @@ class Cell:
     speed_up: Metric
     interval: Interval | None
     of_oracle: Metric
-    settled: Metric | None
     switches: Metric
     shares: tuple[Metric, ...]
-    regret_s: tuple[float, ...]
     of_first: Against | None = None
     of_best: Against | None = None
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
-class DomainChange:
-    """Shares of the drafters around changes to one domain.
-
-    Attributes:
-        domain: domain that begins.
-        shares: [positions][K] share of the texts of each drafter, from `BEFORE` tokens before the change on.
-    """
-
-    kind: str
-    name: str
-    domain: str
-    shares: tuple[tuple[Metric, ...], ...]
-
-
-@record_dataclass(frozen=True, slots=True, config=RECORD)
 class PoolRow:
-    """The texts of one domain, of all, or such whose domain changes midway, over one link.
+    """The texts of one domain, or of all, over one link.
 
     Attributes:
-        name: the domain, `mix` or `midway`.
+        name: the domain, or `mix`.
         prompts: number of prompts.
-        positions: tokens since the beginning of a run, at which regret is noted.
-        changes: changes of domain, for all columns but the drafters'.
     """
 
     link: LinkRecord
     name: str
     prompts: Count
-    positions: tuple[Count, ...]
     cells: tuple[Cell, ...]
-    changes: tuple[DomainChange, ...]
 
     def of(self, kind: str, name: str) -> Cell:
         """Return the cell of a column."""
@@ -149,8 +112,7 @@ class PoolReplayed:
     """All results of a pool.
 
     Attributes:
-        play: synchronous `rounds`, or the session's `stream`.
-        drafts: drafts of a round.
+        window: name of the window policy.
         seeds: runs of each row.
         min_step_ms: the shortest step.
         costs: recorded costs of the machines.
@@ -158,8 +120,7 @@ class PoolReplayed:
     """
 
     command: str
-    play: str
-    drafts: Count
+    window: str
     seeds: Count
     min_step_ms: Metric
     drafters: tuple[str, ...]
@@ -175,44 +136,24 @@ class PoolReplayed:
 class CellAccumulator:
     """Adds up the runs of one way of choosing among K drafters on the texts of one row."""
 
-    def __init__(
-        self, kind: str, name: str, drafters: int, prompts: Mapping[tuple[str, str], int], positions: np.ndarray
-    ) -> None:
-        """Begin a column; `prompts`: indices of the row's prompts; `positions` [g]: tokens at which regret is noted."""
+    def __init__(self, kind: str, name: str, drafters: int, prompts: Mapping[tuple[str, str], int]) -> None:
+        """Begin a column; `prompts`: indices of the row's prompts."""
         self.kind = kind
         self.name = name
         self._prompts = prompts
-        self._positions = positions
-        self._tokens = self._switches = self._runs = 0
+        self._tokens = self._switches = 0
         self._best_s = 0.0
         self._seconds = np.zeros(len(prompts))
-        self._regret_s = np.zeros(len(positions))  # summed over runs
-        self._settled_s = np.zeros(2)  # this column's and the oracle's, after changes of domain have settled
         self._chosen = np.zeros(drafters)  # tokens
-        self._around: dict[str, np.ndarray] = {}  # [BEFORE + AFTER, K] texts, by the domain that begins
 
     def add(self, texts: Sequence[PoolText], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
         """Add one run; `best`: the oracle's trajectories of the same texts."""
-        self._runs += 1
         for text, trajectory, oracle in zip(texts, trajectories, best, strict=True):
             self._seconds[self._prompts[text.prompt]] += trajectory.seconds
             self._best_s += oracle.seconds
             self._tokens += len(trajectory.choices)
             self._switches += int(np.count_nonzero(np.diff(trajectory.choices)))
             self._chosen += np.bincount(trajectory.choices, minlength=len(self._chosen))
-            for change, domain in zip(text.changes, text.domains, strict=True):
-                self._add_change(change, domain, trajectory, oracle)
-        places = self._positions - 1
-        self._regret_s += _in_a_row(trajectories)[places] - _in_a_row(best)[places]
-
-    def _add_change(self, change: int, domain: str, trajectory: Trajectory, oracle: Trajectory) -> None:
-        settled = change + SETTLED_TOKENS
-        if settled < len(trajectory.at_s):
-            self._settled_s += [at_s[-1] - at_s[settled - 1] for at_s in (trajectory.at_s, oracle.at_s)]
-        counts = self._around.setdefault(domain, np.zeros((BEFORE + AFTER, len(self._chosen))))
-        first = max(0, change - BEFORE)
-        shown = trajectory.choices[first : change + AFTER]
-        counts[np.arange(len(shown)) + first - (change - BEFORE), shown] += 1
 
     @property
     def total_s(self) -> float:
@@ -227,7 +168,6 @@ class CellAccumulator:
     def cell(self, cloud_s: np.ndarray, resampled: Bootstrap, alone: Sequence[CellAccumulator]) -> Cell:
         """Return the result, against seconds [prompts] of cloud streaming, and the drafters alone."""
         seconds = self.total_s
-        mine_s, best_s = self._settled_s.tolist()
         return Cell(
             self.kind,
             self.name,
@@ -236,27 +176,11 @@ class CellAccumulator:
             speed_up=float(cloud_s.sum()) / seconds,
             interval=resampled.interval(resampled.sums(cloud_s) / resampled.sums(self._seconds)),
             of_oracle=self._best_s / seconds,
-            settled=best_s / mine_s if mine_s else None,
             switches=1e3 * self._switches / self._tokens,
             shares=tuple((self._chosen / self._tokens).tolist()),
-            regret_s=tuple((self._regret_s / self._runs).tolist()),
             of_first=self.against(alone[0], resampled) if alone else None,
             of_best=self.against(min(alone, key=lambda one: one.total_s), resampled) if alone else None,
         )
-
-    def changes(self) -> list[DomainChange]:
-        """Return the drafters' shares around changes of domain."""
-        found = []
-        for domain, counts in self._around.items():
-            shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-            found.append(DomainChange(self.kind, self.name, domain, tuple(map(tuple, shares.tolist()))))
-        return found
-
-
-def _in_a_row(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """Return [tokens of all] seconds up to and with each token of texts that come one after the other."""
-    begins = np.cumsum([0.0, *(trajectory.seconds for trajectory in trajectories[:-1])])
-    return np.concatenate([begin + trajectory.at_s for begin, trajectory in zip(begins, trajectories, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +208,7 @@ class Pool:
             if name not in known:
                 raise ConfigError(f"{name!r} is none of {', '.join(known)}", field="row")
         for domain in self.recording.domains:
-            if domain in (MIX, MIDWAY):
+            if domain == MIX:
                 raise ConfigError(f"has a domain {domain!r}, which is the name of a row; rename it", field="traces")
 
     def __len__(self) -> int:
@@ -313,10 +237,7 @@ class Pool:
         self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[PoolText]], done: Callable[[], object]
     ) -> PoolRow:
         prompts = {prompt: index for index, prompt in enumerate(sorted(text.prompt for text in runs[0]))}
-        positions = _positions(min(sum(text.tokens for text in run) for run in runs))
-        columns = [
-            CellAccumulator(*column, len(self.recording.traces), prompts, positions) for column in self._columns()
-        ]
+        columns = [CellAccumulator(*column, len(self.recording.traces), prompts) for column in self._columns()]
         cloud_s = np.zeros(len(prompts))
         for seed, texts in enumerate(runs):
             for text in texts:
@@ -332,9 +253,7 @@ class Pool:
             link,
             name,
             len(prompts),
-            tuple(positions.tolist()),
             tuple(column.cell(cloud_s, resampled, alone) for column in columns),
-            tuple(change for column in columns if column.kind != DRAFTER for change in column.changes()),
         )
 
     def _trajectories(
@@ -344,9 +263,3 @@ class Pool:
         if column.kind == DRAFTER:
             return stage.alone(texts, drafters.index(column.name))
         return stage.trajectories(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
-
-
-def _positions(tokens: int) -> np.ndarray:
-    """Return rising positions from 1 to `tokens`."""
-    places = np.concatenate([np.geomspace(1, tokens, NOTED), np.linspace(1, tokens, NOTED)])
-    return np.unique(np.rint(places).astype(np.int64))

@@ -15,12 +15,9 @@ from outrider.bench.settings import check_once
 from outrider.deploy.arguments import Given
 from outrider.edge.selection import selector_named
 from outrider.proto.errors import ConfigError
-from research.outputs import check_plot_folder, hand_out, progress
+from research.outputs import hand_out, progress
 from research.recording import Recording, load_recording
-from research.replay.lengths import synchronous
-from research.replay.traced import Policy
 from research.settings import ReplaySettings
-from research.traces.plots import draw_pool, draw_sweep
 from research.traces.pool import STATIC, Pool, PoolReplayed
 from research.traces.stages import Stage
 from research.traces.sweep import Replayed, Sweep, WindowResult, policy_of
@@ -57,7 +54,7 @@ def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequen
             results=tuple(results),
         )
 
-    hand_out(options.json, options.plot, replayed, sweep_tables, draw_sweep, check_plot=check_plot_folder)
+    hand_out(options.json, replayed, sweep_tables)
 
 
 def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
@@ -65,7 +62,8 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
         if name != STATIC:
             selector_named(name)
     check_once(options.selector, "selector")
-    policy = _policy(options)
+    [window] = _windows(options.window[:1])
+    policy = replace(policy_of(window), goal=options.goal)
     costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
     stages = {link.record: Stage(costs, link.shape_at, policy, options.seed) for link in links}
     pool = Pool(recording, stages, options.selector, options.seeds, options.row)
@@ -75,8 +73,7 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
             rows = tuple(pool.rows(advance))
         return PoolReplayed(
             command=command_line(),
-            play=options.play,
-            drafts=options.rounds,
+            window=window,
             seeds=options.seeds,
             min_step_ms=options.min_step,
             drafters=tuple(recording.traces),
@@ -84,7 +81,7 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
             rows=rows,
         )
 
-    hand_out(options.json, options.plot, replayed, pool_tables, draw_pool, check_plot=check_plot_folder)
+    hand_out(options.json, replayed, pool_tables)
 
 
 @contextmanager
@@ -114,11 +111,3 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
         policy_of(name)
     check_once(names, "window")
     return names
-
-
-def _policy(options: ReplaySettings) -> Policy:
-    """Return the policy that selectors are played with."""
-    if options.play == "rounds":
-        return synchronous(options.rounds)
-    [window] = _windows(options.window[:1])
-    return replace(policy_of(window), goal=options.goal)

@@ -9,7 +9,7 @@ from rich.console import Group
 from outrider.bench.links import LinkRecord, link_name
 from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
 from research.metrics import Interval
-from research.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Against, Cell, PoolReplayed, PoolRow
+from research.traces.pool import DRAFTER, ORACLE, SELECTOR, Against, Cell, PoolReplayed, PoolRow
 from research.traces.sweep import Replayed, WindowResult, fastest
 
 BESIDE = 5  # drafters in a table
@@ -24,9 +24,8 @@ LEGEND = (
 )
 POOL_LEGEND = (
     "speed-up over cloud streaming ± half of its 95 % confidence interval over the prompts; * the most, but for the "
-    "oracle, which knows in hindsight the best drafter of every stretch; of {last} alone: oracle: share of its speed; "
-    "switches: changes of drafter a thousand tokens; after: share of the oracle's speed from {settled} tokens after a "
-    "change of domain on"
+    "oracle, which knows in hindsight the best drafter of every text; of {last} alone: oracle: share of its speed; "
+    "switches: changes of drafter a thousand tokens"
 )
 
 
@@ -80,14 +79,14 @@ def pool_tables(replayed: PoolReplayed) -> Group:
     """Return a table a link: a line for each drafter, selector and the oracle, a column for each row of texts."""
     grids = []
     for link, rows in replayed.by_link.items():
-        headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches", "after")
+        headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches")
         blocks = [block for kind in (DRAFTER, SELECTOR, ORACLE) if (block := _columns(rows, kind))]
-        title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs in {replayed.play}"
+        title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs, window {replayed.window}"
         grids.append(Grid(title, headings, 1, blocks))
         if rows[0].of_kind(DRAFTER):
             grids += _against(rows)
     last = replayed.rows[-1].name or "all"
-    return draw(grids, POOL_LEGEND.format(last=last, settled=SETTLED_TOKENS))
+    return draw(grids, POOL_LEGEND.format(last=last))
 
 
 def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
@@ -96,7 +95,7 @@ def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
     for cells in zip(*(row.of_kind(kind) for row in rows), strict=True):
         last = cells[-1]
         shown = [_cell(cell, cell is most) for cell, most in zip(cells, best, strict=True)]
-        lines.append((last.name, *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}", number(last.settled)))
+        lines.append((last.name, *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}"))
     return lines
 
 

@@ -387,7 +387,7 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
         "--window",
         "adaptive,8",
     ]
-    outputs = ["--json", str(tmp_path / "a" / "r.json"), "--plot", str(tmp_path / "b")]
+    outputs = ["--json", str(tmp_path / "a" / "r.json")]
     status, out, err = run_command([*arguments, "--min-step", "30", *outputs], capfd)
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
@@ -405,8 +405,6 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
     assert len(record["results"]) == 3 * (1 + 2 * 2) * 3
     assert record["costs"] == asdict(SHEET)
     assert (record["min_step_ms"], record["goal"], record["seed"]) == (30, "latency", 0)
-    for name in ("speed", "window", "drafters"):
-        assert (tmp_path / "b" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "15 replays of 2 texts" in err
 
 
@@ -458,7 +456,6 @@ def test_costs_come_back_from_their_file(tmp_path) -> None:
         (["replay", "T", "--trace", "moon"], 1, "moon"),
         (["replay", "T", "--goal", "joy"], 2, "--goal"),
         (["replay", "T", "--json", "/proc/r.json"], 1, "json: cannot write /proc/r.json"),
-        (["replay", "T", "--plot", "/proc/r"], 1, "plot: cannot make /proc/r"),
         ([], 2, "WHAT"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -23,19 +23,15 @@ from research.commands import main
 from research.outputs import LINE_S, progress
 from research.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
 from research.replay.lengths import synchronous
-from research.replay.texts import texts_of
+from research.replay.texts import joined, texts_of
 from research.replay.traced import Policy, replay
 from research.replay.traces import HitTrace, save_traces
 from research.simulator.clock import Costs
-from research.traces.plots import draw_pool
 from research.traces.pool import (
-    BEFORE,
     DRAFTER,
     ORACLE,
     SELECTOR,
-    SETTLED_TOKENS,
     Pool,
-    PoolReplayed,
     PoolRow,
     row_names,
     run_texts,
@@ -105,7 +101,7 @@ def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tupl
 
 def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_turn() -> None:
     variants = variants_of(recording_of().texts)
-    assert row_names(recording_of().domains) == (*DOMAINS, "mix", "midway")
+    assert row_names(recording_of().domains) == (*DOMAINS, "mix")
     runs = [run_texts("mix", variants, seed) for seed in range(4)]
     for seed, run in enumerate(runs):
         assert {p.prompt for p in run} == {(d, f"p{i}") for d in DOMAINS for i in range(3)}
@@ -113,25 +109,7 @@ def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_t
         assert {p.traces[0].seed for p in run} == {1 + seed % 2}
     assert runs[0][0] == run_texts("mix", variants, 0)[0]
     assert len({tuple(p.prompt for p in run) for run in runs}) == 4
-    assert {(p.prompt[0], *p.domains) for p in run_texts("code", variants, 0)} == {("code",)}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_midway_every_text_begins_one_text_and_ends_one_of_another_domain(seed) -> None:
-    variants = variants_of(recording_of().texts)
-    alone = {p.prompt: p for p in run_texts("mix", variants, seed)}
-    run = run_texts("midway", variants, seed)
-    beginnings, endings = [], []
-    for text in run:
-        (before, _), (after,) = text.prompt, text.domains
-        assert before != after
-        assert text.changes == (90,)
-        tokens = text.traces[1].tokens
-        beginnings.append(tokens[:90])
-        endings.append(tokens[90:])
-        assert tokens[90:] in {text.traces[0].tokens for (domain, _), text in alone.items() if domain == after}
-    everything = sorted(text.traces[0].tokens for text in alone.values())
-    assert sorted(beginnings) == sorted(endings) == everything
+    assert {p.prompt[0] for p in run_texts("code", variants, 0)} == {"code"}
 
 
 def test_one_domain_has_no_mix() -> None:
@@ -139,8 +117,7 @@ def test_one_domain_has_no_mix() -> None:
     code = Recording({name: [t for t in own if t.domain == "code"] for name, own in recording.traces.items()}, SHEET)
     assert row_names(code.domains) == ("code",)
     [row] = pool_of(code, seeds=1).rows(lambda: None)
-    assert row.changes == ()
-    assert row.of(ORACLE, ORACLE).settled is None
+    assert row.prompts == 3
 
 
 def test_prompts_of_the_same_name_in_two_domains_are_two() -> None:
@@ -200,11 +177,9 @@ def test_no_way_of_choosing_beats_the_oracle(rows) -> None:
     for row in rows.values():
         oracle = row.of(ORACLE, ORACLE)
         assert oracle.of_oracle == pytest.approx(1.0)
-        assert set(oracle.regret_s) == {0.0}
         for cell in row.cells:
             assert cell.of_oracle == pytest.approx(oracle.seconds / cell.seconds)
             assert sum(cell.shares) == pytest.approx(1.0)
-            assert cell.regret_s[-1] == pytest.approx((cell.seconds - oracle.seconds) / 2)
             if cell.kind == DRAFTER:
                 assert cell.of_oracle < 1.0 + 1e-9
     assert rows["code"].of(ORACLE, ORACLE).seconds == pytest.approx(rows["code"].of(DRAFTER, "coder").seconds)
@@ -214,26 +189,10 @@ def test_the_leader_is_near_the_best_everywhere_and_above_it_where_domains_chang
     for domain in ("code", "prose"):
         best = max(rows[domain].of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
         assert rows[domain].of(SELECTOR, "leader").speed_up > 0.9 * best
-    for row in (rows["mix"], rows["midway"]):
-        best = max(row.of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
-        assert row.of(SELECTOR, "leader").speed_up > best
-        assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "metasd-bd").speed_up
-
-
-def test_choices_and_settled_tokens_are_counted_from_the_change_on(rows) -> None:
-    changes = {(change.name, change.domain): np.array(change.shares) for change in rows["midway"].changes}
-    assert {domain for name, domain in changes if name == "oracle"} == set(DOMAINS)
-    coder = changes["oracle", "code"][:, DRAFTERS.index("coder")]
-    assert coder[BEFORE + 6 : BEFORE + 90].min() == 1.0, "after the round that was on its way"
-    assert coder[:BEFORE].max() < 1.0
-    assert {shares.shape[0] for shares in changes.values()} == {128}
-    assert changes["leader", "code"].sum(axis=1)[: BEFORE + 90] == pytest.approx(1.0)
-    assert not changes["leader", "code"][BEFORE + 90 :].any(), "there the texts have ended"
-    assert SETTLED_TOKENS < 90
-    settled = {cell.name: cell.settled for cell in rows["midway"].cells}
-    assert settled["oracle"] == 1.0
-    assert settled["leader"] > 0.9 > settled["metasd-bd"]
-    assert rows["mix"].of(SELECTOR, "leader").settled is None
+    row = rows["mix"]
+    best = max(row.of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
+    assert row.of(SELECTOR, "leader").speed_up > best
+    assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "metasd-bd").speed_up
 
 
 def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) -> None:
@@ -245,10 +204,10 @@ def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) ->
 
     monkeypatch.setitem(SELECTORS, "mine", make)
     list(pool_of(recording_of(1, 2), "mine").rows(lambda: None))
-    assert len(made) == 2 * 5
+    assert len(made) == 2 * 4
     assert len({round(sum(selector.pulls)) for selector in made[:2]}) == 2
-    # All tokens of a run: three texts of 90, some of 180 midway, at most five a round.
-    assert min(sum(selector.pulls) for selector in made[8:]) > 3 * 180 / 5
+    # All tokens of a run: three texts of 90, at most five a round.
+    assert min(sum(selector.pulls) for selector in made[6:]) > 3 * 90 / 5
 
 
 def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_noted() -> None:
@@ -268,9 +227,8 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_not
     best = stage.best(texts)
     for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
         assert one.seconds == min(trajectory.seconds for trajectory in alone)
-    text = next(text for text in run_texts("midway", variants_of(texts), 0) if text.prompt[0] == "code")
-    [changed] = stage.best([text])
-    assert changed.seconds <= stage.trajectories([text], StaticSelector(0))[0].seconds
+    [changed] = stage.best([joined(texts[1:3])])
+    assert changed.seconds <= stage.trajectories([joined(texts[1:3])], StaticSelector(0))[0].seconds
 
 
 def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
@@ -329,8 +287,8 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
         names,
         "--seeds",
         "2",
-        "--rounds",
-        "4",
+        "--window",
+        "sync4",
         "--min-step",
         "30",
     ]
@@ -338,27 +296,25 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
     for words in (
-        "2 runs in rounds",
+        "2 runs, window sync4",
         "at least 30 ms",
-        "midway",
         "5 ms 20/100 Mbit/s",
         "coder",
         "metasd-bd",
-        "speed from 64 tokens after a",
     ):
         assert words in out
     assert out.count("best drafter alone") == 2
-    assert out.count("*") >= 2 * 5  # the best of every row of both links
+    assert out.count("*") >= 2 * 4  # the best of every row of both links
     record = json.loads((tmp_path / "r.json").read_text())
-    assert (record["drafters"], record["drafts"], record["seeds"], record["min_step_ms"]) == (list(DRAFTERS), 4, 2, 30)
+    assert (record["drafters"], record["window"], record["seeds"]) == (list(DRAFTERS), "sync4", 2)
+    assert record["min_step_ms"] == 30
     assert [(row["link"]["rtt_ms"], row["name"]) for row in record["rows"]] == [
-        (rtt, name) for rtt in (5, 60) for name in (*DOMAINS, "mix", "midway")
+        (rtt, name) for rtt in (5, 60) for name in (*DOMAINS, "mix")
     ]
     for row in record["rows"]:
         columns = [(cell["kind"], cell["name"]) for cell in row["cells"]]
         selectors = [("selector", name) for name in names.split(",")[1:]]
         assert columns == [("drafter", "coder"), ("drafter", "writer"), *selectors, ("oracle", "oracle")]
-        assert all(len(cell["regret_s"]) == len(row["positions"]) for cell in row["cells"])
         by_name = {cell["name"]: cell for cell in row["cells"]}
         best = min(("coder", "writer"), key=lambda name: by_name[name]["seconds"])
         for cell in row["cells"]:
@@ -368,32 +324,15 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
                 assert found["ratio"] == pytest.approx(by_name[drafter]["seconds"] / cell["seconds"], rel=1e-4)
                 assert found["interval"]["low"] <= found["ratio"] <= found["interval"]["high"]
         assert by_name[best]["of_best"]["interval"] == {"low": 1.0, "high": 1.0}, "prompts are resampled in pairs"
-        assert row["positions"][0] == 1
-        assert row["positions"] == sorted(set(row["positions"]))
-    assert "20 runs of every selector" in err
-
-
-def test_every_link_has_plots_of_its_own(rows, tmp_path) -> None:
-    code, midway = rows["code"], rows["midway"]
-    few = replace(midway, changes=tuple(change for change in midway.changes if change.domain == "code"))
-    links = LinkRecord(60.0, trace="lte-motion"), LinkRecord(30.0, 1.0, 5.0), LinkRecord(30.0, 20.0, 5.0)
-    shown = (code, few, *(replace(code, link=link) for link in links))
-    draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
-    files = ("20ms", "lte-motion", "30-ms-1-5-Mbit-s", "30-ms-20-5-Mbit-s")
-    names = {f"{plot}-{link}.png" for plot in ("speedup", "regret") for link in files}
-    names |= {"choices-20ms.png"}  # on the other links nothing changes
-    assert {file.name for file in tmp_path.iterdir()} == names
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    with pytest.raises(ConfigError, match="plot: cannot write"):
-        draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown[-1:]), Path("/proc"))
+    assert "16 runs of every selector" in err
 
 
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     path = written(recording_of(1, 1, 40), tmp_path)
-    arguments = ["--rtt", "60", "--min-step", "30", "--selector", "static,leader", "--play", "stream", "--seeds", "1"]
+    arguments = ["--rtt", "60", "--min-step", "30", "--selector", "static,leader", "--seeds", "1"]
     status, out, err = run_command([str(path), *arguments, "--window", "8,4"], capfd)
     assert status == 0, err
-    assert "1 runs in stream" in out
+    assert "1 runs, window 8" in out
     lines = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line]
     oracle = lines[1]  # over the best drafter
     assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
@@ -418,16 +357,15 @@ def test_on_a_terminal_there_is_a_bar(capsys) -> None:
     assert "replaying" in capsys.readouterr().err
 
 
-def test_one_text_of_one_prompt_has_plots_without_intervals(tmp_path, capfd) -> None:
+def test_one_text_of_one_prompt_has_no_intervals(tmp_path, capfd) -> None:
     recording = recording_of(1, 1)
     path = written(Recording({n: own[:1] for n, own in recording.traces.items()}, SHEET), tmp_path)
-    arguments = ["--rtt", "5", "--selector", "leader", "--seeds", "1", "--plot", str(tmp_path / "p")]
+    arguments = ["--rtt", "5", "--selector", "leader", "--seeds", "1"]
     status, out, err = run_command([str(path), *arguments], capfd)
     assert status == 0, err
     line = next(line for line in out.splitlines() if line.startswith("leader"))
     assert "*" in line
     assert "±" not in line
-    assert sorted(file.name for file in (tmp_path / "p").iterdir()) == ["regret-5ms.png", "speedup-5ms.png"]
 
 
 @pytest.mark.parametrize(
@@ -436,11 +374,8 @@ def test_one_text_of_one_prompt_has_plots_without_intervals(tmp_path, capfd) -> 
         (["--selector", "best"], 1, "selector: 'best' is none of leader, static"),
         (["--selector", "leader,leader"], 1, "selector: names 'leader' twice; once is enough"),
         (["--selector", "leader", "--seeds", "0"], 2, "--seeds: 0 is below 1"),
-        (["--selector", "leader", "--rounds", "0"], 2, "--rounds: 0 is below 1"),
-        (["--selector", "leader", "--play", "chess"], 2, "--play"),
         (["--selector", "leader", "--drafter", "poet"], 1, "drafter: 'poet' was not recorded"),
         (["--selector", "leader", "--json", "/proc/r.json"], 1, "json: cannot write /proc/r.json"),
-        (["--selector", "leader", "--plot", "/proc/r"], 1, "plot: cannot make /proc/r"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
