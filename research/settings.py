@@ -29,7 +29,7 @@ class EngineSettings(Settings):
 
     steps: tuple[StepShape, ...] = listed(
         tuple(map(StepShape.parse, ("1x1", "1x5", "1x9", "4x1", "16x1"))),
-        "steps to time: sessions x rows of each, branches beside them (1x5+3), after another context (1x5@600)",
+        "steps to time: sessions x rows of each",
         parse=StepShape.parse,
     )
     prefill: int = option(512, "tokens of a prompt to time, too; 0: none", check=at_least(0))
@@ -40,7 +40,6 @@ class EngineSettings(Settings):
     )
     temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
     parts: bool = option(False, "time the parts of our steps, too")
-    learning: bool = option(False, "compare steps with lessons kept to those without, too")
     json: Path | None = option(None, "file to write the record to")
 
 

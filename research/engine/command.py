@@ -20,10 +20,9 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.process.progress import stage
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Guarantee, Sampling
-from research.engine.engine_steps import learning_cost, planning_s
+from research.engine.engine_steps import planning_s
 from research.engine.parts import pass_shares
 from research.engine.record import LIBRARY, OURS, CaseResult, EngineRecord, EngineTimes, StepParts
-from research.engine.row_prices import row_prices
 from research.engine.steps import Case, Clock, LibrarySteps, Steps
 from research.engine.table import table
 from research.settings import EngineSettings
@@ -74,8 +73,7 @@ class _EngineBench:
             needed, room = case.context + case.rows, self._ours.context_length
             if needed > room:
                 message = f"takes {needed} positions with the rows, and the target has {room}; take less"
-                field = "context" if case.context in options.context else "steps"
-                raise ConfigError(message, field=field if case.context else "prefill")
+                raise ConfigError(message, field="context" if case.context else "prefill")
         source = find_target(verifier.target)
         with stage("loading it in transformers"):
             self._library = load_model(source, verifier.target, device="cpu", dtype=dtype)
@@ -111,18 +109,9 @@ class _EngineBench:
             stage(f"{case.name} after {case.context} tokens"),
             Steps(self._ours, case, self._sampling, self._clock) as ours,
         ):
-            engines: dict[str, Turn] = {OURS: ours.turn}
-            if not case.branches:
-                engines[LIBRARY] = LibrarySteps(self._library, case, self._clock).turn
+            engines: dict[str, Turn] = {OURS: ours.turn, LIBRARY: LibrarySteps(self._library, case, self._clock).turn}
             times = self._take_turns(case, engines, ends)
             parts = self._parts(ours, case) if self._options.parts else None
-            learning, prices = None, None
-            if case.branches:
-                prices = row_prices(self._ours, case, self._sampling, self._clock, self._options.repetitions)
-            elif self._options.learning and case.context:
-                learning = learning_cost(
-                    self._ours, case, self._engine_steps(case), self._sampling, self._options.repetitions
-                )
         return CaseResult(
             case.name,
             case.sessions,
@@ -131,8 +120,6 @@ class _EngineBench:
             len(times[OURS]),
             {engine: _times(turns, times[OURS]) for engine, turns in times.items()},
             parts,
-            learning,
-            prices,
         )
 
     def _engine_steps(self, case: Case) -> int:
@@ -155,7 +142,7 @@ class _EngineBench:
         made = [steps.step() for _ in range(_WARM + self._options.repetitions)][_WARM:]
         forward_ms, sampling_ms = (1e3 * median(seconds) for seconds in zip(*made, strict=True))
         between_s = None
-        if case.context and not case.branches:
+        if case.context:
             between_s = planning_s(self._ours, case, self._engine_steps(case), self._sampling)
         return StepParts(
             forward_ms,
@@ -180,14 +167,11 @@ def _times(turns: list[list[float]], of_ours: list[list[float]]) -> EngineTimes:
 def _cases(options: EngineSettings) -> Iterator[Case]:
     for context in options.context:
         for shape in options.steps:
-            if not shape.context or context == options.context[0]:
-                yield Case(shape.sessions, shape.rows, shape.rows, shape.context or context, shape.branches)
+            yield Case(shape.sessions, shape.rows, shape.rows, context)
     if options.prefill:
         yield Case(1, options.prefill, 1, 0)
 
 
 def kv_positions(case: Case) -> int:
     """Return the positions of the KV cache that steps, others and texts of the engine take beside each other."""
-    contexts = 4 if case.branches else 2
-    beside = _PAGE * case.branches
-    return case.sessions * (contexts * case.context + (_ENGINE_STEPS + 1) * case.rows + _GROWTH + beside)
+    return case.sessions * (2 * case.context + (_ENGINE_STEPS + 1) * case.rows + _GROWTH)

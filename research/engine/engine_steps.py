@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.learning.lessons import LessonCollector
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import Outbox
-from outrider.cloud.serving.step_timing import StepTiming
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
-from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.proto.errors import DeadlineExceeded, OutriderError
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import (
@@ -24,14 +20,12 @@ from outrider.proto.types import (
     Commit,
     Draft,
     DraftToken,
-    Learning,
     Open,
     Patience,
     Report,
     Sampling,
     token_ids,
 )
-from research.engine.record import LearningCost
 from research.engine.steps import Case
 
 _DEADLINE_S = 600.0
@@ -54,7 +48,7 @@ class _Edge(Outbox):
         self._reading = reading
 
     def open(self, rules: VerifierRules, sampling: Sampling) -> None:
-        """Open the session, of which lessons may be kept; its steps wait for drafts, where there are to be any."""
+        """Open the session; its steps wait for drafts, where there are to be any."""
         patience = Patience(math.inf, self._drafts) if self._drafts else None
         frame = Open(
             rules.model,
@@ -64,7 +58,6 @@ class _Edge(Outbox):
             f"bench-{self._key}",
             patience=patience,
             drafting=self._drafts > 0,
-            learning=Learning(),
         )
         self._engine.post_open(self._key, frame, self, teacher="")
         if self._drafts:  # believed, so that the engine does not verify fewer of them at first
@@ -145,64 +138,12 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
     return median(between) if between else None
 
 
-def learning_cost(target: Target, case: Case, steps: int, sampling: Sampling, turns: int) -> LearningCost:
-    """Compare an engine that keeps lessons with one that does not, which take turns with the same texts.
-
-    Args:
-        target: as in `planning_s`.
-        case: as in `planning_s`.
-        steps: as in `planning_s`.
-        sampling: as in `planning_s`.
-        turns: turns of each that count; the first, which warms up, does not.
-
-    Raises:
-        OutriderError: a session failed.
-    """
-    sampling = replace(sampling, max_tokens=steps * case.rows + 1, ignore_eos=True)
-    prompts = [case.text(target.vocab_size, session) for session in range(case.sessions)]
-    kept = KeptLessons()
-    collector = LessonCollector("bench", kept, VerifierConfig().learn_positions_s)
-    engines = {"off": _engine(target, case), "on": _engine(target, case, collector)}
-    walls: dict[str, list[float]] = {"off": [], "on": []}
-    cpus: dict[str, list[float]] = {"off": [], "on": []}
-    for engine in engines.values():
-        engine.start()
-    try:
-        texts = decode(engines["off"], prompts, [[] for _ in prompts], 0, sampling)
-        for turn in range(turns + 1):
-            for name in ("off", "on") if turn % 2 else ("on", "off"):
-                cpu_s = time.process_time()
-                decode(engines[name], prompts, texts, case.rows - 1, sampling)
-                cpus[name].append(time.process_time() - cpu_s)
-                timings = list(engines[name].timings)
-                walls[name].append(sum(map(_step_s, timings)) / len(timings))
-    finally:
-        for engine in engines.values():
-            engine.stop()
-    return LearningCost(
-        _ratio(walls["on"], walls["off"]),
-        _ratio(cpus["on"], cpus["off"]),
-        *collector.cpu_shares(),
-        sum(map(len, kept.records)),
-        turns,
-    )
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median ratio of the turns but for the first."""
-    return median(one / other for one, other in zip(ours[1:], theirs[1:], strict=True))
-
-
-def _step_s(timing: StepTiming) -> float:
-    return timing.forward_s + timing.sample_s + timing.overhead_s
-
-
-def _engine(target: Target, case: Case, lessons: LessonCollector | None = None) -> Engine:
+def _engine(target: Target, case: Case) -> Engine:
     rules = VerifierRules(
         "bench", "bench", target.tokenizer_sha256, target.vocab_size, target.context_length, target.eos_tokens
     )
     config = VerifierConfig(max_sessions=case.sessions, max_gap_s=_MAX_GAP_S)
-    return Engine(TransformersBackend(target), rules, config, lessons=lessons)
+    return Engine(TransformersBackend(target), rules, config)
 
 
 def decode(

@@ -44,47 +44,6 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
-class LearningCost:
-    """Cost of keeping lessons: two engines take turns, of which one does.
-
-    Attributes:
-        step_ratio: median over turns of the mean step's time, by the wall clock, with lessons over that without.
-        cpu_ratio: the same of the process's CPU time for the whole texts, the collector's thread included.
-        engine_share: CPU time of lessons in the engine's thread, as they measure it, over the steps' time.
-        thread_share: the same of the collector's thread.
-        positions: positions that were kept.
-        turns: turns of each engine.
-    """
-
-    step_ratio: Metric
-    cpu_ratio: Metric
-    engine_share: Metric
-    thread_share: Metric
-    positions: Count
-    turns: Count
-
-
-@dataclass(frozen=True, slots=True, config=RECORD)
-class RowPrices:
-    """Times of a further row of a session in a step, pass and sampling, medians of what it adds; noise may exceed them.
-
-    Attributes:
-        context: tokens before the rows.
-        chain_ms: a row of the chain.
-        branch_ms: a row that is a branch.
-    """
-
-    context: Count
-    chain_ms: float
-    branch_ms: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Rows of the chain that are as dear as a branch; None: noise exceeds what a row of the chain adds."""
-        return self.branch_ms / self.chain_ms if self.chain_ms > 0 else None
-
-
-@dataclass(frozen=True, slots=True, config=RECORD)
 class EngineTimes:
     """Steps of one engine.
 
@@ -107,8 +66,6 @@ class CaseResult:
         turns: turns of each engine that count.
         engines: times by engine, ours (pass and sampling) first.
         parts: parts of our step; None: not measured.
-        learning: cost of keeping lessons; None: not measured.
-        prices: times of its rows; None: it has no branches.
     """
 
     name: str
@@ -118,8 +75,6 @@ class CaseResult:
     turns: Count
     engines: Mapping[str, EngineTimes]
     parts: StepParts | None = None
-    learning: LearningCost | None = None
-    prices: RowPrices | None = None
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from outrider.cloud.target.backend import VerificationBranch
-from outrider.cloud.target.branch_cache import BranchCache
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampling import Sampler
 from outrider.cloud.target.target import SessionRows, Target
-from outrider.proto.types import BlockBranch, DraftToken, Sampling
+from outrider.proto.types import DraftToken, Sampling
 from research.step_shape import StepShape
 
 Clock = Callable[[], float]
@@ -31,21 +29,19 @@ class Case:
         rows: rows of each.
         logits: rows of each whose logits are wanted, the last ones.
         context: tokens before the rows of each session.
-        branches: branches of one row each beside these, which take the place of one draft after another.
     """
 
     sessions: int
     rows: int
     logits: int
     context: int
-    branches: int = 0
 
     @property
     def name(self) -> str:
         """Sessions and rows in the form of the option; `prefill` and its length where a prompt is read."""
         if self.logits < self.rows:
             return f"prefill {self.rows}"
-        return str(StepShape(self.sessions, self.rows, self.branches))
+        return str(StepShape(self.sessions, self.rows))
 
     @property
     def decodes(self) -> bool:
@@ -59,13 +55,6 @@ class Case:
     def prompt(self, vocab_size: int) -> list[int]:
         """Return the rows of a session."""
         return [token % vocab_size for token in range(3, 3 + self.rows)]
-
-    def leaves(self, vocab_size: int) -> list[BlockBranch]:
-        """Return the branches of a session."""
-        return [
-            BlockBranch(i % (self.rows - 1), (DraftToken((3 + self.rows + i) % vocab_size),))
-            for i in range(self.branches)
-        ]
 
 
 class Steps:
@@ -85,12 +74,10 @@ class Steps:
         block = tuple(case.prompt(target.vocab_size))
         self._caches = [target.pool.allocate(case.context + case.rows) for _ in range(case.sessions)]
         self._batch = [SessionRows(cache, block, case.logits) for cache in self._caches]
-        self._leaves = case.leaves(target.vocab_size)
         known = case.rows - case.logits + 1
         drafts = tuple(map(DraftToken, block[known:]))
         one = VerificationInput(sampling, [*text, *block[:known]], case.context + known, drafts)
-        beside = [VerificationBranch.of(one, leaf).verification for leaf in self._leaves]
-        self._inputs = [one] * case.sessions + beside * case.sessions
+        self._inputs = [one] * case.sessions
         self._sampler = Sampler(target.device)
         self.token_after_context = self._read(text) if text else None
 
@@ -120,19 +107,10 @@ class Steps:
 
     def forward(self) -> torch.Tensor:
         """Make the pass of a step, and forget it."""
-        with self._target.pool.lend(len(self._leaves) * len(self._caches)) as pages:
-            logits = self._target.forward([*self._batch, *self._beside(pages)])
+        logits = self._target.forward(self._batch)
         for cache in self._caches:
             cache.truncate(self._length)
         return logits
-
-    def _beside(self, pages: list[int]) -> Iterator[SessionRows]:
-        """Lay the branches of all sessions on lent `pages`, one each."""
-        for cache in self._caches:
-            for index, (draft,) in self._leaves:
-                branch = BranchCache.beside(self._target.pool, cache, self._length + 1 + index, 1, pages)
-                if branch is not None:
-                    yield SessionRows(branch, (draft.id,), 1)
 
     def step(self) -> tuple[float, float]:
         """Make one step, and return the seconds of its pass and of its sampling."""

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group
 
 from outrider.bench.table import Block, Grid, draw, number
-from research.engine.record import CaseResult, EngineRecord, LearningCost, RowPrices, StepParts
+from research.engine.record import CaseResult, EngineRecord, StepParts
 
 PARTS = ("sessions x rows", "products", "attention", "operators", "Python", "sampling", "planning", "= step", "calls")
-PRICES = "sessions x rows", "context", "row of the chain, ms", "row of a branch, ms", "= rows of the chain"
 PARTS_LEGEND = (
     "products: linear layers; operators: all others in the pass, of calls in all; Python: the pass's time "
     "in no operator; these are shares by torch's profiler, of the pass's time without it; planning: events, plans and "
@@ -19,11 +18,6 @@ PARTS_LEGEND = (
 LEGEND = (
     "ms, medians; engines take turns of a few steps, from tokens to tokens, ours without planning (--parts times it); "
     "/ ours: median over turns"
-)
-
-_LEARNING = "step: wall clock; CPU time: of the process; %: CPU time of lessons in either thread over the steps' time"
-_PRICES = (
-    "steps with one row, with the chain, and with branches beside it in turn; medians over turns of the differences"
 )
 
 
@@ -52,22 +46,6 @@ def _grids(record: EngineRecord) -> Iterator[Grid]:
             [_engine(engine, results) for engine in engines],
             caption if context == contexts[-1] else "",
         )
-    if learning := [_learning(result.name, cost) for result in record.results if (cost := result.learning)]:
-        columns = "sessions x rows", "step", "CPU time", "engine, %", "beside it, %", "positions", "turns"
-        yield Grid("Lessons kept / not kept", columns, 1, [learning], _LEARNING)
-    if prices := [_prices(result.name, found) for result in record.results if (found := result.prices)]:
-        yield Grid("What a row more of a session adds to a step", PRICES, 1, [prices], _PRICES)
-
-
-def _learning(name: str, cost: LearningCost) -> Sequence[str]:
-    ratios = (number(ratio, 3) for ratio in (cost.step_ratio, cost.cpu_ratio))
-    shares = (number(1e2 * share, 2) for share in (cost.engine_share, cost.thread_share))
-    return name, *ratios, *shares, str(cost.positions), str(cost.turns)
-
-
-def _prices(name: str, prices: RowPrices) -> Sequence[str]:
-    times = (number(prices.chain_ms, 3), number(prices.branch_ms, 3), number(prices.ratio, 2))
-    return name, str(prices.context), *times
 
 
 def _clock(clock: str) -> str:

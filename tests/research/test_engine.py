@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from research.engine.command import kv_positions
 from research.engine.engine_steps import decode, planning_s
 from research.engine.parts import PassShares, pass_shares, shares_of
 from research.engine.record import LIBRARY, OURS, CaseResult, EngineRecord, EngineTimes, StepParts
-from research.engine.row_prices import row_prices
 from research.engine.steps import Case, LibrarySteps, Steps
 from research.engine.table import table
 from research.step_shape import StepShape
@@ -215,7 +214,7 @@ def test_the_library_reads_the_context_once_and_a_row_in_each_step(library, monk
 def test_the_record_holds_every_step_of_every_engine_once(folder, tmp_path, capsys) -> None:
     path = tmp_path / "engine.json"
     words = ["--steps", "1x1,2x3", "--prefill", "24", "--context", "20", "--repetitions", "2", "--json", str(path)]
-    words += ["--parts", "--learning"]
+    words += ["--parts"]
     assert main(["engine", "--target", str(folder), *words]) == 0
     record = from_json(EngineRecord, path.read_text(), "json")
     assert [(result.name, result.sessions, result.rows) for result in record.results] == [
@@ -225,13 +224,6 @@ def test_the_record_holds_every_step_of_every_engine_once(folder, tmp_path, caps
     ]
     assert [result.context for result in record.results] == [20, 20, 0]
     assert [set(result.engines) for result in record.results] == [{OURS, LIBRARY}] * 3
-    costs = [result.learning for result in record.results]
-    assert costs[2] is None, "no text follows"
-    for cost in costs[:2]:
-        assert cost is not None
-        assert min(cost.step_ratio, cost.cpu_ratio, cost.engine_share, cost.thread_share) > 0
-        assert cost.positions > 0
-        assert cost.turns == 2
     for result in record.results:
         parts = result.parts
         assert parts is not None
@@ -253,10 +245,15 @@ def test_the_record_holds_every_step_of_every_engine_once(folder, tmp_path, caps
 
 def test_steps_are_timed_after_every_context_and_few_times_when_time_is_up(folder, tmp_path) -> None:
     path = tmp_path / "engine.json"
-    words = ["--steps", "1x1,2x3@9", "--prefill", "0", "--context", "20,40", "--seconds", "0"]
+    words = ["--steps", "1x1,2x3", "--prefill", "0", "--context", "20,40", "--seconds", "0"]
     assert main(["engine", "--target", str(folder), *words, "--json", str(path)]) == 0
     results = from_json(EngineRecord, path.read_text(), "json").results
-    assert [(result.name, result.context) for result in results] == [("1x1", 20), ("2x3", 9), ("1x1", 40)]
+    assert [(result.name, result.context) for result in results] == [
+        ("1x1", 20),
+        ("2x3", 20),
+        ("1x1", 40),
+        ("2x3", 40),
+    ]
     assert {result.turns for result in results} == {2}
     assert {result.parts for result in results} == {None}
 
@@ -268,7 +265,6 @@ def test_steps_are_timed_after_every_context_and_few_times_when_time_is_up(folde
             ["--context", "191", "--steps", "1x1,1x2", "--prefill", "193"],
             " context: takes 193 positions with the rows, and the target has 192; take less",
         ),
-        (["--steps", "1x2@191"], " steps: takes 193 positions with the rows, and the target has 192; take less"),
         (
             ["--context", "9", "--prefill", "193"],
             " prefill: takes 193 positions with the rows, and the target has 192; take less",
@@ -281,73 +277,22 @@ def test_what_cannot_be_measured_is_refused_in_one_line(folder, capsys, words, m
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("steps", ["5", "1x", "0x5", "1x2x3", "ax1", "-1x5", "1x5+", "1x5+0", "1x5@", "1x5@9+1", "٣x5"])
-def test_steps_are_sessions_and_rows_with_branches_and_a_context(capsys, steps) -> None:
+@pytest.mark.parametrize("steps", ["5", "1x", "0x5", "1x2x3", "ax1", "-1x5", "1x5@", "٣x5"])
+def test_steps_are_sessions_and_rows(capsys, steps) -> None:
     with pytest.raises(SystemExit) as end:
         main(["engine", f"--steps={steps}"])
     assert end.value.code == 2
-    assert "is not SESSIONSxROWS[+BRANCHES][@CONTEXT], such as 16x5 or 1x5+3@600" in capsys.readouterr().err
+    assert "is not SESSIONSxROWS, such as 16x5" in capsys.readouterr().err
 
 
-def test_branches_need_a_chain_to_leave(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["engine", "--steps=1x1+3"])
-    assert "has no chain that branches could leave; give it 2 rows or more" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["1x5", "16x1@600", "1x5+3", "2x3+12@40"])
+@pytest.mark.parametrize("text", ["1x5", "16x1"])
 def test_the_shape_of_a_step_is_written_as_it_is_read(text) -> None:
     assert str(StepShape.parse(text)) == text
 
 
-def test_branches_are_rows_beside_the_others_and_leave_nothing_behind(target) -> None:
-    with Steps(target, Case(2, 3, 3, 20), GREEDY, Clock()) as steps:
-        chains = steps.forward()
-    case = Case(2, 3, 3, 20, 4)
-    assert [index for index, _ in case.leaves(target.vocab_size)] == [0, 1, 0, 1]
-    with Steps(target, case, GREEDY, Clock()) as steps:
-        free = target.pool.free_pages
-        logits = steps.forward()
-        assert torch.equal(logits[:6], chains)
-        assert logits.shape[0] == 2 * (3 + 4)
-        assert target.pool.free_pages == free
-        assert steps.turn(0, 1) == [2.0]
-
-
-def test_a_row_costs_what_it_adds_to_the_step_without_it(target, monkeypatch) -> None:
-    class TimedSteps(Steps):
-        def __init__(self, target: Target, case: Case, *others: Any) -> None:
-            super().__init__(target, case, *others)
-            self._seconds = case.sessions * (2.0 + 0.25 * case.rows + 0.75 * case.branches)
-
-        def step(self) -> tuple[float, float]:
-            return self._seconds, 1.0
-
-    monkeypatch.setattr("research.engine.row_prices.Steps", TimedSteps)
-    prices = row_prices(target, Case(2, 3, 3, 20, 4), GREEDY, Clock(), 2)
-    assert (prices.context, prices.chain_ms, prices.branch_ms, prices.ratio) == (20, 250.0, 750.0, 3.0)
-    assert replace(prices, chain_ms=-0.1).ratio is None
-    assert target.pool.free_pages == target.pool.page_count
-
-
 def test_the_cache_has_room_for_all_steps_that_take_turns_far_into_a_text() -> None:
-    assert kv_positions(Case(1, 9, 9, 1000, 8)) > 1009 + 1001 + 1009 + 1009 + 8 * 16
+    assert kv_positions(Case(1, 9, 9, 1000)) > 2 * 1009
     assert kv_positions(Case(2, 1, 1, 1000)) > 4 * 1000
-
-
-def test_the_record_has_the_prices_of_rows_by_context(folder, tmp_path, capsys) -> None:
-    path = tmp_path / "engine.json"
-    words = ["--steps", "1x3+2,1x3+2@40", "--prefill", "0", "--context", "20", "--repetitions", "1", "--learning"]
-    words.append("--parts")
-    assert main(["engine", "--target", str(folder), *words, "--json", str(path)]) == 0
-    results = from_json(EngineRecord, path.read_text(), "json").results
-    assert [(result.name, result.context) for result in results] == [("1x3+2", 20), ("1x3+2", 40)]
-    assert [result.prices and result.prices.context for result in results] == [20, 40]
-    for result in results:
-        assert set(result.engines) == {OURS}
-        assert result.parts is not None
-        assert result.parts.planning_ms is result.learning is None
-    assert "What a row more of a session adds to a step" in capsys.readouterr().out
 
 
 def parts(forward: float, planning: float | None = 0.25) -> StepParts:
