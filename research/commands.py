@@ -19,6 +19,7 @@ RESEARCH = Program(
         "engine": Entry("time a target's steps on a CPU by part, and those of transformers", f"{SETTINGS}:ENGINE"),
         "learn": Entry("watch an edge become faster beside a cluster that learns from it", f"{SETTINGS}:LEARN"),
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
+        "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
             "record a target's texts, and where drafters propose the same tokens",

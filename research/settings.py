@@ -252,3 +252,4 @@ RECORD = Command(
 )
 TREES = Command("research.traces.trees:trees", (part(TreesSettings),))
 LINES = Command("research.lines:show")
+WAY = Command("research.token_way:show")
