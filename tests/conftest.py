@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -75,23 +74,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if stolen < STOLEN_SHARE:
             raise
         pytest.skip(f"nothing can be measured: the host took {stolen:.0%} of the cores' time ({error})")
-
-
-@pytest.fixture(scope="session")
-def _tun_links() -> None:
-    """Skip the test where links of packets are not allowed."""
-    from outrider.deploy.link.process import LinkProcess
-    from outrider.deploy.link.shape import PacketFaults
-    from outrider.proto.errors import Unavailable
-
-    async def start() -> None:
-        async with LinkProcess("127.0.0.1:1", faults=PacketFaults()):
-            pass
-
-    try:
-        asyncio.run(start())
-    except Unavailable as error:
-        pytest.skip(error.message)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -153,7 +153,6 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
         (["--draft-here", "off"], 1, "draft-here: is off, but colocated needs it; leave that out of --modes"),
         (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
         (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),
-        (["--loss", "1"], 1, "loss: happens to packets; give --tun, too"),
         (["--min-step", "-1"], 2, "--min-step: -1.0 is below 0"),
         (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
         (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
@@ -175,19 +174,6 @@ def test_stop_strings_are_no_option(capfd) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--stop", "x"])
     assert "unrecognized arguments: --stop x" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("_tun_links")
-def test_links_of_packets_lose_some_and_keep_the_text(prompt, tmp_path) -> None:
-    written = tmp_path / "record.json"
-    chosen = ("--modes", "cloud,outrider", "--rtt", "2", "--tun", "--loss", "0,3:20", "--prompts", prompt)
-    assert main(["bench", *SMALL, *chosen, "--json", str(written)]) == 0
-    runs = from_json(Benchmark, read_text(written, "json"), "json").runs
-    assert [(run.mode, run.link.tun, run.link.loss_percent, run.link.burst_ms) for run in runs] == [
-        (mode, True, loss, burst_ms) for loss, burst_ms in ((0, 0), (3, 20)) for mode in ("cloud", "outrider")
-    ]
-    assert all(run.identical_to_cloud for run in runs)
-    assert all((run.uplink_bytes_per_token or 0) > 0 for run in runs)
 
 
 def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.CaptureFixture[str]) -> None:

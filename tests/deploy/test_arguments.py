@@ -37,7 +37,6 @@ TEXTS = {
     "trace-endpoint": "http://a:1",
     "kv-tokens": "4096",
     "queue": "8",
-    "loss": "2:100",
     "link": "30,10,50",
     "steps": "2x3",
     "draft-with": "ngram",

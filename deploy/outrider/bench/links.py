@@ -10,9 +10,8 @@ from pydantic.dataclasses import dataclass as record_dataclass
 
 from outrider.bench.record import RECORD, Metric
 from outrider.bench.settings import LinkListSettings
-from outrider.deploy.link.shape import LinkShape, PacketFaults
+from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, find_trace
-from outrider.deploy.loss import PacketLoss
 from outrider.proto.errors import ConfigError
 
 
@@ -25,9 +24,6 @@ class LinkRecord:
         up_mbit, down_mbit: bandwidth from and to the edge, Mbit/s; None: unlimited.
         jitter_ms: longest random delay added each way.
         trace: name of the recorded link that was played; None: none.
-        tun: whether it carried packets by the kernel's TCP, rather than bytes.
-        loss_percent: packets lost each way; with bursts, share of the time in which all are.
-        burst_ms: mean time of a burst of losses; 0: each packet has its own chance.
     """
 
     rtt_ms: Metric
@@ -35,9 +31,6 @@ class LinkRecord:
     down_mbit: Metric | None = None
     jitter_ms: Metric = 0.0
     trace: str | None = None
-    tun: bool = False
-    loss_percent: Metric = 0.0
-    burst_ms: Metric = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +41,16 @@ class BenchLink:
         shape: shape of the link; `rtt_s` of a traced one is the mean.
         trace: changes of the link over time.
         record: record of the link.
-        faults: faults of its packets; None: it carries bytes.
     """
 
     shape: LinkShape
     trace: LinkTrace | None
     record: LinkRecord
-    faults: PacketFaults | None = None
 
     @property
     def label(self) -> str:
         """Name for progress lines."""
-        name = f"trace {self.trace.name}" if self.trace else f"{self.record.rtt_ms:g} ms"
-        return ", ".join((name, *fault_parts(self.record)))
+        return f"trace {self.trace.name}" if self.trace else f"{self.record.rtt_ms:g} ms"
 
     def shape_at(self, time_s: float) -> LinkShape:
         """Return the shape of the link `time_s` after a text began."""
@@ -71,35 +61,22 @@ class BenchLink:
     @property
     def is_none(self) -> bool:
         """Whether there is nothing to emulate: the edge connects directly."""
-        return self.trace is None and self.shape == LinkShape() and self.faults is None
-
-    def of_packets(self, loss: PacketLoss) -> BenchLink:
-        """Return the link with packets, of which some are lost."""
-        record = replace(
-            self.record, tun=True, loss_percent=round(100 * loss.share, 9), burst_ms=round(1e3 * loss.burst_s, 9)
-        )
-        return replace(self, record=record, faults=PacketFaults(loss))
+        return self.trace is None and self.shape == LinkShape()
 
 
-def links_of(
-    settings: LinkListSettings, tun: bool = False, losses: Sequence[PacketLoss] = (PacketLoss(),)
-) -> list[BenchLink]:
-    """Return fixed links by --rtt, --up, --down and --jitter, then traced ones; with --tun, each with every loss.
+def links_of(settings: LinkListSettings) -> list[BenchLink]:
+    """Return fixed links by --rtt, --up, --down and --jitter, then traced ones.
 
     Raises:
-        ConfigError: lists of different lengths; each may have one entry, which then holds for all round trips. Or a
-            loss without packets.
+        ConfigError: lists of different lengths; each may have one entry, which then holds for all round trips.
     """
-    if not tun and any(loss.share for loss in losses):
-        raise ConfigError("happens to packets; give --tun, too", field="loss")
     columns = (_spread(getattr(settings, name), len(settings.rtt), name) for name in ("up", "down", "jitter"))
     fixed = [_fixed(*values) for values in zip(settings.rtt, *columns, strict=True)]
-    links = fixed + [_traced(name, settings.jitter[0]) for name in settings.trace]
-    return [link.of_packets(loss) for link in links for loss in losses] if tun else links
+    return fixed + [_traced(name, settings.jitter[0]) for name in settings.trace]
 
 
 def link_name(link: LinkRecord) -> str:
-    """Return a name such as `30 ms` or `30±5 ms 10/50 Mbit/s lte TUN 2 % lost`, up before down."""
+    """Return a name such as `30 ms` or `30±5 ms 10/50 Mbit/s lte`, up before down."""
     return " ".join(link_parts(link))
 
 
@@ -109,14 +86,7 @@ def link_parts(link: LinkRecord) -> list[str]:
     unlimited = link.up_mbit is None and link.down_mbit is None
     up, down = ("-" if rate is None else f"{rate:g}" for rate in (link.up_mbit, link.down_mbit))
     parts = (f"{link.rtt_ms:g}{jitter} ms", "" if unlimited else f"{up}/{down} Mbit/s", link.trace)
-    return [part for part in parts if part] + fault_parts(link)
-
-
-def fault_parts(link: LinkRecord) -> list[str]:
-    """Return the words about packets."""
-    lost = [f"{link.loss_percent:g} % lost"] if link.loss_percent else []
-    bursts = [f"in {link.burst_ms:g} ms"] if lost and link.burst_ms else []
-    return ["TUN", *lost, *bursts] if link.tun else []
+    return [part for part in parts if part]
 
 
 def _spread(values: Sequence[float], count: int, name: str) -> list[float]:

@@ -13,8 +13,6 @@ from typing import Any
 from outrider.cloud.config import HERE, TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
-from outrider.deploy.commands.operating import LinkSettings
-from outrider.deploy.loss import PacketLoss
 from outrider.edge.config import DRAFTING, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import Settings, at_least, between, option
@@ -76,11 +74,6 @@ class BenchSettings(Settings):
         check=between(1, 255),
     )
     no_logprobs: bool = option(False, "leave log probabilities out of commits")
-    loss: tuple[PacketLoss, ...] = listed(
-        (PacketLoss(),),
-        "with --tun, packets lost each way, percent, or PERCENT:MS in bursts of that mean time; each with every link",
-        parse=PacketLoss.parse,
-    )
     json: Path | None = option(None, "file to write the record to")
     report: Path | None = option(None, "folder to write plots and an HTML page to", metavar="DIR")
 
@@ -99,7 +92,6 @@ BENCH = Command(
         part(LinkListSettings),
         part(BuiltInPrompts),
         part(BenchSettings),
-        part(LinkSettings, "tun"),
         part(Sampling),
         part(EdgeConfig, DRAFTING),
         part(VerifierConfig, TARGET),

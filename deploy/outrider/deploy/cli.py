@@ -86,11 +86,6 @@ COMMANDS = {
     "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
-    "import-trace": Entry(
-        "make a trace for emulated links of a recording by mahimahi or NYU-METS",
-        f"{OPERATING}:IMPORT_TRACE",
-        "import_trace",
-    ),
     "bench": Entry("measure ways of decoding over emulated links", "outrider.bench.settings:BENCH"),
     "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }

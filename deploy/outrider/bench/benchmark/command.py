@@ -29,7 +29,6 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.step_timing import StepTiming
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
-from outrider.deploy.commands.operating import LinkSettings
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.process.termination import temporary_folder
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
@@ -109,7 +108,7 @@ class Bench:
         self._given = given
         self._options = options = given(BenchSettings)
         self._console = Console(stderr=True, highlight=False)
-        self._links = links_of(given(LinkListSettings), given.fields(LinkSettings)["tun"], options.loss)
+        self._links = links_of(given(LinkListSettings))
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
@@ -169,7 +168,7 @@ class Bench:
         address = self._verifier.address
         if link.is_none:
             return None, address
-        emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed, faults=link.faults)
+        emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
         await stack.enter_async_context(emulator)
         return emulator, emulator.address
 

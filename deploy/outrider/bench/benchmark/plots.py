@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.bench.benchmark.record import LANES, BenchmarkRun
 from outrider.bench.benchmark.table import Condition, by_link, fastest
-from outrider.bench.links import LinkRecord, fault_parts, link_name, link_parts
+from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.metrics import grouped
 from outrider.bench.plot import FAINT, GREY, HUES, INK, canvas, save_plot, styled
 from outrider.bench.settings import MODES
@@ -414,7 +414,7 @@ def _family_name(link: LinkRecord) -> str:
         return "unlimited bandwidth, no jitter"
     rates = ("unlimited" if rate is None else f"{rate:g} Mbit/s" for rate in (link.up_mbit, link.down_mbit))
     jitter = f"±{link.jitter_ms:g} ms" if link.jitter_ms else ""
-    parts = ("{} up, {} down".format(*rates), jitter, link.trace, *fault_parts(link))
+    parts = ("{} up, {} down".format(*rates), jitter, link.trace)
     return ", ".join(part for part in parts if part)
 
 

@@ -153,7 +153,7 @@ def _order(run: BenchmarkRun) -> tuple[object, ...]:
     link = run.link
     rates = tuple(-1.0 if rate is None else -rate for rate in (link.up_mbit, link.down_mbit))
     return (
-        (link.rtt_ms, link.jitter_ms, rates, link.trace or "", link.tun, link.burst_ms, link.loss_percent),
+        (link.rtt_ms, link.jitter_ms, rates, link.trace or ""),
         MODES.index(run.mode),
         run.replayed,
         run.goal == "efficiency",

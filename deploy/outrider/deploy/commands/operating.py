@@ -8,11 +8,9 @@ from pathlib import Path
 
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.edge import KeySettings
-from outrider.deploy.loss import PacketLoss
 from outrider.edge.config import CONNECTION, EdgeConfig
 from outrider.proto.address import without_http
-from outrider.proto.errors import ConfigError
-from outrider.proto.settings import REQUIRED, Settings, at_least, between, declared, option
+from outrider.proto.settings import REQUIRED, Settings, at_least, option
 
 ADDRESS = "HOST:PORT"
 
@@ -99,46 +97,6 @@ class LinkSettings(Settings):
     seed: int = option(0, "seed of all chances", check=at_least(0))
     radio: bool = option(False, "let the edge's radio sleep; it takes 0.3 to 1 s to wake")
     radio_idle_s: float = option(10.0, "silence after which the radio sleeps", check=at_least(0))
-    tun: bool = option(
-        False,
-        "carry packets between network namespaces by the kernel's TCP, and drop what a full queue has no room for; "
-        "needs root or user namespaces",
-    )
-    loss: PacketLoss = option(
-        PacketLoss(),
-        "with --tun, share of packets lost each way, in percent; PERCENT:MS: in bursts of that mean time",
-        metavar="PERCENT",
-        parse=PacketLoss.parse,
-    )
-    reorder: float = option(
-        0.0,
-        "with --tun, share of packets that take twice the delay, so that later ones overtake them",
-        metavar="PERCENT",
-        check=between(0, 100),
-    )
-
-    def check_together(self) -> None:
-        """Refuse what only packets have without --tun."""
-        for name in ("loss", "reorder"):
-            if not self.tun and getattr(self, name) != declared(LinkSettings)[name].default:
-                raise ConfigError("happens to packets; give --tun, too", field=name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordingSettings(Settings):
-    """Recorded rates of a link, in the form of mahimahi or NYU-METS, and the trace to make of them."""
-
-    down: Path = option(
-        REQUIRED,
-        "recording of the link to the edge: the millisecond of each packet, a line each (mahimahi), or RATE,UNIT of "
-        "each second (NYU-METS)",
-        metavar="FILE",
-        positional=True,
-    )
-    up: Path | None = option(None, "recording of the link from the edge; not set: the rates to the edge")
-    rtt: float = option(REQUIRED, "round trip time, which recordings of rates lack", metavar="MS", check=at_least(0))
-    step_ms: int = option(100, "time over which rates are averaged", check=at_least(1))
-    output: Path = option(REQUIRED, "CSV file to write, for --trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +139,5 @@ FORGET = Command("outrider.deploy.local.fleet:forget", (part(ForgetSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))
-IMPORT_TRACE = Command("outrider.deploy.link.command:import_trace", (part(RecordingSettings),))
 SUBMIT = Command("outrider.deploy.submit:submit", (part(SubmitSettings, defaults={"address": job_server}),))
 COMPLETION = Command("outrider.deploy.cli:completion", (part(CompletionSettings),))

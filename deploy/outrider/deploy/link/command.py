@@ -1,14 +1,13 @@
-"""`outrider link`, an emulated link until a signal ends it; and `outrider import-trace`, recordings for it."""
+"""`outrider link`, an emulated link until a signal ends it."""
 
 from __future__ import annotations
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.operating import LinkSettings, RecordingSettings
-from outrider.deploy.link.process import open_link
-from outrider.deploy.link.recordings import trace_of
-from outrider.deploy.link.relay import run_on_time
-from outrider.deploy.link.shape import LinkShape, PacketFaults
-from outrider.deploy.link.traces import LinkTrace, find_trace, write_trace
+from outrider.deploy.commands.operating import LinkSettings
+from outrider.deploy.link.radio import Radio
+from outrider.deploy.link.relay import LinkRelay, run_on_time
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.proto.errors import ConfigError
 
@@ -24,13 +23,12 @@ def link(given: Given) -> int:
         down_mbit=options.down,
         queue_kib=options.queue,
     )
-    faults = PacketFaults(options.loss, options.reorder / 100) if options.tun else None
-    return run_on_time(_link(options, shape, trace, faults))
+    return run_on_time(_link(options, shape, trace))
 
 
-async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None, faults: PacketFaults | None) -> int:
-    radio_idle_s = options.radio_idle_s if options.radio else None
-    relay = open_link(options.to, shape, options.seed, faults=faults, radio_idle_s=radio_idle_s)
+async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None) -> int:
+    radio = Radio(options.radio_idle_s, options.seed) if options.radio else None
+    relay = LinkRelay(options.to, shape, options.seed, radio)
     address = await relay.start(options.listen)
     stop = set_when_asked_to_end()
     print(f"link to {options.to} on {address}", flush=True)
@@ -39,22 +37,7 @@ async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None
     await stop.wait()
     counters = relay.counters
     await relay.stop()
-    packets = f", {counters.packets_lost} packets lost, {counters.packets_dropped} dropped" if faults else ""
-    print(
-        f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down{packets}"
-    )
-    return 0
-
-
-def import_trace(given: Given) -> int:
-    """Run `outrider import-trace`."""
-    options = given(RecordingSettings)
-    trace = trace_of(options.down, options.up, rtt_ms=options.rtt, step_ms=options.step_ms)
-    try:
-        write_trace(trace, options.output, f"Made from {options.down.name} by outrider import-trace.")
-    except OSError as error:
-        raise ConfigError(f"cannot write {options.output}: {error.strerror}", field="output") from error
-    print(f"{options.output}: {trace.duration_s:g} s in {len(trace.points)} points")
+    print(f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down")
     return 0
 
 

@@ -66,7 +66,9 @@ class Pipe:
         self._advance(now)
         if not self._queue:
             self._served_at = max(self._served_at, now)
-        self._queue.extend((stream, piece) for piece in self._pieces(data))
+        # Without a limit on the rate, bytes pushed together leave together.
+        size = MTU_BYTES if self._shape.bytes_per_s < math.inf else max(len(data), 1)
+        self._queue.extend((stream, data[start : start + size]) for start in range(0, max(len(data), 1), size))
         self._queued_bytes += len(data)
 
     def due(self, now: float) -> list[Arrival]:
@@ -119,11 +121,6 @@ class Pipe:
         self._queued_bytes = self._flight_bytes = 0
         self._served_bytes = 0.0
 
-    def _pieces(self, data: bytes) -> list[bytes]:
-        """Cut bytes into segments; without a limit on the rate, bytes pushed together leave together."""
-        size = MTU_BYTES if self._shape.bytes_per_s < math.inf else max(len(data), 1)
-        return [data[start : start + size] for start in range(0, max(len(data), 1), size)]
-
     def _leaves_at(self) -> float:
         """Return when the first segment of the queue will have left."""
         left = len(self._queue[0][1]) - self._served_bytes
@@ -149,8 +146,5 @@ class Pipe:
         shape = self._shape
         delay = shape.delay_s + (self._random.uniform(0.0, shape.jitter_s) if shape.jitter_s else 0.0)
         self._last_due = max(self._last_due, left_at + delay)
-        self._hold(Arrival(stream, data, self._last_due))
-
-    def _hold(self, arrival: Arrival) -> None:
-        self._flight.append(arrival)
-        self._flight_bytes += len(arrival.data)
+        self._flight.append(Arrival(stream, data, self._last_due))
+        self._flight_bytes += len(data)

@@ -11,10 +11,8 @@ from typing import Any
 
 from outrider.deploy.link.radio import Radio
 from outrider.deploy.link.relay import Counters, LinkRelay, run_on_time
-from outrider.deploy.link.shape import LinkShape, PacketFaults
+from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, TracePoint
-from outrider.deploy.link.tun import TunLink
-from outrider.deploy.loss import PacketLoss
 from outrider.deploy.process.child import Child, answer_requests
 from outrider.proto.errors import ConfigError
 
@@ -33,7 +31,6 @@ class LinkProcess(Child):
         trace: trace to play from the start; only jitter and queue of `shape` count then.
         seed: seed of the jitter.
         listen: loopback address; port 0 takes a free one.
-        faults: faults of a link of packets, between network namespaces; None: the link carries bytes.
         radio_idle_s: silence after which the edge's radio sleeps, in seconds; None: never.
     """
 
@@ -44,7 +41,6 @@ class LinkProcess(Child):
         trace: LinkTrace | None = None,
         seed: int = 0,
         listen: str = "127.0.0.1:0",
-        faults: PacketFaults | None = None,
         radio_idle_s: float | None = None,
     ) -> None:
         super().__init__("outrider.deploy.link.process", "the link")
@@ -54,7 +50,6 @@ class LinkProcess(Child):
             "listen": listen,
             "shape": asdict(shape),
             "seed": seed,
-            "faults": asdict(faults) if faults is not None else None,
             "radio_idle_s": radio_idle_s,
         }
         self._trace = trace
@@ -90,20 +85,15 @@ class LinkProcess(Child):
 
 async def _obey() -> int:
     """Carry out requests until standard input ends, the first of which opens the relay; return the exit status."""
-    relay: LinkRelay | TunLink | None = None
+    relay: LinkRelay | None = None
 
     async def answer(request: Mapping[str, Any]) -> Any:
         nonlocal relay
         if relay is not None:
             return _do(relay, request)
-        faults = request["faults"]
-        relay = open_link(
-            request["to"],
-            LinkShape(**request["shape"]),
-            request["seed"],
-            faults=faults and PacketFaults(PacketLoss(**faults["loss"]), faults["reordered"]),
-            radio_idle_s=request["radio_idle_s"],
-        )
+        seed, idle_s = request["seed"], request["radio_idle_s"]
+        radio = None if idle_s is None else Radio(idle_s, seed)
+        relay = LinkRelay(request["to"], LinkShape(**request["shape"]), seed, radio)
         return await relay.start(request["listen"])
 
     await answer_requests(answer)
@@ -112,15 +102,7 @@ async def _obey() -> int:
     return 0
 
 
-def open_link(
-    to: str, shape: LinkShape, seed: int, *, faults: PacketFaults | None, radio_idle_s: float | None
-) -> LinkRelay | TunLink:
-    """Return a link that is yet to start: of packets where `faults` are given, else of bytes."""
-    radio = None if radio_idle_s is None else Radio(radio_idle_s, seed)
-    return LinkRelay(to, shape, seed, radio) if faults is None else TunLink(to, shape, faults, seed, radio)
-
-
-def _do(relay: LinkRelay | TunLink, request: Mapping[str, Any]) -> Any:
+def _do(relay: LinkRelay, request: Mapping[str, Any]) -> Any:
     match request["do"]:
         case "set_shape":
             relay.set_shape(LinkShape(**request["shape"]))

@@ -2,7 +2,7 @@
 
 All connections share the link like a cable. A new one costs a round trip before its first byte moves, like TCP's
 handshake. Loss and congestion control are not emulated: TCP shows a loss as delay, which jitter, stalls
-and traces bring, and a connection that has lived for a while has grown its window. `tun` has them.
+and traces bring, and a connection that has lived for a while has grown its window.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,45 +43,11 @@ def _tcp_socket(family: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """TCP payload that the link has delivered since its start, in bytes, and accepted connections.
-
-    A link of packets also counts those that were lost, and those dropped at a full queue.
-    """
+    """TCP payload that the link has delivered since its start, in bytes, and accepted connections."""
 
     up_bytes: int
     down_bytes: int
     connections: int
-    packets_lost: int = 0
-    packets_dropped: int = 0
-
-
-class TracePlayer:
-    """The playing of a trace on a link, to which `apply` gives a shape.
-
-    It must run inside an event loop.
-    """
-
-    def __init__(self, apply: Callable[[LinkShape], None]) -> None:
-        self._apply = apply
-        self._next_point: asyncio.TimerHandle | None = None
-
-    def play(self, trace: LinkTrace, like: LinkShape) -> None:
-        """Play round trip and rates of `trace` in a loop, with jitter and queue of `like`."""
-        self.end()
-        self._follow(trace, like, asyncio.get_running_loop().time())
-
-    def end(self) -> None:
-        """Play no further; the shape stays."""
-        if self._next_point is not None:
-            self._next_point.cancel()
-            self._next_point = None
-
-    def _follow(self, trace: LinkTrace, like: LinkShape, began: float) -> None:
-        loop = asyncio.get_running_loop()
-        # A timer may be early by its resolution; half a millisecond later is surely after the point it was set for.
-        passed = loop.time() - began + 0.0005
-        self._apply(replace(trace.at(passed), jitter_s=like.jitter_s, queue_bytes=like.queue_bytes))
-        self._next_point = loop.call_at(began + trace.next_time(passed), self._follow, trace, like, began)
 
 
 class LinkRelay:
@@ -92,26 +58,13 @@ class LinkRelay:
         shape: initial shape.
         seed: seed of the jitter.
         radio: radio of the edge; None: it never sleeps.
-        max_connections: limit of connections at once.
-        new_socket: maker of sockets, of an address family, that are connected to `to`.
     """
 
-    def __init__(
-        self,
-        to: str,
-        shape: LinkShape,
-        seed: int = 0,
-        radio: Radio | None = None,
-        *,
-        max_connections: int = _MAX_CONNECTIONS,
-        new_socket: Callable[[int], socket.socket] = _tcp_socket,
-    ) -> None:
+    def __init__(self, to: str, shape: LinkShape, seed: int = 0, radio: Radio | None = None) -> None:
         self._to = split_address(to, "to")
         self._shape = shape
         self._radio = radio
-        self._max_connections = max_connections
-        self._new_socket = new_socket
-        self._player = TracePlayer(self._apply)
+        self._next_point: asyncio.TimerHandle | None = None  # of a trace
         timer = Timer()
         self._up = Way(Pipe(shape.up, 2 * seed), timer, self._wake)
         self._down = Way(Pipe(shape.down, 2 * seed + 1), timer, self._wake)
@@ -143,11 +96,6 @@ class LinkRelay:
             listener.close()
             raise Unavailable(f"cannot listen on {listen}: {error.strerror}", field="listen") from error
         bound = listener.getsockname()[1]
-        await self.serve(listener)
-        return f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}"
-
-    async def serve(self, listener: socket.socket) -> None:
-        """Listen on a socket that is bound, and close it in the end; raises `ConfigError` where `to` is no address."""
         self._listener = listener
         try:
             self._target = await _resolve(*self._to, "to")
@@ -156,10 +104,11 @@ class LinkRelay:
             raise
         listener.listen(128)
         self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
+        return f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}"
 
     async def stop(self) -> None:
         """Cut everything and listen no longer."""
-        self._player.end()
+        self._end_trace()
         if self._accepting is not None and self._listener is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
@@ -175,12 +124,13 @@ class LinkRelay:
 
     def set_shape(self, shape: LinkShape) -> None:
         """Change the link to `shape` and end a trace."""
-        self._player.end()
+        self._end_trace()
         self._apply(shape)
 
     def play(self, trace: LinkTrace) -> None:
         """Play round trip and rates of `trace` in a loop; jitter and queue stay."""
-        self._player.play(trace, self._shape)
+        self._end_trace()
+        self._follow(trace, self._shape, asyncio.get_running_loop().time())
 
     def stall(self, seconds: float) -> None:
         """Hold the link for `seconds`."""
@@ -195,6 +145,18 @@ class LinkRelay:
             connection.abort()
         self._up.clear()
         self._down.clear()
+
+    def _end_trace(self) -> None:
+        if self._next_point is not None:
+            self._next_point.cancel()
+            self._next_point = None
+
+    def _follow(self, trace: LinkTrace, like: LinkShape, began: float) -> None:
+        loop = asyncio.get_running_loop()
+        # A timer may be early by its resolution; half a millisecond later is surely after the point it was set for.
+        passed = loop.time() - began + 0.0005
+        self._apply(replace(trace.at(passed), jitter_s=like.jitter_s, queue_bytes=like.queue_bytes))
+        self._next_point = loop.call_at(began + trace.next_time(passed), self._follow, trace, like, began)
 
     def _apply(self, shape: LinkShape) -> None:
         self._shape = shape
@@ -217,8 +179,8 @@ class LinkRelay:
                 _log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._connections) + len(self._connecting) >= self._max_connections:
-                _log.warning("there are %d connections already; one more is refused", self._max_connections)
+            if len(self._connections) + len(self._connecting) >= _MAX_CONNECTIONS:
+                _log.warning("there are %d connections already; one more is refused", _MAX_CONNECTIONS)
                 abort(edge)
                 continue
             self._accepted += 1
@@ -228,7 +190,7 @@ class LinkRelay:
 
     async def _connect(self, edge: socket.socket) -> None:
         family, address = self._target
-        verifier = self._new_socket(family)
+        verifier = _tcp_socket(family)
         try:
             # The kernel has answered the edge's SYN at once. Over a real link the answer takes a round trip.
             await asyncio.sleep(self._wake(time.monotonic()) + self._shape.rtt_s)

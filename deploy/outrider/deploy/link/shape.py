@@ -1,4 +1,4 @@
-"""Delay, jitter, rates, queues and faults of a link."""
+"""Delay, jitter, rates and queues of a link."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Self
 
-from outrider.deploy.loss import PacketLoss
 from outrider.proto.errors import ConfigError
 
 MTU_BYTES = 1448  # payload of one TCP segment on Ethernet, with timestamps
@@ -94,23 +93,6 @@ class LinkShape:
     def down(self) -> WayShape:
         """Direction to the edge."""
         return WayShape(self.rtt_s / 2, self.jitter_s, self.down_bytes_per_s, self.queue_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class PacketFaults:
-    """Faults of a link of packets.
-
-    Attributes:
-        loss: loss in each direction.
-        reordered: share of the packets that take twice the delay, so that later ones overtake them, from 0 to 1.
-    """
-
-    loss: PacketLoss = PacketLoss()  # noqa: RUF009 - frozen
-    reordered: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reordered <= 1:
-            raise ConfigError("must be from 0 to 100 percent", field="reorder")
 
 
 def _number(shape: LinkShape, name: str) -> float:

@@ -1,7 +1,7 @@
 """Changes of a link over time.
 
 The built-in traces are SYNTHETIC, not recordings (see `synthetic`). A recording of your own is a CSV file of the same
-form (`recordings` makes one of those by others):
+form:
 
     time_s,rtt_ms,up_mbit,down_mbit
     0.0,42.5,8.1,31.0
