@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from research.chaos.faults import KINDS
 from research.chaos.report import run_in_processes
 from research.chaos.schedule import Schedule
+from research.chaos.world import Violation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def replay(seed: int, kinds: Sequence[str]) -> int:
     schedule, found = Schedule(seed, kinds, traced=True), None
     try:
         schedule.run()
-    except Exception as error:  # whatever shipped code raises is a finding
+    except (Exception, Violation) as error:  # whatever shipped code raises is a finding
         found = error
     print("\n".join(schedule.world.trace or ()))
     print(f"seed {seed}: {'all holds' if found is None else f'{type(found).__name__}: {found}'}")

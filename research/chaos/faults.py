@@ -158,7 +158,7 @@ class Injector:
     def _drain(self, edge: Edge) -> bool:
         verifier = self._verifier(edge)
         process, grace_s = verifier.process, self._rng.uniform(0.01, 2.0)
-        if not verifier.is_up or process.engine.admission.draining:
+        if not verifier.is_up or process.engine.sessions.draining:
             return False
         self._world.disturb(grace_s + 1.0)
         self._coordinator.drain(verifier.name)

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 
 from research.chaos.faults import IMPOSSIBLE, KINDS, PAIRS, State
 from research.chaos.schedule import Schedule
+from research.chaos.world import Violation
 
 PART = 250  # schedules that a process is given at once
 
@@ -82,7 +83,7 @@ def run_schedules(first: int, count: int, kinds: Sequence[str] = ()) -> ChaosSum
         schedule = Schedule(seed, kinds)
         try:
             schedule.run()
-        except Exception as error:  # whatever shipped code raises is a finding
+        except (Exception, Violation) as error:  # whatever shipped code raises is a finding
             summary.found[seed] = f"{type(error).__name__}: {error}"
         summary.schedules += 1
         summary.counts += schedule.world.counts

@@ -181,8 +181,8 @@ def _check_process(process: Process) -> None:
         raise Violation(f"{name} still has the sessions {[slot.session.id for slot in engine.slots]}")
     if engine.pages.held:
         raise Violation(f"{name} still holds {engine.pages.held} KV pages")
-    if process.streams or len(engine.waiting):
-        raise Violation(f"{name} still has {len(process.streams)} streams and {len(engine.waiting)} events")
+    if process.streams or engine.inbox:
+        raise Violation(f"{name} still has {len(process.streams)} streams and {len(engine.inbox)} events")
     process.meters.check(name)
     if process.own is not None:
         process.own.check_rest(name)

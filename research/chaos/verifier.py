@@ -18,7 +18,7 @@ from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.lease import verify_lease
 from outrider.proto.plumbing.loop_watch import LOOK_S
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Continue, EdgeFrame, Goaway, Open, Ping, Pong
+from outrider.proto.types import CloudFrame, Commit, Continue, EdgeFrame, Goaway, Open, Opened, Ping, Pong
 from research.chaos.call import SimulatedCall
 from research.chaos.engine import Shape, SimulatedEngine, Watch, shared_metrics
 from research.chaos.own_drafter import OwnDrafting
@@ -50,6 +50,8 @@ class ServedStream(Outbox):
 
     def put(self, item: CloudFrame | OutriderError) -> None:
         """Hand over a frame, or the error that ends the stream."""
+        if isinstance(item, Opened):
+            self._process.note("admits", self.state.session)
         self._items.append(item)
         self._process.serve_later(SERVER_S, self._pump)
 
@@ -274,11 +276,11 @@ class Process:
 
     def crowd(self, seconds: float) -> None:
         """Let others take every place for true `seconds`."""
-        self.engine.admission._max_sessions = 0
+        self.engine.sessions._max_sessions = 0
         self._world.after(seconds, self._disperse)
 
     def _disperse(self) -> None:
-        self.engine.admission._max_sessions = self.max_sessions
+        self.engine.sessions._max_sessions = self.max_sessions
 
     def hang(self, seconds: float) -> None:
         """Let the engine's thread stand still for true `seconds`, while the server answers."""
@@ -309,28 +311,23 @@ class Process:
     def forget(self, key: int) -> None:
         """Free what a stream held that has ended."""
         self.health.outboxes.discard(self.streams.pop(key))
-        self.engine.post(partial(self.engine.events.close, key), key)
+        self.engine.post_close(key)
 
     def post_open(self, key: int, frame: Open, outbox: Outbox, limit: KeyLimit | None) -> None:
         """Have the engine admit a session."""
-
-        def admit() -> None:
-            if self.engine.admit(key, frame, outbox, limit):
-                self.note("admits", frame.session, "with", len(frame.committed), "tokens")
-
-        self.engine.post(admit, key)
+        self.engine.post_open(key, frame, outbox, limit=limit)
 
     def post_frame(self, key: int, frame: EdgeFrame) -> None:
         """Have the engine take a later frame of stream `key`."""
-        self.engine.post(partial(self.engine.take_frame, key, frame, self.clock.monotonic()), key, frame)
+        self.engine.post_frame(key, frame, lambda: None)
 
     def drain(self) -> None:
         """Have the engine send all sessions elsewhere."""
-        self.engine.post(self.engine.admission.drain)
+        self.engine.post_drain()
 
     def stop(self) -> None:
         """End as a process that is told to: its sessions are sent elsewhere first."""
-        self.engine.events.stop()
+        self.engine.sessions.stop()
 
     def report(self) -> dict[str, Any]:
         """Return what the coordinator is told."""
@@ -340,14 +337,14 @@ class Process:
             "address": f"{self.rules.name}:{self.number}",
             "model": MODEL,
             "tokenizer_sha256": TOKENIZER,
-            "state": self.health.state(engine.admission),
-            "sessions": engine.slots.num_running if engine.admission._max_sessions else self.max_sessions,
+            "state": self.health.state(engine.sessions),
+            "sessions": engine.session_count if engine.sessions._max_sessions else self.max_sessions,
             "max_sessions": self.max_sessions,
             "kv_pages": engine.pages.capacity.pages,
             "kv_pages_free": engine.pages.capacity.free_pages,
             "incarnation": self.incarnation,
             "lists_admitted": True,
-            "admitted": dict(engine.admission.admitted),
+            "admitted": dict(engine.sessions.admitted),
         }
 
     # --- its health ---
@@ -364,9 +361,9 @@ class Process:
 
     def _look(self) -> None:
         self._watched = False
-        self.engine.turn()
+        self.engine.idle()
         _run(self.health.look())
-        bad = self.health.condition is not EngineCondition.WELL or self.engine.admission.failed
+        bad = self.health.condition is not EngineCondition.WELL or self.engine.failed
         self.sick_since = min(self.sick_since, self._world.now) if bad else math.inf
         if not (self.is_well and self.engine.is_idle):
             self._watch_engine()

@@ -18,8 +18,8 @@ EXACT_S = 1e-6  # to which a clock that reads up to 1e5 s is read
 Event = Callable[[], None]
 
 
-class Violation(AssertionError):
-    """An invariant does not hold."""
+class Violation(BaseException):
+    """An invariant does not hold; nothing that goes on after errors may catch it."""
 
 
 class ShuffledClock(VirtualClock):

@@ -78,7 +78,7 @@ class _Edge(Outbox):
             self._chain += missed  # rows beside others may have other bits, and the text may then be another
             if self._reading:
                 self._reading.discard(self._key)
-                self._engine.timings.clear()
+                self._engine.meter.timings.clear()
         if isinstance(item, OutriderError) or (isinstance(item, Commit) and item.finish is not None):
             self.ended.set()
             return
@@ -132,7 +132,7 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
         engine.stop()
     between = [
         timing.overhead_s
-        for timing in engine.timings
+        for timing in engine.meter.timings
         if timing.sessions == case.sessions and 2 * timing.rows >= case.sessions * case.rows
     ]
     return median(between) if between else None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from outrider.cloud.serving.batching import Batch, Batching, Share, credit_of
-from outrider.cloud.serving.inbox import WaitingEvents
+from outrider.cloud.serving.inbox import Inbox
 from outrider.cloud.serving.stream_state import expects, pass_frame
 from outrider.proto.session import Drafted, DrafterFailed, Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
@@ -138,7 +138,7 @@ class SimulatedVerifier:
         self._costs = costs
         self._local = local
         self._slots: dict[SimulatedStream, SimulatedSlot] = {}
-        self._waiting = WaitingEvents()
+        self._waiting = Inbox(self._rung)
         self._busy = False
         self._alarm = math.inf
 
@@ -153,7 +153,9 @@ class SimulatedVerifier:
     def _post(
         self, event: Callable[[], None], stream: SimulatedStream | None = None, frame: EdgeFrame | None = None
     ) -> None:
-        self._waiting.add(event, stream, frame)
+        self._waiting.post(event, stream, frame)
+
+    def _rung(self) -> None:
         if not self._busy:
             self._run()
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, hashing_target
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.drafting import draft_threads
 from outrider.cloud.drafting.draft_threads import DraftTask
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
-from outrider.cloud.serving import engine, recovery, runner, slots
+from outrider.cloud.serving import slots
 from outrider.cloud.serving.batching import Batching
-from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.core import EngineCore
 from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
 from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target.steering import Projection
@@ -47,20 +47,6 @@ NOTICED_S = 0.4
 BROKEN_PLAN = "broken-plan"  # begins the names of sessions whose plans fail
 STEP_S, ROW_S = 0.005, 0.0002
 MAX_LOOKS = 1000  # at one moment
-
-
-class EngineTime:
-    """Stand-in for the module `time`: the virtual clock, and the time that the running step has taken so far."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self.spent_s = 0.0
-
-    def monotonic(self) -> float:
-        return self._clock.now + self.spent_s
-
-    def sleep(self, seconds: float) -> None:
-        self.spent_s += seconds
 
 
 class HashedGrammar(GrammarMatcher):
@@ -156,7 +142,7 @@ class StreamOutbox(Outbox):
         self._stream = stream
 
     def put(self, item: CloudFrame | OutriderError) -> None:
-        self._fleet.clock.at(self._fleet.time.monotonic(), partial(self._send, item))
+        self._fleet.clock.at(self._fleet.now(), partial(self._send, item))
 
     def _send(self, item: CloudFrame | OutriderError) -> None:
         if isinstance(item, OutriderError):
@@ -183,6 +169,7 @@ class DelayedThreads:
 
     def __init__(self, fleet: Fleet, kind: str) -> None:
         self._clock = fleet.clock
+        self._now = fleet.now
         self._rng = fleet.drafting_rng
         self._counts = fleet.counts
         self._kind = kind
@@ -196,7 +183,7 @@ class DelayedThreads:
         return len(self._waiting)
 
     def submit(self, task: DraftTask) -> None:
-        task.queued_at = draft_threads.time.monotonic()
+        task.queued_at = self._now()
         self._waiting.append(task)
         if not task.begun and self.source is not None:
             [session] = [each.session for each in self.source._texts.values() if each.task is task]
@@ -312,7 +299,7 @@ class FailingModel(HashingModel):
         self.dead = False
 
     def on_rows(self, rows: int) -> None:
-        self._fleet.time.spent_s += STEP_S + ROW_S * rows
+        self._fleet.spent_s += STEP_S + ROW_S * rows
         if self.dead:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if rows > self.most_rows:
@@ -360,11 +347,11 @@ class FuzzedVerifier:
             frozenset({EOS}),
             max_drafts=6,
             max_credit=12,
+            projections=frozenset({PROJECTION}),
             guarantee=fleet.passes.guarantee,
             trees=True,
         )
-        config = VerifierConfig(max_sessions=5, prefill_chunk=fleet.rng.choice((5, 9, 64)))
-        projections = {PROJECTION: fleet.projection}
+        batching = Batching(prefill_chunk=fleet.rng.choice((5, 9, 64)))
         dice = fleet.drafting_rng
         self.drafter = GuessingDrafter(fleet.language, dice, dice.choice((0.0, 0.0, 0.05)))
         [kind] = dice.choices(list(SOURCES), list(SOURCES.values()))
@@ -373,15 +360,21 @@ class FuzzedVerifier:
         if kind != "none":
             own = OwnDrafter(self.drafter, fleet.language.vocab_size, reach=dice.choice((None, None, 4)))
             price = dice.choice((None, 0.0))
-            source = self.drafting_threads.source = LocalSource(own, self.drafting_threads, price, fleet.time.monotonic)
-        self.engine = Engine(
-            TransformersBackend(target), self.rules, config, projections, on_failure=self._on_failure, source=source
+            source = self.drafting_threads.source = LocalSource(own, self.drafting_threads, price, fleet.now)
+        backend = TransformersBackend(target)
+        self.engine = EngineCore(
+            backend,
+            ModelRunner(backend, {PROJECTION: fleet.projection}, clock=fleet.now),
+            self.rules,
+            5,
+            batching,
+            VerifierMetrics("hashing", self._name),
+            self._poke,
+            self._on_failure,
+            source,
+            clock=fleet.now,
         )
-        if isinstance(source, LocalSource):
-            engine = self.engine
-            source._post = lambda event: (engine._inbox.post(event), self._poke())
-        self.engine._masks._wake = self._wake
-        sampler = self.engine.backend._sampler
+        sampler = backend._sampler
         sample = sampler.sample
 
         def failing_sample(*arguments: Any) -> Any:
@@ -414,19 +407,14 @@ class FuzzedVerifier:
                 stream.grammar = frame.sampling.grammar if frame.sampling is not None else stream.grammar
                 matcher = self._matcher(stream.grammar, ())
             self.engine.post_frame(key, frame, lambda: None, matcher)
-        self._poke()
 
     def release(self, stream: EngineStream) -> None:
         """A broken stream may be noticed late, when the text goes on in another already."""
         if stream in self._keys:
             late_s = self._fleet.rng.choice((0.0, 0.0, 0.0, NOTICED_S))
             self._fleet.clock.at(
-                self._fleet.clock.now + late_s, partial(self._close, self.engine, self._keys.pop(stream))
+                self._fleet.clock.now + late_s, partial(self.engine.post_close, self._keys.pop(stream))
             )
-
-    def _close(self, engine: Engine, key: int) -> None:
-        engine.post_close(key)
-        self._poke()
 
     def _matcher(self, grammar: Grammar | None, committed: Sequence[int]) -> HashedGrammar | None:
         if grammar is None:
@@ -434,10 +422,6 @@ class FuzzedVerifier:
         return HashedGrammar(grammar, self._fleet.language.vocab_size, self._fleet.threads, committed)
 
     # --- as its thread ---
-
-    def _wake(self) -> None:
-        self.engine._wake()
-        self._poke()
 
     def _poke(self) -> None:
         self._look_at(max(self._fleet.clock.now, self._busy_until))
@@ -451,33 +435,30 @@ class FuzzedVerifier:
         """Do what the engine's thread does between two waits."""
         if due != self._alarm:
             return
-        self._alarm = math.inf
+        self._alarm = -math.inf  # what comes during the turn waits for its end
         self._looks = self._looks + 1 if due == self._looked_at else 0
         self._looked_at = due
         assert self._looks < MAX_LOOKS, "the engine does nothing, again and again"
         fleet = self._fleet
-        fleet.time.spent_s = 0.0
-        self.engine._take_events(0.0)
         if not self.engine.failed:
             fleet.tamper(self)
-            wake_at = self.engine._begin_next()
-            fleet.untamper(self)
-            self._busy_until = fleet.time.monotonic()
-            if self.engine._slots.num_running:
-                self._look_at(max(wake_at, self._busy_until))
-            elif self.engine._inbox:
-                self._poke()
-        fleet.time.spent_s = 0.0
+        wake_at = self.engine.turn()
+        fleet.untamper(self)
+        self._busy_until, self._alarm, fleet.spent_s = fleet.now(), math.inf, 0.0
+        if self.engine.inbox:
+            self._poke()
+        elif self.engine.slots.num_running:
+            self._look_at(max(wake_at, self._busy_until))
 
     def drain(self) -> None:
         """Send everybody away, and be replaced when they are gone."""
         self.engine.post_drain()
         self._fleet.clock.at(self._fleet.clock.now + RESTART_S, partial(self._replace_when_empty, self.engine))
 
-    def _replace_when_empty(self, engine: Engine) -> None:
+    def _replace_when_empty(self, engine: EngineCore) -> None:
         if engine is not self.engine or engine.failed:
             return  # it has failed meanwhile
-        if len(engine._slots) or engine._inbox:
+        if len(engine.slots) or engine.inbox:
             self._poke()
             self._fleet.clock.at(self._fleet.clock.now + RESTART_S, partial(self._replace_when_empty, engine))
         else:
@@ -485,7 +466,7 @@ class FuzzedVerifier:
 
     def _on_failure(self) -> None:
         self._fleet.counts["verifiers replaced"] += 1
-        self._fleet.clock.at(self._fleet.time.monotonic() + RESTART_S, self._replace)
+        self._fleet.clock.at(self._fleet.now() + RESTART_S, self._replace)
 
     def _replace(self) -> None:
         self.check_is_empty()
@@ -495,11 +476,11 @@ class FuzzedVerifier:
 
     def check_is_empty(self) -> None:
         """Check that streams which are gone have left nothing."""
-        self.engine._take_events(0.0)
+        self.engine._take(self.engine.inbox.take())
         assert self.engine.backend.capacity.used_pages == 0, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
         assert self.model.complaints == []
-        now, source = self._fleet.clock.now, self.engine._source
+        now, source = self._fleet.clock.now, self.engine.source
         source.drive(now)
         followed = source._texts.values() if isinstance(source, LocalSource) else ()
         at_work = {each.task for each in followed if each.gone and each.task and now - each.task.queued_at < SLOWEST_S}
@@ -523,7 +504,7 @@ class Fleet:
         self.rng = random.Random(f"fleet {seed}")
         self.drafting_rng = random.Random(f"drafts beside the target {seed}")
         self.clock = clock
-        self.time = EngineTime(clock)
+        self.spent_s = 0.0  # time that the running step has taken so far
         self.threads = DelayedExecutor(clock, self.rng)
         self.keys = itertools.count()
         self.counts: Counter[str] = Counter()
@@ -536,12 +517,13 @@ class Fleet:
         self.failing = True
         self._often = self.rng.choice((0.0, 0.03, 0.1))
         self._failing_plans: dict[int, int] = {}  # how many more of whose plans fail
-        for module in (draft_threads, engine, recovery, runner):
-            monkeypatch.setattr(module, "time", self.time)
         monkeypatch.setattr(slots, "AHEAD", 8)  # so that short texts, too, grow while others hold what is left
         monkeypatch.setattr(Batching, "plan", self._plan(Batching.plan))
         monkeypatch.setattr(VerifierSession, "ready_at", _ready_at(VerifierSession.ready_at))
         self.verifiers = [FuzzedVerifier(self, name) for name in ("a", "b")]
+
+    def now(self) -> float:
+        return self.clock.now + self.spent_s
 
     def tamper(self, verifier: FuzzedVerifier) -> None:
         """Let the engine's next act fail, once in a while."""
@@ -557,9 +539,9 @@ class Fleet:
             case "rows":
                 model.most_rows = self.rng.choice((1, 3, 10, 30, math.inf))
             case "plan":
-                self._failing_plans[id(verifier.engine._batching)] = 1
+                self._failing_plans[id(verifier.engine.batching)] = 1
             case "plans":
-                self._failing_plans[id(verifier.engine._batching)] = 1 << 30
+                self._failing_plans[id(verifier.engine.batching)] = 1 << 30
             case "device":
                 model.dead = True
             case "drain":
@@ -571,9 +553,9 @@ class Fleet:
         """Forget a failure that was planned once and met no step."""
         verifier.model.fails_next = ""
 
-    def forget(self, engine: Engine) -> None:
+    def forget(self, engine: EngineCore) -> None:
         """An engine is gone, and with it what was to fail in it."""
-        self._failing_plans.pop(id(engine._batching), None)
+        self._failing_plans.pop(id(engine.batching), None)
 
     def heal(self) -> None:
         """From now on nothing new goes wrong, and no step is too large."""

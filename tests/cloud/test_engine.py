@@ -15,7 +15,8 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
 from outrider.cloud.serving.batching import Batch
-from outrider.cloud.serving.engine import IDLE_S, Engine
+from outrider.cloud.serving.core import IDLE_S
+from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.masks import MASKS_WITHIN_S
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target.target import SessionRows
@@ -127,7 +128,7 @@ def test_a_session_that_opens_again_takes_the_place_of_its_old_stream(engine) ->
 
 
 def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
-    engine._inbox.post(lambda: 1 // 0)
+    engine.inbox.post(lambda: 1 // 0)
     box = Collected()
     engine.post_open(1, opened(engine, "after", (5, 6)), box)
     assert isinstance(box.until_end()[-1], Commit)
@@ -143,7 +144,7 @@ def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_targ
         engine.post_open(1, opened(engine, "paced", (5, 6), max_tokens=10), box)
         assert isinstance(box.until_end()[-1], Commit)
         assert time.monotonic() - began > 9 * 0.03
-        assert engine.step_s >= 0.03
+        assert engine.meter.step_s.value >= 0.03
     finally:
         engine.stop()
 
@@ -183,7 +184,7 @@ def asking(engine_at_rest) -> Any:
 
 def planned(engine: Engine, now: float) -> Batch[Slot]:
     """Return the plan of the engine's thread at `now`, which never makes it wait."""
-    engine._take_events(0.0)
+    engine._take(engine.inbox.take())
     return engine._schedule(now)
 
 
@@ -208,9 +209,9 @@ def test_a_grammar_that_has_not_answered_leaves_the_engine_asleep_until_it_does(
     assert planned(engine, now) == Batch(wake_at=now + MASKS_WITHIN_S)
     late = now + MASKS_WITHIN_S
     assert planned(engine, late) == Batch(wake_at=late + IDLE_S), "nothing is tried again and again"
-    assert not engine._inbox
+    assert not engine.inbox
     answered(matcher)
-    assert engine._inbox, "the answer wakes the engine"
+    assert engine.inbox, "the answer wakes the engine"
     assert keys(planned(engine, late)) == [1]
 
 

@@ -52,10 +52,9 @@ class Bench:
             self.engine.post_open(key, frame, self.boxes[key], isolation=str(key))
         until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
-            self.engine._take_events(0.0)
-            if self.engine.failed or not self.engine._slots.unfinished():
+            self.engine.turn()
+            if self.engine.failed or not self.engine.slots.unfinished():
                 break
-            self.engine._begin_next()
         return {key: self.text(key) for key in range(sessions)}
 
     def commits(self, key):

@@ -90,10 +90,9 @@ class Bench:
         until = time.monotonic() + TIMEOUT_S
         for _ in range(steps):
             assert time.monotonic() < until
-            self.engine._take_events(0.0)
-            if self.engine.failed or not self.engine._slots.num_running:
+            self.engine.turn()
+            if self.engine.failed or not (self.engine.slots.num_running or self.engine.inbox):
                 return
-            self.engine._begin_next()
 
     @property
     def corrupted(self) -> float | None:
@@ -137,9 +136,8 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     for key in range(4):
         bench.open(key)
     bench.open(4, keep_s=60.0, sampling=Sampling(max_tokens=1))
-    bench.engine._take_events(0.0)
     while not bench.engine.parked_count:
-        bench.engine._begin_next()
+        bench.engine.turn()
     bench.fails(lambda _: True)
     bench.run()
     for key in range(5):
@@ -150,7 +148,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     assert bench.engine.backend.capacity.used_pages == 0
     assert bench.forward_calls < 10, "it is noticed soon"
     late = bench.open(9)
-    bench.engine._take_events(0.0)
+    bench.engine.turn()
     assert isinstance(late.items.queue[-1], Unavailable)
 
 
@@ -256,7 +254,7 @@ def test_planning_that_fails_for_everybody_fails_the_verifier(bench, monkeypatch
 
 
 def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, monkeypatch) -> None:
-    plan = bench.engine._batching.plan
+    plan = bench.engine.batching.plan
     calls = 0
 
     def together_only(candidates: Any, *rest: Any) -> Any:
@@ -266,7 +264,7 @@ def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, mon
         assert len(candidates) == 1, "a defect"
         return plan(candidates, *rest)
 
-    monkeypatch.setattr(type(bench.engine._batching), "plan", lambda _, *arguments: together_only(*arguments))
+    monkeypatch.setattr(type(bench.engine.batching), "plan", lambda _, *arguments: together_only(*arguments))
     for key in range(3):
         bench.open(key)
     bench.run()
@@ -288,7 +286,7 @@ def test_a_session_that_fails_alone_ends_and_the_texts_of_the_others_stay(bench,
     assert isinstance(bench.end(poisoned), Internal)
     others = [key for key in range(8) if key != poisoned]
     assert {key: bench.text(key) for key in others} == {key: texts[key] for key in others}
-    assert bench.engine._batching.limit.rows == math.inf, "its size was not at fault"
+    assert bench.engine.batching.limit.rows == math.inf, "its size was not at fault"
     assert not bench.engine.failed
 
 
@@ -331,7 +329,7 @@ def test_the_rest_of_a_long_prompt_does_not_clear_one_bad_token_in_it(bench, tex
     bench.run()
     assert isinstance(bench.end(1), Internal)
     assert bench.text(0) == texts[0]
-    assert bench.engine._batching.limit.rows == math.inf
+    assert bench.engine.batching.limit.rows == math.inf
 
 
 def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) -> None:
@@ -422,12 +420,12 @@ def test_a_whole_text_that_cannot_be_kept_is_no_failed_text(bench, texts, monkey
 
 
 def test_a_defect_in_an_admission_is_answered_and_keeps_nobody_else_out(bench, texts, monkeypatch) -> None:
-    admit = bench.engine._admission.admit
+    admit = bench.engine.sessions.admit
 
     def broken(key: int, *rest: Any) -> Any:
         return 1 // 0 if key == 1 else admit(key, *rest)
 
-    monkeypatch.setattr(bench.engine._admission, "admit", broken)
+    monkeypatch.setattr(bench.engine.sessions, "admit", broken)
     for key in range(2):
         bench.open(key)
     bench.run()
@@ -468,7 +466,7 @@ def test_steps_that_are_too_large_shrink_and_no_text_changes(bench, texts, most,
     bench.fails(too_large, error)
     bench.run()
     assert {key: bench.text(key) for key in range(8)} == texts
-    assert bench.engine._batching.limit.rows <= most
+    assert bench.engine.batching.limit.rows <= most
     assert failed <= 16, "it remembers"
     assert not bench.engine.failed
 
@@ -482,7 +480,7 @@ def test_a_prompt_that_is_read_in_too_large_steps_is_read_in_smaller_ones(bench)
     bench.open(1, prompt=prompt, sampling=SAMPLING)
     bench.run()
     assert bench.text(1) == expected
-    assert bench.engine._batching.limit.rows <= 40
+    assert bench.engine.batching.limit.rows <= 40
 
 
 def test_one_failure_that_is_gone_at_once_makes_no_step_smaller(bench, texts) -> None:
@@ -492,7 +490,7 @@ def test_one_failure_that_is_gone_at_once_makes_no_step_smaller(bench, texts) ->
     bench.fails(lambda _: next(left, None) is not None)
     bench.run()
     assert {key: bench.text(key) for key in range(4)} == {key: texts[key] for key in range(4)}
-    assert bench.engine._batching.limit.rows == math.inf
+    assert bench.engine.batching.limit.rows == math.inf
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
@@ -500,23 +498,21 @@ def test_drafts_that_make_steps_fail_make_nobody_elses_smaller(bench, texts) -> 
     bench.fails(has(POISON))
     bench.open(0)
     bench.open(1, drafting=True, patience=Patience(0.0))
-    bench.engine._take_events(0.0)
-    bench.engine._begin_next()
+    bench.engine.turn()
     for chain in range(4):
         start = 3 + len(bench.text(1))
         bench.engine.post_frame(1, Draft(chain, start, (DraftToken(POISON),)), lambda: None)
-        bench.engine._take_events(0.0)
-        bench.engine._begin_next()
+        bench.engine.turn()
     bench.run()
     assert (bench.text(0), bench.text(1)) == (texts[0], texts[1])
-    assert bench.engine._batching.limit.rows == math.inf
+    assert bench.engine.batching.limit.rows == math.inf
 
 
 def test_sessions_beyond_the_limit_take_turns(bench) -> None:
     for key in range(6):
         bench.open(key)
     bench.run(steps=1)
-    bench.engine._batching.limit.fail(6, 4)
+    bench.engine.batching.limit.fail(6, 4)
     bench.run(steps=8)
     done = [len(bench.text(key)) for key in range(6)]
     assert max(done) - min(done) <= 1

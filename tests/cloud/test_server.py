@@ -937,7 +937,7 @@ def test_reopening_a_session_ends_its_forgotten_stream(folder, expected):
 
 def test_an_event_that_fails_does_not_end_the_engine(folder, expected):
     async def scenario(bench):
-        bench.server._engine._inbox.post(lambda: 1 // 0)
+        bench.server._engine.inbox.post(lambda: 1 // 0)
         assert await bench.text() == (expected, FinishReason.LENGTH)
 
     run(folder, scenario)
@@ -1003,7 +1003,7 @@ def test_a_ping_is_answered_while_a_step_runs_and_a_grammar_is_compiled(folder):
         bench.server._streams._grammars.close()
         bench.server._streams._grammars = Slow()
         stuck, released = threading.Event(), threading.Event()
-        bench.server._engine._inbox.post(lambda: (stuck.set(), released.wait(60)))
+        bench.server._engine.inbox.post(lambda: (stuck.set(), released.wait(60)))
         await asyncio.to_thread(stuck.wait)
         try:
             stream = bench.stream()
@@ -1095,7 +1095,7 @@ def test_a_coordinator_tells_the_text_of_a_key_from_another_of_that_name(folder,
 def standing_still(server):
     """Hold the engine's thread."""
     stuck, released = threading.Event(), threading.Event()
-    server._engine._inbox.post(lambda: (stuck.set(), released.wait(100)))
+    server._engine.inbox.post(lambda: (stuck.set(), released.wait(100)))
     assert stuck.wait(60)
     try:
         yield

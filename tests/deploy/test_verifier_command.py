@@ -63,7 +63,7 @@ class ShownServer(SignalledServer):
     source: ClassVar[NoSource]
 
     async def start(self) -> str:
-        ShownServer.source = self._engine._source
+        ShownServer.source = self._engine.source
         return await super().start()
 
 

@@ -169,7 +169,7 @@ def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, 
             drafting(general, min_step_s=0.05) as (address, served),
             LinkProcess(to=address, shape=LinkShape.of(rtt_ms=500)) as link,
         ):
-            here = served._engine._source.here
+            here = served._engine.source.here
             here.drafting_s, here.waiting_s, here.job_s = KnownTime(0.002), KnownTime(), KnownTime(0.01)
             async with edge(address, drafter="none", drafts_here=0) as client:
                 expected = await client.complete(prompt, sampling)
@@ -286,7 +286,7 @@ def test_a_drafter_killed_in_mid_text_ends_no_text_and_its_thread_serves_others(
             assert by_commit[0] > 0, "it drafted"
             assert by_commit[-3:] == [0, 0, 0], "until it was killed"
             assert (frames[1].verified_here()[0] > 0) == goes_on
-            assert served._engine._source.here is not None, "two texts are not three"
+            assert served._engine.source.here is not None, "two texts are not three"
 
     asyncio.run(main())
 
@@ -317,7 +317,7 @@ def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, drafti
                 )
                 found = [each.ids for each in await asyncio.wait_for(asyncio.gather(*texts), 60)]
                 assert found == expected
-                assert served._engine._source.here is None
+                assert served._engine.source.here is None
                 last = await client.complete(first, WAYS["sampled"], observer=frames)
                 assert last.ids == expected[0]
                 assert frames.streams[-1][0].drafter_here == ""

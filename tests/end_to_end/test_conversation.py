@@ -201,7 +201,7 @@ def test_an_idle_session_holds_no_pages_and_its_next_turn_finds_them(verifiers, 
                 before = len(talk.transcript.tokens)
                 turn = await talk.complete("d", max_tokens=3)
                 assert turn.statistics.cached_tokens >= before - 1
-            await until(lambda: len(server._engine._slots) == 0)
+            await until(lambda: len(server._engine.slots) == 0)
             assert server.status().kv_pages_free == 256
             with pytest.raises(InvalidArgument, match="conversation"):
                 await talk.complete("e")
@@ -426,7 +426,7 @@ def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(
         ):
             for text in TURNS:
                 await said_as_fresh(client, talk, text, max_tokens=5)
-                await until(lambda: len(server._engine._slots) == 0)
+                await until(lambda: len(server._engine.slots) == 0)
         assert len(frames.of(Open)) == 3
         # A turn may begin before the edge has heard that its session is gone, but only where one was kept.
         assert len(frames.of(Continue)) <= (2 if keep["keep_s"] else 0)
@@ -518,7 +518,7 @@ def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file
             route.lasts_s = 0.5
             async with Client(config, route=route) as client, client.conversation(observer=frames) as talk:
                 await talk.complete("a", max_tokens=4)
-                await until(lambda: len(server._engine._slots) == 0)
+                await until(lambda: len(server._engine.slots) == 0)
                 route.lasts_s = 60.0
                 await said_as_fresh(client, talk, "b", max_tokens=4)
                 await said_as_fresh(client, talk, "c", max_tokens=4)

@@ -21,7 +21,7 @@ UNSEEN = frozenset(
     Window EdgeStatistics Timing RetryRules VerifierArm NoSource DraftingHere AtOnce Future AnyDrafter
     StaticSelector TargetFacts Report SentMessages Interned""".split()  # noqa: SIM905 - a list to read
 )
-REFERENCES = frozenset({"HitCounter", "Sender", "Allowance", "SessionEvents"})  # hold other parts, and no state
+REFERENCES = frozenset({"HitCounter", "Sender", "Allowance"})  # hold other parts, and no state
 UNSEEN_FIELDS = {
     "EdgeStream": "opened_at _retries _losses _losing_since",  # too many losses for a small world
     "Meter": "idle_s revision _has_commit _round_trip _mine _calibrations _drafting_s _reading_s",

@@ -15,12 +15,11 @@ from small_rules import CHOICES, END, LETTERS, PROMPT, Action, Rules, Violation,
 from small_states import Interned
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
-from outrider.cloud.serving.admission import Admission
 from outrider.cloud.serving.batching import Share
 from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.masks import Masks
 from outrider.cloud.serving.runner import ModelRunner
-from outrider.cloud.serving.session_events import SessionEvents
+from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import Outbox, Slot, Slots
 from outrider.cloud.target.backend import StepOutput, StepRow
 from outrider.cloud.target.sampling import Sampled
@@ -175,8 +174,7 @@ class SmallVerifier:
         self.slots = Slots(self.pages, name, ignore)
         source = NoSource()
         source.here = DraftingHere("own@1") if rules.own else None
-        self.admission = Admission(self.slots, self.terms, 4, source)
-        self.events = SessionEvents(self.slots, self.admission, self.pages, ignore)
+        self.sessions = Sessions(self.slots, self.pages, self.terms, 4, source, ignore)
         self.step: list[tuple[int, Verified]] | None = None
         self.held: list[tuple[int, EdgeFrame]] = []
         self.boxes: dict[int, Sent] = {}
@@ -194,8 +192,8 @@ class SmallVerifier:
             said += [(key, frames.number(item)) for item in box.items]
             box.items.clear()
             if box.ended:
-                self.events.close(key)
-        if self.admission.draining and not (len(self.slots) or self.held or self.step):
+                self.sessions.close(key)
+        if self.sessions.draining and not (len(self.slots) or self.held or self.step):
             self.__init__(self.rules, self.terms.name)
         return tuple(said)
 
@@ -208,7 +206,7 @@ class SmallVerifier:
         if self.step is None and self.slots.running():
             comes.append(("step",))
         may = [("asks", slot.key) for slot in self.slots if self._may_draft(slot)]
-        if len(self.slots) and not self.admission.draining:
+        if len(self.slots) and not self.sessions.draining:
             may.append(("drains",))
         return tuple(comes), tuple(may)
 
@@ -233,7 +231,7 @@ class SmallVerifier:
         self.__init__(self.rules, self.terms.name)
 
     def _drains(self) -> None:
-        self.admission.drain()
+        self.sessions.drain()
 
     def _receive(self, key: int, frame: EdgeFrame) -> None:
         """Take a frame, after the step that runs."""
@@ -246,7 +244,7 @@ class SmallVerifier:
         """Notice that a stream is gone."""
         self.held = [each for each in self.held if each[0] != key]
         self.boxes.pop(key, None)
-        self.events.close(key)
+        self.sessions.close(key)
 
     def _take(self, key: int, frame: EdgeFrame) -> None:
         now = 0.0
@@ -256,12 +254,10 @@ class SmallVerifier:
                 matcher = GrammarMatcher(Alternation, len(LETTERS) + 1, frozenset({END}), AtOnce())
                 matcher.resume(list(frame.committed))
             box = self.boxes[key] = Sent(key, self.rules.turns > 0)
-            slot = self.events.admit(key, frame, box, matcher, "", now)
-            if slot is not None:
-                box.put(slot.session.opened())
+            self.sessions.admit(key, frame, box, matcher, "", now)
             self.slots.start_waiting()
-        elif (slot := self.events.expects(key, frame)) is not None:
-            self.events.take(slot, frame, None, now, now)
+        elif (slot := self.sessions.expecting(key, frame)) is not None:
+            self.sessions.take(slot, frame, None, now, now)
             self.slots.start_waiting()
 
     def _step(self) -> None:
@@ -291,7 +287,7 @@ class SmallVerifier:
             self._take(key, frame)
         for key, verified in results:
             if (slot := self.slots.get(key)) is not None:
-                self.events.commit(slot, verified, 0.0)
+                self.sessions.commit(slot, verified, 0.0)
         held, self.held = self.held[len(before) :], []
         for key, frame in held:
             self._take(key, frame)

@@ -9,7 +9,7 @@ import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed
 
-from outrider.cloud.serving.inbox import WaitingEvents
+from outrider.cloud.serving.inbox import Inbox
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches
@@ -165,10 +165,10 @@ def test_many_messages_of_branches_are_refused_too() -> None:
 
 def test_drafts_of_a_running_step_are_met_by_its_commit() -> None:
     """They were taken after the commit, where a branch is of no use any more."""
-    events, said = WaitingEvents(), []
+    events, said = Inbox(lambda: None), []
 
     def add(what: str, session: int, frame=None) -> None:
-        events.add(lambda: said.append(what), session, frame)
+        events.post(lambda: said.append(what), session, frame)
 
     add("draft", 1, Draft(0, 3, drafts(4)))
     add("report", 1, Report(True))

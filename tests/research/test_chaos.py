@@ -12,7 +12,7 @@ from outrider.cloud.serving.heartbeat import EngineCondition
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.recovery import Recovery
-from outrider.cloud.serving.session_events import SessionEvents
+from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import Slots
 from outrider.coordinator.admission import CallerAdmission
 from outrider.coordinator.places import KeyPlaces
@@ -54,7 +54,7 @@ def apply_commits_of_older_streams(patch: pytest.MonkeyPatch) -> None:
 
 def keep_the_place(patch: pytest.MonkeyPatch) -> None:
     """The verifier does not free the slot of a stream that is gone."""
-    patch.setattr(SessionEvents, "close", lambda self, key: None)
+    patch.setattr(Sessions, "close", lambda self, key: None)
 
 
 def keep_the_pages(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def call_a_hung_engine_well(patch: pytest.MonkeyPatch) -> None:
 
 def call_failing_steps_well(patch: pytest.MonkeyPatch) -> None:
     """A sick verifier is told to be ready."""
-    patch.setattr(VerifierHealth, "state", lambda self, engine: "down" if engine.failed else "ready")
+    patch.setattr(VerifierHealth, "state", lambda self, sessions: "down" if sessions.failed else "ready")
 
 
 def leave_the_sessions_of_a_hung_engine(patch: pytest.MonkeyPatch) -> None:
@@ -140,10 +140,10 @@ def leave_the_sessions_of_a_hung_engine(patch: pytest.MonkeyPatch) -> None:
 def fail_without_a_word(patch: pytest.MonkeyPatch) -> None:
     """A verifier at which no step succeeds tells its sessions nothing."""
 
-    def give_up(self: SessionEvents) -> None:
-        self._admission.failed = True
+    def give_up(self: Sessions) -> None:
+        self.failed = True
 
-    patch.setattr(SessionEvents, "give_up", give_up)
+    patch.setattr(Sessions, "give_up", give_up)
 
 
 def end_sessions_for_one_step(patch: pytest.MonkeyPatch) -> None:

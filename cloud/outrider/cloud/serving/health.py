@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from outrider.cloud.serving.heartbeat import EngineCondition, HealthJudge, HealthRules, Heartbeat
 from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import Outbox
 from outrider.proto import codec
 from outrider.proto.channel import ENGINE_SERVICE
@@ -31,14 +32,6 @@ log = logging.getLogger(__name__)
 
 class _Servicer(Protocol):
     async def set(self, service: str, status: Any) -> None: ...
-
-
-class _Engine(Protocol):
-    @property
-    def failed(self) -> bool: ...
-
-    @property
-    def draining(self) -> bool: ...
 
 
 class VerifierHealth:
@@ -90,13 +83,13 @@ class VerifierHealth:
         """Whether the engine does nothing that it is asked."""
         return self.condition in (EngineCondition.HUNG, EngineCondition.LOST)
 
-    def state(self, engine: _Engine) -> str:
+    def state(self, sessions: Sessions) -> str:
         """Return the state that the coordinator is told."""
-        if engine.failed:
+        if sessions.failed:
             return "down"
         if self.condition is not EngineCondition.WELL:
             return "sick"
-        return "draining" if engine.draining else "ready"
+        return "draining" if sessions.draining else "ready"
 
     async def begin(self) -> None:
         """Say that the verifier serves, and watch its engine and this event loop."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.cloud.learning.inclusion import LessonKind
 from outrider.cloud.learning.lessons import Lost
+from outrider.cloud.serving.slots import Slots
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
@@ -20,23 +21,6 @@ PART = "verifier"
 _WHOSE = ("model_name", "verifier")
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
-
-
-class _Engine(Protocol):
-    @property
-    def session_count(self) -> int: ...
-
-    @property
-    def parked_count(self) -> int: ...
-
-    @property
-    def backend(self) -> Backend: ...
-
-    @property
-    def credit(self) -> int: ...
-
-    @property
-    def draining(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -155,17 +139,25 @@ class VerifierMetrics:
         )
         self._draining = self._own(Gauge, "verifier_draining", "1 while sessions are sent elsewhere.")
 
-    def watch(self, engine: _Engine, *, max_sessions: int) -> None:
-        """Read the state of `engine` whenever somebody asks for it."""
+    def watch(
+        self,
+        slots: Slots,
+        backend: Backend,
+        *,
+        max_sessions: int,
+        credit: Callable[[], int],
+        draining: Callable[[], bool],
+    ) -> None:
+        """Read the state of an engine whenever somebody asks for it."""
         self._max_sessions.set(max_sessions)
-        self._sessions_running.set_function(lambda: min(self._running, engine.session_count))
-        self._sessions_waiting.set_function(lambda: max(0, engine.session_count - self._running))
-        self._kv_usage.set_function(lambda: engine.backend.capacity.used_pages / engine.backend.capacity.pages)
-        self._kept.set_function(lambda: engine.parked_count)
-        self._credit.set_function(lambda: engine.credit)
-        self._used_pages.set_function(lambda: engine.backend.capacity.used_pages)
-        self._free_pages.set_function(lambda: engine.backend.capacity.free_pages)
-        self._draining.set_function(lambda: float(engine.draining))
+        self._sessions_running.set_function(lambda: min(self._running, slots.num_running))
+        self._sessions_waiting.set_function(lambda: max(0, slots.num_running - self._running))
+        self._kv_usage.set_function(lambda: backend.capacity.used_pages / backend.capacity.pages)
+        self._kept.set_function(lambda: slots.num_parked)
+        self._credit.set_function(credit)
+        self._used_pages.set_function(lambda: backend.capacity.used_pages)
+        self._free_pages.set_function(lambda: backend.capacity.free_pages)
+        self._draining.set_function(lambda: float(draining()))
 
     def begin_text(self, tokens: int, cached_tokens: int) -> None:
         """Count a transcript that begins to be computed, and what the KV cache holds of it."""

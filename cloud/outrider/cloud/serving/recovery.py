@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from outrider.cloud.serving.admission import verifier_failed
 from outrider.cloud.serving.batching import Batch, Batching, Share, cut
 from outrider.cloud.serving.masks import Masks
 from outrider.cloud.serving.runner import StepResult
+from outrider.cloud.serving.sessions import verifier_failed
 from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot, Slots, key_name
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
@@ -64,7 +63,7 @@ class Probe:
         room = min(capacity.free_pages * capacity.page_size, self._rules.context_length)
         if room < 2:
             return
-        rules, now = self._rules, time.monotonic()
+        rules, now = self._rules, 0.0
         length = min(PROBE_TOKENS, room - 1)
         prompt = tuple((i + 1) * rules.vocab_size // (length + 1) for i in range(length))  # the first are often special
         sampling = Sampling(max_tokens=2, ignore_eos=True)
@@ -119,6 +118,7 @@ class Recovery:
         step: Callable[[Batch[Slot]], None],
         masks: Masks,
         count_corrupted: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         """Judge for one engine.
 
@@ -127,9 +127,10 @@ class Recovery:
             batching: its rules of a batch.
             probe: text of its own.
             backend: its target.
-            step: makes a step.
+            step: makes a step again.
             masks: its sessions' grammars.
             count_corrupted: called for each session that ends since the target's logits are no numbers.
+            clock: time of the engine, seconds.
         """
         self._slots = slots
         self._batching = batching
@@ -138,6 +139,7 @@ class Recovery:
         self._step = step
         self._masks = masks
         self._count_corrupted = count_corrupted
+        self._clock = clock
         self._failed_keys: set[str] = set()
         self._failed_plans = 0
 
@@ -254,7 +256,7 @@ class Recovery:
         here = set(self._slots.running())
         running = [part for part in parts if part.slot in here]
         try:
-            batch = Batch(self._masks.applied([self._share(part) for part in running], time.monotonic()))
+            batch = Batch(self._masks.applied([self._share(part) for part in running], self._clock()))
             if batch.shares:
                 self._step(batch)
             return batch.num_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,17 +44,26 @@ class ModelRunner:
         min_step_s: minimum time of a step, which stands for a larger target, in seconds.
     """
 
-    def __init__(self, backend: Backend, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        projections: Mapping[str, Projection],
+        *,
+        min_step_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Run batches on `backend`.
 
         Args:
             backend: target with the KV cache of all sessions; tapped from now on, if there is a projection.
             projections: projections that make steering vectors, by id.
             min_step_s: initial `min_step_s`.
+            clock: time of the engine, seconds.
         """
         self._backend = backend
         self._vectors = SteeringVectors(backend, projections)
         self.min_step_s = min_step_s
+        self._clock = clock
 
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
         """Compute every share's rows and verify its drafts, along a branch where the target's tokens follow one.
@@ -67,7 +76,7 @@ class ModelRunner:
         scoring = [
             (share.slot, share.slot.handle.length + 1) for share, row in zip(shares, rows, strict=True) if row.scored
         ]
-        began = time.monotonic()
+        began = self._clock()
         output = self._backend.step(rows)
         done = [
             (share, row.path(output.followed.get(number)), sampled)
@@ -75,9 +84,9 @@ class ModelRunner:
             if sampled is not None
         ]
         vectors = self._vectors.of([share.slot.session.wanted_vector for share, _, _ in done], output.taps)
-        sampled_at = time.monotonic()
+        sampled_at = self._clock()
         self._wait_until(began + self.min_step_s)
-        times = StepTimes(began, output.forwarded, sampled_at, time.monotonic())
+        times = StepTimes(began, output.forwarded, sampled_at, self._clock())
         verified = [
             (
                 share.slot,
@@ -126,9 +135,8 @@ class ModelRunner:
         beside = [VerificationBranch.of(verification, *each) for each in zip(share.branches, masks, strict=True)]
         return StepRow(slot.handle, tokens, verification, tapped, scored, top, tuple(beside))
 
-    @staticmethod
-    def _wait_until(end: float) -> None:
-        left_s = end - time.monotonic()
+    def _wait_until(self, end: float) -> None:
+        left_s = end - self._clock()
         if left_s > 0:
             time.sleep(left_s)
 

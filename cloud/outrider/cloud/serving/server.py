@@ -128,7 +128,14 @@ class VerifierServer:
         """Begin to serve, and return the address as host:port."""
         self._loop = asyncio.get_running_loop()
         if self._config.metrics_listen:  # a thread of its own, before gRPC's
-            self._engine.metrics.watch(self._engine, max_sessions=self._config.max_sessions)
+            sessions = self._engine.sessions
+            self._engine.metrics.watch(
+                self._engine.slots,
+                self._backend,
+                max_sessions=self._config.max_sessions,
+                credit=lambda: sessions.credit,
+                draining=lambda: sessions.draining,
+            )
             self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
         # A limit of calls in all would hold for health checks, too. A relay's streams share one connection.
         streams = max(MAX_STREAMS_OF_CONNECTION, 4 * self._config.max_sessions)
@@ -190,7 +197,7 @@ class VerifierServer:
 
     def take_step_timings(self) -> list[StepTiming]:
         """Return the times of the steps since the last call, oldest first; the newest few thousand are kept."""
-        timings = self._engine.timings
+        timings = self._engine.meter.timings
         return [timings.popleft() for _ in range(len(timings))]
 
     def set_pace(self, min_step_s: float) -> None:
@@ -207,9 +214,9 @@ class VerifierServer:
             name=self.rules.name,
             address=self._address,
             model=self.rules.model,
-            state=self._health.state(self._engine),
+            state=self._health.state(self._engine.sessions),
             sessions=self._engine.session_count,
-            step_s=self._engine.step_s,
+            step_s=self._engine.meter.step_s.value,
             kv_pages_free=self._backend.capacity.free_pages,
             release=release(),
             max_sessions=self._config.max_sessions,
@@ -223,12 +230,12 @@ class VerifierServer:
     @property
     def admitted(self) -> dict[str, int]:
         """Epochs of the sessions that were admitted lately."""
-        return self._engine.admitted
+        return dict(self._engine.sessions.admitted)
 
     @property
     def texts_of_keys(self) -> dict[str, dict[str, float]]:
         """Seconds for which each text has gone on, by API key and session."""
-        return self._engine.texts_of_keys
+        return self._engine.slots.texts_of_keys(time.monotonic())
 
     def send_away(self, sessions: frozenset[str]) -> None:
         """End the texts of these sessions here; a coordinator decides whether they go on."""
