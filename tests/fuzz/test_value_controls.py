@@ -12,7 +12,7 @@ import test_values
 from hypothesis import Phase
 
 from outrider.cloud.serving import decode_streams
-from outrider.edge.daemon.responses import routes
+from outrider.edge.daemon import responses
 from outrider.proto import codec
 from outrider.proto.codec import decoding
 from outrider.proto.errors import InvalidArgument
@@ -47,8 +47,8 @@ def limits_by_their_first_digits(patch: Patch) -> None:
         def fullmatch(self, limit: str) -> bool:
             return limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= test_values.MAX_PAGE_ITEMS
 
-    patch.setattr(routes, "_LIMIT", FirstDigits())
-    patch.setattr(routes, "MAX_PAGE_ITEMS", 10**9)
+    patch.setattr(responses, "_LIMIT", FirstDigits())
+    patch.setattr(responses, "MAX_PAGE_ITEMS", 10**9)
 
 
 def rates_as_whole_numbers(patch: Patch) -> None:

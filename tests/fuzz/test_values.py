@@ -27,11 +27,10 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
 from outrider.coordinator.testing import ScriptedCluster, ready
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.daemon.messages import COUNT_TOKENS, MESSAGES
-from outrider.edge.daemon.messages.schema import CountRequest, MessagesRequest
-from outrider.edge.daemon.responses import RESPONSES
-from outrider.edge.daemon.responses.routes import MAX_PAGE_ITEMS
-from outrider.edge.daemon.responses.schema import ResponsesRequest
+from outrider.edge.daemon.access import RESPONSES
+from outrider.edge.daemon.errors import MESSAGES
+from outrider.edge.daemon.messages import COUNT_TOKENS, CountRequest, MessagesRequest
+from outrider.edge.daemon.responses import MAX_PAGE_ITEMS, ResponsesRequest
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider.cloud.grammar.grammar_compiler import compile_grammar, make_tokenizer
-from outrider.edge.daemon.grammars import sources_of
+from outrider.edge.daemon.schema import sources_of
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind
 

@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 
-from outrider.edge.daemon.checking import checked
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.grammars import MAX_WORDS
-from outrider.edge.daemon.reading import MAX_BYTES
-from outrider.edge.daemon.responses.schema import MAX_METADATA, ResponsesRequest
+from outrider.edge.daemon.reading import MAX_BYTES, checked
+from outrider.edge.daemon.responses import MAX_METADATA, ResponsesRequest
 from outrider.edge.daemon.schema import (
     MAX_CHOICES,
     MAX_MESSAGES,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
+    MAX_TOOLS,
+    MAX_WORDS,
     ChatRequest,
     CompletionRequest,
 )
 from outrider.edge.daemon.server import MAX_HEADER_BYTES
-from outrider.edge.daemon.tool_schema import MAX_TOOLS
 from outrider.edge.pool import prediction
 from outrider.edge.pool.prediction import indexed_prediction
 from outrider.proto.errors import InvalidArgument

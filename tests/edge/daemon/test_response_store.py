@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.responses.items import KeptItem, message
-from outrider.edge.daemon.responses.store import ResponseStore
+from outrider.edge.daemon.response_store import ResponseStore
+from outrider.edge.daemon.responses import KeptItem, message
 
 
 def said(role: str, text: str) -> KeptItem:
@@ -104,7 +104,7 @@ def test_a_conversation_that_no_request_could_send_is_refused(monkeypatch) -> No
     store = ResponseStore()
     for name, previous in (("a", None), ("b", "a"), ("c", "b")):
         keep(store, name, previous)
-    monkeypatch.setattr("outrider.edge.daemon.responses.store.MAX_HISTORY_BYTES", store.num_bytes - 1)
+    monkeypatch.setattr("outrider.edge.daemon.response_store.MAX_HISTORY_BYTES", store.num_bytes - 1)
     assert len(texts(store, "b")) == 4
     with pytest.raises(ApiError, match="begin another") as caught:
         store.history("me", "c", 0.0)

@@ -1,24 +1,19 @@
 """The edge daemon: OpenAI's HTTP API in front of one `Client`, on this machine. Needs only the extra `[edge]`.
 
 server          sockets, TLS, and what is not HTTP
-origins         pages of other sites that may use the API (CORS)
-access          checks of every request, the limit on those that run, their lines in the log
+access          checks of every request, the limit on those that run, their lines in the log; origins of pages (CORS)
 app             the routes, and the page at /, which is the files in page/
-schema          what requests may say, field by field
-tool_schema     what they may say about functions, and about calls in earlier turns
-strict          base of all these
-tools           functions that a chat's model may call, as its target calls them
-checking        checks of requests by their schema, and what becomes of unknown fields
-reading         bodies of requests, read and parsed within limits
+schema          what requests of OpenAI's API may say, field by field
+reading         bodies of requests, read and checked within limits, and what becomes of unknown fields
 parsed_request  from what a request says to prompts in tokens and `Sampling`
 texts           decoding of a request's texts, and the sending of its answer
 answers         the two formats of an answer
-translation     other APIs in front of chats
-responses       OpenAI's Responses API
+translation     other APIs in front of chats:
+responses       OpenAI's Responses API, with responses that are kept in response_store
 messages        Anthropic's API
 metrics         counts of requests, and what an answer says about its drafts
-errors          the error tree as HTTP statuses and OpenAI's error object
-cloud           whether the cloud is there, found out in the background
+errors          the error tree as HTTP statuses and error objects
+cloud           the target and its tools, and whether the cloud is there, found out in the background
 """
 
 from __future__ import annotations

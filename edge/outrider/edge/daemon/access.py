@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.edge.daemon.checking import header_of
-from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError
-from outrider.edge.daemon.messages.errors import error_response, is_anthropic
+from outrider.edge.daemon import ANY
+from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError, error_response, is_anthropic
 from outrider.edge.daemon.metrics import HttpMetrics
-from outrider.edge.daemon.origins import Origins
-from outrider.edge.daemon.responses import RESPONSE, RESPONSES
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unauthenticated
 from outrider.proto.plumbing.access import Key, Keys
@@ -33,6 +31,9 @@ REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID, ANTHROPIC_KEY = "request-id", "x-api-key"
 IGNORED = "X-Outrider-Ignored"
 HEALTH = "/health"
+RESPONSES = "/v1/responses"
+RESPONSE = RESPONSES + "/{response_id}"
+MAX_NAMED = 8  # fields in one header or error
 OPEN = ("/", HEALTH, "/version")  # besides the page's files, the paths that anybody may ask for: probes, and the page
 SHUTTING_DOWN = "the daemon is shutting down"
 RETRY_AFTER_END_S = 5.0
@@ -42,8 +43,71 @@ SHARE_OF_A_KEY = 0.5  # of the places and of the bodies' bytes that one key may 
 _SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PAGE_FILES = "/page/"
 _QUIET = ("/drafters", HEALTH, "/metrics")  # polled every few seconds
+METHODS = "GET, POST, DELETE"
+READABLE = "X-Request-Id, X-Outrider-Ignored, Retry-After"  # besides what scripts may read of any answer
+PREFLIGHT_HOLDS_S = 600
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_\-, ]{1,2000}")
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Origins whose pages may use the API besides the daemon's own page.
+
+    Attributes:
+        allowed: origins, or `*` for all of them, which is for daemons that ask for keys.
+    """
+
+    allowed: tuple[str, ...] = ()
+
+    def check(self, headers: Headers, *, is_open: bool) -> None:
+        """Let in what no page of another site has sent, and pages that are allowed; a link may lead to an open path.
+
+        Raises:
+            ApiError: 403 it comes from another site.
+        """
+        origin = headers.get("origin")
+        if origin is None:
+            elsewhere = not is_open and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        else:
+            own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
+            elsewhere = not own and not self._allows(origin)
+        if elsewhere:
+            message = "pages from elsewhere may not use this API; start the daemon with --allow-origin for their origin"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+    def headers_for(self, headers: Headers) -> dict[str, str]:
+        """Return the headers by which a browser lets a page of another site read an answer."""
+        if not self.allowed:
+            return {}
+        origin = headers.get("origin", "")
+        if not self._allows(origin):
+            return {"Vary": "Origin"}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": READABLE,
+            "Vary": "Origin",
+        }
+
+    def preflight(self, method: str, headers: Headers) -> Response | None:
+        """Answer a browser's question before a request of an allowed page; None: it is no such question.
+
+        Keys come with the request itself. No cookies exist, so none are allowed.
+        """
+        wanted = headers.get("access-control-request-headers", "")
+        asked = method == "OPTIONS" and "access-control-request-method" in headers
+        if not asked or not self._allows(headers.get("origin", "")):
+            return None
+        allowed = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": str(PREFLIGHT_HOLDS_S)}
+        if _HEADER_NAMES.fullmatch(wanted):
+            allowed["Access-Control-Allow-Headers"] = wanted  # clients send whatever names they like
+        if headers.get("access-control-request-private-network") == "true":
+            allowed["Access-Control-Allow-Private-Network"] = "true"  # a public site to an address of this network
+        return Response(status_code=204, headers=allowed)
+
+    def _allows(self, origin: str) -> bool:
+        return bool(origin) and (ANY in self.allowed or origin.lower() in map(str.lower, self.allowed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +229,7 @@ class Guard:
                     named[ANTHROPIC_REQUEST_ID] = request_id
                 named.update(self.auth.origins.headers_for(headers))
                 if state["ignored"]:
-                    named[IGNORED] = header_of(state["ignored"])
+                    named[IGNORED] = _header_of(state["ignored"])
             await send(message)
 
         try:
@@ -204,6 +268,12 @@ class Guard:
         if path.startswith(RESPONSES + "/"):
             return RESPONSE
         return path if path in self.routes else "other"
+
+
+def _header_of(ignored: list[str]) -> str:
+    """Return the value of the header that names ignored fields."""
+    more = len(ignored) - MAX_NAMED
+    return ", ".join([*ignored[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])])
 
 
 class HeldRequest:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from outrider.drafters.token_text import TokenText
+from tokenizers import Tokenizer
+
+from outrider.drafters.token_text import TokenText, special_tokens
 from outrider.edge.chat.rendering import TemplateProcess
+from outrider.edge.chat.template import TemplateSource
 from outrider.edge.client import Client
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.tools import NO_TOOLS, ToolSupport
 from outrider.edge.pool.preparation import Ready
-from outrider.edge.tool_calls.formats import AUTO
+from outrider.edge.tool_calls.formats import AUTO, FORMATS, ToolFormat, format_of, knows_tools
 from outrider.proto.address import split_address
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session import EdgeStatistics
@@ -23,6 +26,7 @@ LOOK_EVERY_S = 2.0
 LOOK_SOON_S = 0.25  # while nothing answers at the coordinator's address; gRPC spaces the attempts to connect
 ANSWER_WITHIN_S = 2.0
 WAIT_FOR_CLOUD_S = 5.0  # of a request without a token, once the cloud is known to be away
+_GIVE = "give --tool-format to `outrider edge` if it speaks one of " + ", ".join(FORMATS)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,42 @@ class Health(NamedTuple):
 
     status: Literal["ok", "degraded", "unavailable"]
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """Tools of one target.
+
+    Attributes:
+        format: format in which it calls functions; None: it cannot, or nobody knows.
+        why_not: reason for that, and the remedy.
+        template: the chat template's text for chats with tools.
+        special: tokens of the format's markers that texts would leave out, by marker.
+    """
+
+    format: ToolFormat | None = None
+    why_not: str = "has no chat template"
+    template: str = ""
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: TemplateSource | None, tokenizer: Tokenizer, name: str = AUTO) -> ToolSupport:
+        """Find out by a chat template, and the operator's `--tool-format`."""
+        if source is None:
+            return NO_TOOLS
+        template = source.with_tools or source.text
+        if not knows_tools(template):
+            return cls(why_not="has a chat template that shows no tools to the model; leave tools out")
+        spoken = format_of(template) if name == AUTO else FORMATS[name]
+        if spoken is None:
+            return cls(why_not=f"writes its calls in a format that its chat template does not tell; {_GIVE}")
+        left_out = special_tokens(tokenizer)
+        tokens = {marker: tokenizer.token_to_id(marker) for marker in spoken.markers}
+        special = {marker: token for marker, token in tokens.items() if token in left_out}
+        return cls(spoken, "", template, special)
+
+
+NO_TOOLS = ToolSupport()
 
 
 @dataclass(frozen=True, slots=True)

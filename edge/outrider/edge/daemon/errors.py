@@ -1,4 +1,4 @@
-"""The error tree as HTTP: OpenAI's statuses, error object and headers."""
+"""The error tree as HTTP: OpenAI's statuses, error object and headers, and Anthropic's below /v1/messages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from outrider.proto.errors import (
     Cancelled,
@@ -23,6 +24,21 @@ from outrider.proto.errors import (
 )
 
 RETRY_S = 1.0
+MESSAGES = "/v1/messages"  # the path of Anthropic's API
+NO_THREADS = "thread_unsupported_request"  # on which Anthropic's clients send whole conversations instead
+OVERLOADED = 529
+_STATUSES = {503: OVERLOADED}  # Anthropic's own status, which its clients try again
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
 # Fields that the contract and OpenAI's API name differently.
 _PARAMS = {
     "open.prompt": "prompt",
@@ -123,3 +139,25 @@ def json_bytes(value: Any) -> bytes:
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return an answer of JSON."""
     return Response(json_bytes(value), status, headers, media_type="application/json")
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
+
+
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """Return an error as the whole answer to a request."""
+    if not is_anthropic(scope["path"]):
+        return error.response()
+    status = _STATUSES.get(error.status, error.status)
+    return json_response(error_body(error, scope["state"]["request_id"]), status, error.headers)
+
+
+def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return Anthropic's error object."""
+    kind = _TYPES.get(_STATUSES.get(error.status, error.status), "invalid_request_error")
+    made: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        made["details"] = {"error_code": NO_THREADS}
+    return {"type": "error", "error": made, "request_id": request_id}

@@ -7,14 +7,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.daemon.cloud import Served
+from outrider.edge.daemon.cloud import Served, ToolSupport
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request
-from outrider.edge.daemon.tools import ToolSupport, ToolUse, tool_use
+from outrider.edge.daemon.schema import (
+    NO_PARAMETERS,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Request,
+    Tool,
+    ToolChoice,
+)
 from outrider.edge.event_stream import Event, Tokens
 from outrider.edge.pool.prediction import indexed_prediction
-from outrider.proto.errors import PromptTooLong
-from outrider.proto.types import FinishReason, Sampling
+from outrider.edge.tool_calls.formats import ToolFormat
+from outrider.edge.tool_calls.grammar import CallableFunction, CallRules, grammar_of
+from outrider.edge.tool_calls.parts import CallParser
+from outrider.proto.errors import InvalidArgument, PromptTooLong
+from outrider.proto.types import FinishReason, Grammar, GrammarKind, Sampling
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
@@ -32,6 +42,31 @@ class Choice:
 
     prompt: tuple[int, ...]
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools of one request.
+
+    Attributes:
+        format: format of the calls.
+        tools: functions that the model is shown.
+        shown: special tokens that the text must show, for its calls to be found.
+        grammar: grammar of the text; None: the model writes what it likes.
+    """
+
+    format: ToolFormat
+    tools: tuple[Tool, ...]
+    shown: frozenset[int]
+    grammar: Grammar | None
+
+    def parser(self) -> CallParser:
+        """Return the parser of one text."""
+        return self.format.parser({tool.function.name for tool in self.tools})
+
+    def new_id(self) -> str:
+        """Return the id of a new call."""
+        return self.format.new_id()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +133,7 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     if served.template is None:
         message = f"{served.ready.model} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    tools = tool_use(request, served.tools, served.ready.model)
+    tools = _tool_use(request, served.tools, served.ready.model)
     variables = request.model_dump(include={"reasoning_effort", "verbosity"}, exclude_none=True)
     variables |= request.chat_template_kwargs or {}
     if tools:
@@ -157,6 +192,47 @@ def _parsed(
         grammar_field=source.field if source is not None else "",
         prompt_logprobs=request.prompt_logprobs,
     )
+
+
+def _tool_use(request: ChatRequest, support: ToolSupport, model: str) -> ToolUse | None:
+    """Return a request's tools; None: it has none, or the model shall not call them.
+
+    Raises:
+        ApiError: 400, the target cannot call functions.
+    """
+    if not request.tools or (request.tool_choice is not None and request.tool_choice.mode == "none"):
+        return None
+    if support.format is None:
+        raise ApiError(400, f"tools: {model} {support.why_not}", param="tools", code="tools_not_supported")
+    grammar = _grammar(request, request.tools, support, support.format.name)
+    return ToolUse(support.format, tuple(request.tools), frozenset(support.special.values()), grammar)
+
+
+def _grammar(request: ChatRequest, tools: list[Tool], support: ToolSupport, format_name: str) -> Grammar | None:
+    """Return the grammar that holds a text to what its request says about calls; None: it leaves all to the model."""
+    choice = request.tool_choice or ToolChoice(mode="auto")
+    answer = request.response_format.schema_of_answer if request.response_format else None
+    must_call, one = choice.mode == "required", request.parallel_tool_calls is False
+    strict = any(tool.function.strict for tool in tools)
+    if not (must_call or one or strict or answer is not None or choice.names is not None):
+        return None
+    functions = [tool.function for tool in tools if choice.names is None or tool.function.name in choice.names]
+    rules = CallRules(
+        functions=[
+            CallableFunction(function.name, function.parameters or NO_PARAMETERS, bool(function.strict))
+            for function in functions
+        ],
+        must_call=must_call,
+        max_calls=1 if one else None,
+        answer=answer,
+        special=support.special,
+        template=support.template,
+    )
+    try:
+        return Grammar(GrammarKind.LARK, grammar_of(format_name, rules))
+    except InvalidArgument as error:
+        message = f"tools: the grammar of their calls {error.message}; give fewer tools, or simpler schemas"
+        raise ApiError(400, message, param="tools") from error
 
 
 def _with_tools(parsed: ParsedRequest, tools: ToolUse) -> ParsedRequest:

@@ -1,26 +1,233 @@
 """Schema of requests: OpenAI's fields, and vLLM's extras.
 
 OpenAI's book-keeping (`user`, `store`, …) is ignored. Fields for what this daemon does not do (`audio`, `suffix`, …)
-are refused unless they ask for nothing. What becomes of unknown fields is decided in `checking`.
+are refused unless they ask for nothing. What becomes of unknown fields is decided in `reading`.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from outrider.edge.daemon.grammars import GivenGrammar, Lark, SchemaText, StructuredOutputs, Words, sources_of
-from outrider.edge.daemon.strict import Strict, refuse, within
-from outrider.edge.daemon.tool_schema import MAX_TOOLS, Tool, ToolCall, ToolChoice, as_choice
-from outrider.proto.types import MAX_TOKEN_ID, MAX_TOP_LOGPROBS, GrammarKind
+from outrider.edge.daemon.errors import from_outrider
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, MAX_TOP_LOGPROBS, Grammar, GrammarKind
 
+MAX_TOOLS = 128
+MAX_DEPTH = 100  # of schemas and arguments
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+MAX_WORDS = 1024  # to choose one of
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 4096
 MAX_MESSAGES = 4096
 _OLD = "is OpenAI's old form, which is not supported here; use {}"
+
+
+class Strict(BaseModel):
+    """No conversions, no NaN, and no unknown fields: `reading` takes them out first where they are ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+def refuse(message: str) -> PydanticCustomError:
+    """Return the error of a value that is refused, for pydantic's validators; `message` goes on after the field."""
+    return PydanticCustomError("refused", "{why}", {"why": message})
+
+
+def within(name: str, high: float | None = None) -> AfterValidator:
+    """Return a validator that keeps a number in the HTTP range of `BOUNDS[name]`, or below `high` where an API's is."""
+    bounds = BOUNDS[name].of_http
+    if high is not None:
+        bounds = replace(bounds, high=high)
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not bounds.allows(value):
+            raise refuse(f"must be in {bounds}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _shallow(value: Any) -> Any:
+    """Refuse JSON that is nested too deeply for all that walks through it later."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level for inner in _inside(each)]
+        if not level:
+            return value
+    raise refuse(f"is nested deeper than {MAX_DEPTH} levels; make it flatter")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+class Function(Strict):
+    """A function that the model may call; without `parameters` it takes none."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(_shallow)] = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool, which is always a function here."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates know it, its keys in the order of transformers' own schemas."""
+        function = self.function
+        described = {} if function.description is None else {"description": function.description}
+        parameters = NO_PARAMETERS if function.parameters is None else function.parameters
+        return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
+
+
+class ToolChoice(Strict):
+    """Whether the model calls functions, and which: `names`, or all where that is None."""
+
+    mode: Literal["none", "auto", "required"]
+    names: list[str] | None = None
+
+
+def as_choice(value: Any) -> Any:
+    """Return the fields of a `ToolChoice` that OpenAI's forms stand for."""
+    match value:
+        case None | ToolChoice():
+            return value
+        case "none" | "auto" | "required":
+            return {"mode": value}
+        case {"type": "function", "function": {"name": str(name)}}:
+            return {"mode": "required", "names": [name]}
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            if not tools:
+                raise refuse("allows no tools; use 'none'")
+            return {"mode": mode, "names": [_allowed(tool) for tool in tools]}
+    forms = "'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or an object of allowed_tools"
+    raise refuse(f"must be {forms}")
+
+
+def _allowed(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    raise refuse("has an allowed tool that is not {'type': 'function', 'function': {'name': …}}")
+
+
+def _arguments(value: Any) -> Any:
+    """Return the arguments of a call as templates want them: an object, which OpenAI writes as a string of JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, dict):
+        raise refuse("must be a JSON object, as a string")
+    return _shallow(value)
+
+
+class Called(Strict):
+    """The function of a call and its arguments, which become an object."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class ToolCall(Strict):
+    """A call in an earlier turn of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+    index: Annotated[Any, Field(default=None, exclude=True)]  # some clients leave it from the stream
+
+
+Words = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_WORDS)]
+
+
+def _schema(value: Any) -> Any:
+    """Return a JSON schema as text."""
+    if isinstance(value, dict | bool):
+        return json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, str):
+        raise refuse("must be a JSON schema, as an object or as text")
+    return value
+
+
+def _lark(value: Any) -> Any:
+    if isinstance(value, str) and _GBNF.search(value):
+        raise refuse("is in GBNF; grammars here are in Lark, and llguidance's gbnf_to_lark translates them")
+    return value
+
+
+SchemaText = Annotated[str | None, BeforeValidator(lambda value: None if value is None else _schema(value))]
+Lark = Annotated[str | None, BeforeValidator(_lark)]
+
+
+class GivenGrammar(NamedTuple):
+    """A grammar as a request gives it, and the name of the field that does."""
+
+    field: str
+    kind: GrammarKind
+    text: str
+
+    def grammar(self) -> Grammar:
+        """Return the grammar for the verifier.
+
+        Raises:
+            ApiError: 400 that names the field: it is empty or too long.
+        """
+        try:
+            return Grammar(self.kind, self.text)
+        except InvalidArgument as error:
+            raise from_outrider(error, self.field) from error
+
+
+class StructuredOutputs(Strict):
+    """vLLM's `structured_outputs`: the grammar of an answer, in one of these notations."""
+
+    json_: Annotated[SchemaText, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Words | None = None
+    grammar: Lark = None
+    json_object: bool | None = None
+
+    def sources(self) -> list[GivenGrammar]:
+        """Return the grammars that are given, of which a request may have one."""
+        made = sources_of("structured_outputs.", self.json_, self.regex, self.choice, self.grammar)
+        any_object = GivenGrammar("structured_outputs.json_object", GrammarKind.JSON_OBJECT, "")
+        return [*made, *([any_object] if self.json_object else [])]
+
+
+def sources_of(
+    prefix: str, schema: str | None, regex: str | None, choice: list[str] | None, lark: str | None
+) -> list[GivenGrammar]:
+    """Return a grammar for each notation that is not None; the names of all their fields begin with `prefix`."""
+    words = None if choice is None else "|".join(map(_escaped, choice))
+    kinds = (
+        ("json", GrammarKind.JSON_SCHEMA, schema),
+        ("regex", GrammarKind.REGEX, regex),
+        ("choice", GrammarKind.REGEX, words),
+        ("grammar", GrammarKind.LARK, lark),
+    )
+    return [GivenGrammar(prefix + name, kind, text) for name, kind, text in kinds if text is not None]
+
+
+def _escaped(word: str) -> str:
+    """Return a regular expression for exactly these characters; Python's escapes are not all those of llguidance."""
+    return _SPECIAL.sub(lambda match: "\\" + match.group(), word)
 
 
 def unless(*trivial: Any, why: str = "is not supported here; leave it out") -> BeforeValidator:

@@ -18,13 +18,12 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from outrider.edge.client import Client
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.access import Auth, Limiter
+from outrider.edge.daemon.access import Auth, Limiter, Origins
 from outrider.edge.daemon.app import Api
-from outrider.edge.daemon.checking import IgnoreUnknown, RefuseUnknown
 from outrider.edge.daemon.cloud import Cloud
 from outrider.edge.daemon.errors import ApiError, json_bytes
 from outrider.edge.daemon.metrics import HttpMetrics
-from outrider.edge.daemon.origins import Origins
+from outrider.edge.daemon.reading import IgnoreUnknown
 from outrider.edge.daemon.texts import Service
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.address import join_address, split_address
@@ -66,7 +65,7 @@ class Daemon:
         self.cloud = Cloud(client, config.tool_format)
         keys = Keys.from_file(config.api_keys) if config.api_keys else None
         self.limiter = Limiter(config.max_requests, http_metrics, keys)
-        unknown = RefuseUnknown() if config.strict else IgnoreUnknown()
+        unknown = None if config.strict else IgnoreUnknown()
         service = Service(
             self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s, unknown_fields=unknown
         )

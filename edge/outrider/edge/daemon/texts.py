@@ -18,12 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.edge.daemon.access import RETRY_AFTER_END_S, SHUTTING_DOWN, Limiter
 from outrider.edge.daemon.answers import Answer
-from outrider.edge.daemon.checking import IgnoreUnknown, UnknownFields
 from outrider.edge.daemon.cloud import Cloud, Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, from_outrider, json_bytes, json_response
 from outrider.edge.daemon.metrics import HttpMetrics, TextObserver, metrics_of
 from outrider.edge.daemon.parsed_request import ParsedRequest
-from outrider.edge.daemon.reading import read_request
+from outrider.edge.daemon.reading import IgnoreUnknown, read_request
 from outrider.edge.daemon.schema import Request
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
@@ -51,7 +50,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Parts that all requests share; `request_timeout_s` is the time for a whole answer."""
+    """Parts that all requests share.
+
+    Attributes:
+        request_timeout_s: time for a whole answer.
+        unknown_fields: ignores fields that the schema does not know; None: they are errors.
+    """
 
     cloud: Cloud
     metrics: EdgeMetrics
@@ -59,7 +63,7 @@ class Service:
     limiter: Limiter
     request_timeout_s: float
     key_limits: Limits = field(default_factory=Limits)
-    unknown_fields: UnknownFields = field(default_factory=IgnoreUnknown)
+    unknown_fields: IgnoreUnknown | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.edge.daemon.errors import ApiError, json_bytes
-from outrider.edge.daemon.responses.items import KeptItem
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
@@ -16,6 +15,8 @@ MAX_AGE_S = 24 * 3600.0
 MAX_HISTORY_BYTES = 8 << 20  # as much as a request may send at once
 
 _FIELD = "previous_response_id"
+
+KeptItem = dict[str, Any]
 
 
 @dataclass(slots=True)
