@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType
 
@@ -57,8 +58,7 @@ PLAIN = ["afmoe", "gemma3n_text", "gemma4_text", "gpt_bigcode", "mixtral", "opt"
 DTYPES = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(OTHERS, itertools.cycle(DTYPES))])
 def test_what_keeps_more_than_keys_and_values_is_refused_by_what_it_keeps(name, dtype) -> None:
     with pytest.raises(ModelRefused, match=OTHERS[name]) as caught:
         check_architecture(small_model(name).to(dtype))

@@ -181,7 +181,7 @@ def test_hostile_streams_are_refused_by_name_and_honest_ones_keep_their_text(con
         rng = random.Random(20)
         wanted = [await honest_text(channel, server, seed) for seed in range(4)]
         outcomes = {"opened": 0, "refused": 0}
-        for round_number in range(60):
+        for round_number in range(30):
             hostile = [random_frames(rng, server) for _ in range(5)]
             seed = round_number % 4
             text, *seen = await asyncio.gather(
@@ -212,7 +212,7 @@ def test_random_drafts_of_any_kind_never_change_the_text_of_their_own_session(co
     async def scenario(server, channel):
         rng = random.Random(21)
         wanted = await honest_text(channel, server, 7)
-        for _ in range(80):
+        for _ in range(40):
             opening = honest_open(server, 7, patience=Patience(0.002, 4), trees=rng.random() < 0.8)
             frames = [codec.encode_edge_frame(opening)]
             for _ in range(rng.randrange(1, 12)):

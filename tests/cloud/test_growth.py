@@ -45,7 +45,7 @@ torch.set_num_threads(1)
 SECRET = b"a secret of the test"
 TEXT_TOKENS = 6
 FOREVER = Patience(math.inf, 1000)
-WARM, MORE = 3, 12  # rounds of all kinds of sessions
+WARM, MORE = 2, 8  # rounds of all kinds of sessions
 
 
 class Client:

@@ -309,7 +309,7 @@ def encoded():
 
 
 def test_greedy_texts_are_the_same_packed_and_plain(packed_and_plain):
-    requests = [TextRequest(prompt, Sampling(temperature=0.0, max_tokens=48)) for prompt in encoded()]
+    requests = [TextRequest(prompt, Sampling(temperature=0.0, max_tokens=24)) for prompt in encoded()]
     packed, plain = (
         TextWriter(target, at_once=at_once).write(requests)
         for target, at_once in zip(packed_and_plain, (4, 1), strict=True)

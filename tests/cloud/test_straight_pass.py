@@ -131,8 +131,8 @@ def test_a_loaded_target_taps_its_layers_in_the_straight_pass(folder):
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_beside_any_number_of_others_but_for_attention(dtype):
-    target = load_target("reference", dtype=dtype, kv_tokens=1024)
+def test_a_row_has_the_same_bits_beside_any_number_of_others_but_for_attention(dtype, shared_target):
+    target = shared_target(dtype=dtype, kv_tokens=1024)
     multiple = target.packing.row_multiple
     if not multiple:
         pytest.skip("needs a processor whose products keep a row's bits at some number of rows")

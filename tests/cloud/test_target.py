@@ -225,7 +225,7 @@ def test_a_row_has_the_same_bits_in_any_pieces_and_company(architecture, dtype, 
     assert target.passes.guarantee is Guarantee.BYTES
     tokens = text(5, 600 if embedded else 120)
     alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))[-60:]
-    for seed in range(2 if embedded else 4):
+    for seed in range(1 if embedded else 4):
         assert torch.equal(of_one_session(target, tokens, seed, 60), alone)
 
 

@@ -68,12 +68,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "asked.jsonl", folder / "plain.txt"
 
 
-@pytest.fixture
-def writing(target: Path, texts: tuple[Path, ...], tmp_path: Path) -> TeacherWriting:
-    return TeacherWriting(
+@pytest.fixture(scope="module")
+def written(target: Path, texts: tuple[Path, ...], tmp_path_factory: pytest.TempPathFactory) -> TeacherWriting:
+    """Settings of a small folder, which is written already."""
+    writing = TeacherWriting(
         target=str(target),
         texts=texts,
-        output=tmp_path / "teacher",
+        output=tmp_path_factory.mktemp("written") / "teacher",
         tokens=700,
         own_questions=0.2,
         rows=8,
@@ -82,6 +83,13 @@ def writing(target: Path, texts: tuple[Path, ...], tmp_path: Path) -> TeacherWri
         threads=1,
         dtype="float32",
     )
+    write_teacher(writing)
+    return writing
+
+
+@pytest.fixture
+def writing(written: TeacherWriting, tmp_path: Path) -> TeacherWriting:
+    return replace(written, output=tmp_path / "teacher")
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +117,10 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("stopped_at", [1, 15, 40])
 def test_a_folder_that_was_stopped_anywhere_goes_on_to_the_rows_of_one_that_was_not(
-    writing: TeacherWriting, tmp_path: Path, stopped_at: int
+    written: TeacherWriting, writing: TeacherWriting, stopped_at: int
 ) -> None:
-    kept = write_teacher(writing)
-    assert kept == sum(TeacherFolder(writing.output).counts()) >= writing.tokens
-    other = replace(writing, output=tmp_path / "other")
+    kept = sum(TeacherFolder(written.output).counts())
+    assert kept >= writing.tokens
     asked: list[None] = []
 
     def stopping() -> bool:
@@ -121,18 +128,15 @@ def test_a_folder_that_was_stopped_anywhere_goes_on_to_the_rows_of_one_that_was_
         return len(asked) > stopped_at
 
     with pytest.raises(Cancelled, match=r"[\d,]+ tokens are kept, and the same command goes on"):
-        write_teacher(other, stopping=stopping)
-    (other.output / "part-000000.safetensors.unfinished").write_bytes(b"cut off")
-    assert write_teacher(other) == kept
-    assert same(batches(writing.output), batches(other.output))
-    assert write_teacher(other) == kept, "or what is finished is written again"
+        write_teacher(writing, stopping=stopping)
+    (writing.output / "part-000000.safetensors.unfinished").write_bytes(b"cut off")
+    assert write_teacher(writing) == kept
+    assert same(batches(written.output), batches(writing.output))
+    assert write_teacher(writing) == kept, "or what is finished is written again"
 
 
-def test_the_probabilities_kept_are_those_of_the_targets_own_pass_over_each_row(
-    writing: TeacherWriting, target: Path
-) -> None:
-    write_teacher(writing)
-    folder = TeacherFolder(writing.output)
+def test_the_probabilities_kept_are_those_of_the_targets_own_pass_over_each_row(written: TeacherWriting) -> None:
+    folder = TeacherFolder(written.output)
     rows, best = folder.rows(), folder.best()
     slots = rows.slots()
     model = tiny_llama(seed=4, **BYTE_LLAMA | {"num_hidden_layers": 2}, tie_word_embeddings=True).eval()
