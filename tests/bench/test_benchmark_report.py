@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from outrider.bench.benchmark.plots import _spread, draw, speed_over_time
+from outrider.bench.benchmark.plots import draw, speed_over_time
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
 from outrider.bench.benchmark.report import write_report
 from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables, work
 from outrider.bench.environment import Environment
-from outrider.bench.links import LinkRecord, link_name
+from outrider.bench.links import LinkRecord
 from outrider.bench.record import from_json
 from outrider.bench.table import Grid
 from outrider.deploy.arguments import read_text
@@ -263,16 +263,6 @@ def test_a_link_that_changes_has_a_plot_over_time_with_the_link_below_it(tmp_pat
     assert all(picture.path.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_the_strip_with_the_link_is_left_out_if_the_trace_is_gone(tmp_path) -> None:
-    heights = []
-    for trace in ("step", "a-file-that-was-deleted"):
-        runs = traced(trace)
-        condition = next(iter(by_condition(Benchmark(ENVIRONMENT, tuple(runs)))))
-        (picture,) = draw(condition, runs, tmp_path, trace)
-        heights.append(struct.unpack(">I", picture.path.read_bytes()[20:24])[0])
-    assert heights[0] > heights[1]
-
-
 def test_speed_over_time_is_counted_in_a_window_around_each_moment() -> None:
     arrivals_s = [0.01 * (n + 1) for n in range(200)] + [2 + 0.05 * (n + 1) for n in range(40)]
     at_s, speeds = speed_over_time(arrivals_s)
@@ -302,17 +292,6 @@ def test_a_missing_matplotlib_is_named_with_its_extra(synthetic, tmp_path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"the extra \[bench\]"):
         write_report(synthetic, tmp_path)
-
-
-def test_labels_are_pushed_apart_only_where_they_touch() -> None:
-    assert _spread([1.0, 5.0], 2.0) == [1.0, 5.0]
-    assert _spread([1.0, 2.0, 9.0], 2.0) == [0.5, 2.5, 9.0]
-    assert _spread([3.0, 3.0, 3.0], 2.0) == [1.0, 3.0, 5.0]
-
-
-def test_a_link_is_named_by_its_limits() -> None:
-    assert link_name(LinkRecord(30)) == "30 ms"
-    assert link_name(LinkRecord(30, up_mbit=5)) == "30 ms 5/- Mbit/s"
 
 
 def test_measured_runs_and_runs_for_latency_are_preferred() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from pydantic.dataclasses import dataclass
 
 from outrider.bench.plot import COLOURS, DPI, canvas, save_plot, styled
-from outrider.bench.record import RECORD, from_json, save
-from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install --editable '.[bench]'")
@@ -57,17 +53,3 @@ def test_a_png_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot write") as caught:
         save_plot(lines(), path, "report")
     assert caught.value.field == "report"
-
-
-@dataclass(frozen=True, slots=True, config=RECORD)
-class Numbers:
-    values: tuple[float, ...]
-    name: str
-
-
-def test_a_record_is_written_without_spaces_and_read_back(tmp_path: Path) -> None:
-    numbers = Numbers((0.5, 1.25, 3.0), "a name")
-    save(numbers, tmp_path / "numbers.json")
-    text = (tmp_path / "numbers.json").read_text(encoding="utf-8")
-    assert text == json.dumps({"values": [0.5, 1.25, 3.0], "name": "a name"}, separators=(",", ":")) + "\n"
-    assert from_json(Numbers, read_text(tmp_path / "numbers.json", "json"), "json") == numbers

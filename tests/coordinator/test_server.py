@@ -446,16 +446,6 @@ def test_draining_an_unknown_verifier_is_not_found_and_lists_those_there_are(ser
 # --- the server itself ---
 
 
-@pytest.mark.parametrize("method", ["OpenLease", "ListDrafters", "ReportSession", "Drain", "FetchFile"])
-def test_malformed_bytes_are_an_invalid_argument_that_names_the_frame(serve: Serve, method: str) -> None:
-    async def scenario(call: Any) -> None:
-        with pytest.raises(InvalidArgument) as refusal:
-            await call.raw(method, b"\xff\xff\xff")
-        assert refusal.value.field == "frame"
-
-    serve(scenario, ScriptedCluster(ready("a")))
-
-
 def test_a_defect_is_internal_and_logged_and_the_edge_sees_no_trace_of_it(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -196,11 +196,6 @@ def test_a_mistake_that_settings_find_names_the_option_and_not_the_field(capfd) 
     assert capfd.readouterr().err.startswith("outrider edge: cloud-tls-ca: must be given for TLS")
 
 
-@pytest.mark.parametrize("command", ["verifier", "up"])
-def test_the_longest_step_that_reads_prompts_is_an_option(command) -> None:
-    assert parse([command, "--max-gap", "0.2"])(VerifierConfig).max_gap_s == 0.2
-
-
 def test_a_table_of_the_config_file_becomes_a_coordinators_config(tmp_path) -> None:
     (tmp_path / "secret").write_text("0123456789abcdef\n")
     (tmp_path / "tokenizer.json").write_text("{}")

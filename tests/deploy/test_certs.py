@@ -196,16 +196,3 @@ def test_every_server_takes_certificates(command, issued):
     with pytest.raises(ConfigError) as refusal:
         serving_tls(parsed(command, "--tls-cert", "x"))
     assert refusal.value.field == "tls_key"
-
-
-@pytest.mark.parametrize("command", ["up", "coordinator"])
-def test_relay_and_keys_are_off_unless_asked_for(command):
-    options = parsed(command).values
-    assert (options["relay"], options["api_keys"], options["remote_drain"]) == (False, None, False)
-    asked = parsed(command, "--relay", "--relay-streams", "9", "--api-keys", "k", "--remote-drain").values
-    assert tuple(asked[name] for name in ("relay", "relay_streams", "api_keys", "remote_drain")) == (
-        True,
-        9,
-        Path("k"),
-        True,
-    )

@@ -44,10 +44,6 @@ def test_both_figures_stand_together_with_the_reason_of_the_lower_one() -> None:
     assert len(lines) == 3
 
 
-def test_no_reason_is_given_for_what_is_not_so() -> None:
-    assert len(list(demo._reasons(compared(1.5), compared(2.0), EMULATED, 6.2))) == 2
-
-
 def test_without_pace_and_link_the_reason_stands_alone() -> None:
     ratio, reason = demo._reasons(compared(1.0), None, ConditionSettings(), 6.2)
     assert ratio.startswith("target at its own speed, no link between: 1.00 times")
@@ -77,9 +73,3 @@ def test_a_target_with_a_chat_template_is_asked_and_an_embedded_one_goes_on(targ
     ((prompt, _, tokens),) = asyncio.run(demo._prompts(BuiltInPrompts(prompts=own), target, client))
     assert prompt.text == "A question?"
     assert (tokenizer.decode(list(tokens)) == prompt.text) or target == "another"
-
-
-def test_a_busy_machine_is_named_as_what_slows_drafts(monkeypatch) -> None:
-    monkeypatch.setattr(demo.os, "getloadavg", lambda: (100.0, 0.0, 0.0))
-    monkeypatch.setattr(demo.os, "cpu_count", lambda: 2)
-    assert "load 100.0 on 2 cores" in list(demo._reasons(compared(1.5), compared(1.4), EMULATED, 6.2))[-1]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from outrider.deploy.cli import main, parse
 from outrider.drafters import embedded_packages
 from outrider.edge.config import EdgeConfig
-from outrider.edge.selection import SELECTORS
 
 
 def test_one_drafter_alone_is_what_it_always_was():
@@ -26,47 +23,11 @@ def test_a_list_of_drafters_its_rule_and_its_memory_reach_the_edge():
     assert (config.selector, config.drafter_memory_mb) == ("hedge", 64)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--selector", "best"], "'best' is none of leader, static"),
-        (["--drafter-memory", "0"], "0"),
-        (["--drafter-memory", "much"], "much"),
-        (["--window", "0"], "0 is below 1; use --drafter none"),
-        (["--window", "wide"], "'wide' is neither adaptive nor a whole number"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments, says, capfd):
-    with pytest.raises(SystemExit, match="2"):
-        parse(["run", *arguments, "hello"])
-    said = capfd.readouterr().err
-    assert says in said
-    assert len(said.splitlines()) == 1
-
-
 def test_an_option_that_cannot_be_meant_is_one_line_too(capfd):
     assert main(["generate", "--coordinator", "127.0.0.1:1", "--drafter", "general,,ngram", "hello"]) != 0
     said = capfd.readouterr().err
     assert "drafter: has an empty name between commas" in said
     assert len(said.splitlines()) == 1
-
-
-def test_the_help_names_every_selector(capfd):
-    shown = re.sub(r"\s+", " ", _help("run", capfd))
-    assert all(name in shown for name in SELECTORS)
-
-
-def test_every_command_that_drafts_takes_several(capfd):
-    for command in ("run", "edge", "demo", "bench", "doctor", "generate"):
-        shown = _help(command, capfd)
-        assert "--selector" in shown
-        assert "--drafter-memory" in shown
-
-
-def _help(command, capfd):
-    with pytest.raises(SystemExit, match="0"):
-        parse([command, "--help"])
-    return capfd.readouterr().out
 
 
 def test_models_shows_the_memory_of_every_drafter(capfd):

@@ -201,12 +201,6 @@ def test_what_to_type_next_fits_the_options_and_is_understood(options, needed) -
     assert any(line.startswith("HOST is") for line in lines) == ("HOST" in needed)
 
 
-def test_the_target_of_a_verifier_can_be_named_by_its_own_id() -> None:
-    given = parse(["up"])
-    lines = next_steps("127.0.0.1:7000", "mine", VerifierConfig().name + "-0", given)
-    assert any('"model": "mine"' in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("error", "words"),
     [

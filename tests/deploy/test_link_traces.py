@@ -88,13 +88,3 @@ def test_what_is_wrong_with_a_file_is_said_with_line_and_field(text, says, tmp_p
     assert says in refused.value.message
     assert "bad" in refused.value.message
     assert refused.value.field == "trace"
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no file pigeon, .* 5g-handover, fibre"):
-        find_trace("pigeon")
-
-
-def test_a_folder_is_not_a_trace(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
-        find_trace(str(tmp_path))

@@ -17,11 +17,9 @@ from command_processes import free_port
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.server import VerifierServer
-from outrider.drafters import NgramDrafter
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
-from outrider.edge.testing import FailingDrafter
 from outrider.proto import codec
 from outrider.proto.errors import (
     DeadlineExceeded,
@@ -528,22 +526,6 @@ def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file
     asyncio.run(main())
 
 
-def test_a_drafter_that_breaks_in_one_turn_is_not_used_in_the_next(verifiers, clients) -> None:
-    async def main() -> None:
-        async with (
-            verifiers() as servers,
-            clients(*servers, drafter=FailingDrafter(2, NgramDrafter())) as client,
-            client.conversation() as talk,
-        ):
-            for text in ("a b a b a b a", "a b a b a"):
-                turn = await talk.complete(text, max_tokens=12)
-            assert turn.statistics.drafter_error
-            assert turn.statistics.drafted == 0
-            assert len(turn.ids) == 12
-
-    asyncio.run(main())
-
-
 # === without async, and in raw frames ===========================================================================
 
 
@@ -628,30 +610,6 @@ async def raw(server: VerifierServer, **changes: Any):
         yield stream
 
 
-MALFORMED = [
-    (Continue(7, (5,)), InvalidArgument, "continuation.start"),
-    (Continue(6, (8192,)), UnknownToken, "continuation.prompt"),
-    (Continue(6, (5,) * 2042), PromptTooLong, "continuation.prompt"),
-    (Continue(0, ()), InvalidArgument, "continuation.prompt"),
-    (Continue(6, (5,), Sampling(stop_tokens=(8192,))), UnknownToken, "sampling.stop_tokens"),
-]
-
-
-def test_a_malformed_continue_ends_the_stream_with_the_field_named(verifiers) -> None:
-    async def main() -> None:
-        async with verifiers() as (server,):
-            for frame, kind, field in MALFORMED:
-                async with raw(server) as stream:
-                    assert len(await stream.rest_of_turn()) == 4
-                    await stream.send(frame)
-                    error = await stream.next()
-                    assert isinstance(error, OutriderError)
-                    assert (type(error), error.field) == (kind, field)
-                    await until(lambda: server._engine.backend.capacity.used_pages == 0)
-
-    asyncio.run(main())
-
-
 def test_a_continue_while_a_turn_runs_or_where_nothing_is_kept_is_refused(verifiers) -> None:
     async def main() -> None:
         async with verifiers(min_step_s=0.01) as (server,):
@@ -687,23 +645,6 @@ def test_a_stream_without_keeping_ends_with_its_text_as_does_a_half_closed_one(v
                 assert len(await stream.rest_of_turn()) == 4
                 while (frame := await stream.next()) is not None:
                     assert isinstance(frame, Goaway)
-
-    asyncio.run(main())
-
-
-def test_a_turn_on_a_kept_session_is_that_of_a_fresh_open_token_by_token(verifiers) -> None:
-    async def main() -> None:
-        drawn = Sampling(max_tokens=6, temperature=1.0, seed=3, presence_penalty=1.0, ignore_eos=True)
-        async with verifiers() as (server,):
-            async with raw(server) as stream:
-                text = await stream.rest_of_turn()
-                await stream.send(Continue(4, (7, 8), drawn))
-                second = await stream.rest_of_turn()
-                await stream.send(Continue(2, ()))
-                third = await stream.rest_of_turn()
-            for prompt, expected in (((5, 6, *text[:2], 7, 8), second), ((5, 6), third)):
-                async with raw(server, prompt=prompt, sampling=drawn, keep_s=0.0) as stream:
-                    assert await stream.rest_of_turn() == expected
 
     asyncio.run(main())
 

@@ -24,16 +24,15 @@ from questions import Question, questions
 
 from outrider.cloud.testing import save_tiny_target
 from outrider.proto import codec
-from outrider.proto.streams import ENDED, send_bytes
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import Draft, DraftToken, LeaseRequest, Open, Sampling, SessionReport
+from outrider.proto.types import LeaseRequest, SessionReport
 
 pytestmark = pytest.mark.soak
 
 CANARIES = 4
 TOKENS = 150
 AT_ONCE = 12
-WRONG_IN_CONTENT, WRONG_IN_FRAMING, BROKEN_OFF, WRONG_CALLS, WRONG_STREAMS = 520, 120, 60, 200, 160
+WRONG_IN_CONTENT, WRONG_IN_FRAMING, BROKEN_OFF, WRONG_CALLS = 520, 120, 60, 200
 NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 DEFECTS = ("Traceback", " ERROR ", " CRITICAL ")
 
@@ -312,53 +311,6 @@ def test_wrong_calls_to_the_coordinator_are_errors_with_a_name(at: System) -> No
     assert not set(statuses) & set(NEVER), statuses
     assert statuses[grpc.StatusCode.INVALID_ARGUMENT] > WRONG_CALLS // 4
     assert statuses[grpc.StatusCode.UNIMPLEMENTED] > WRONG_CALLS // 10
-
-
-def test_wrong_streams_to_the_verifier_are_errors_with_a_name(at: System) -> None:
-    statuses: Counter[str] = Counter()
-    sampling = Sampling(max_tokens=4, temperature=1.0, seed=1)
-    sha256 = tokenizer_hash((at.folder / "tokenizer.json").read_text())
-    opening = codec.encode_edge_frame(
-        Open(model=str(at.folder), tokenizer_sha256=sha256, prompt=(5, 6), sampling=sampling, session="hostile")
-    )
-    draft = codec.encode_edge_frame(Draft(0, 2, tuple(map(DraftToken, (5, 6, 7)))))
-
-    async def main() -> None:
-        rng = random.Random(5)
-
-        def frames() -> list[bytes]:
-            kind = rng.random()
-            if kind < 0.3:
-                return [rng.randbytes(rng.randrange(80))]
-            if kind < 0.6:
-                return [damaged(rng, opening)]
-            return [opening.replace(b"hostile", b"hostil%d" % rng.randrange(10)), damaged(rng, draft), opening]
-
-        async with grpc.aio.insecure_channel(at.verifier) as channel, canaries_sing(at):
-
-            async def one() -> None:
-                method = codec.DECODE_METHOD if rng.random() < 0.9 else codec.DECODE_METHOD + "More"
-                call: Any = channel.stream_stream(method)(timeout=30)
-                with suppress(*ENDED):  # it ended while we wrote
-                    for frame in frames():
-                        await send_bytes(call, frame)
-                    await call.done_writing()
-                read = 0
-                with suppress(grpc.RpcError, asyncio.InvalidStateError):
-                    while read < 40 and await call.read() is not grpc.aio.EOF:
-                        read += 1
-                if read == 40:
-                    call.cancel()
-                statuses[(await call.code()).name] += 1
-
-            await together(one for _ in range(WRONG_STREAMS))
-        await check_all_is_well(at)
-
-    asyncio.run(main())
-    print("\nwrong streams", dict(statuses))
-    assert statuses.total() == WRONG_STREAMS
-    assert not set(statuses) & {status.name for status in NEVER}, statuses
-    assert statuses["INVALID_ARGUMENT"] > WRONG_STREAMS // 3
 
 
 def test_bytes_that_are_no_grpc_are_shut_out(at: System) -> None:

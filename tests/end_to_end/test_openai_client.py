@@ -353,20 +353,6 @@ def test_a_verifier_that_dies_is_a_503_until_another_is_there(tokenizer_file, mo
     asyncio.run(main())
 
 
-def test_many_streams_at_once_are_all_whole_and_none_is_mixed(at) -> None:
-    async def main() -> None:
-        prompts = [f"def f{i}(x):\n" for i in range(8)]
-        expected = [await at.client.complete(prompt, max_tokens=16, temperature=1, seed=9) for prompt in prompts]
-
-        async def one(prompt: str) -> str:
-            stream = await at.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=16, seed=9, stream=True)
-            return "".join([chunk.choices[0].text async for chunk in stream])
-
-        assert await asyncio.gather(*map(one, prompts)) == [completion.text for completion in expected]
-
-    at.run(main())
-
-
 def test_chat_template_and_context_length_come_with_the_lease(tokenizer_file, tmp_path) -> None:
     async def main() -> None:
         secret = b"a secret of the two of them"
