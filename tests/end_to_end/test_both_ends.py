@@ -19,7 +19,7 @@ from outrider.edge.testing import FailingDrafter, GarbageDrafter
 from outrider.proto.types import DraftToken, Patience
 
 VOCAB = 8192
-WAYS = {"greedy": Sampling(max_tokens=24), "sampled": Sampling(max_tokens=24, temperature=1.0, seed=20260)}
+WAYS = {"greedy": Sampling(max_tokens=16), "sampled": Sampling(max_tokens=16, temperature=1.0, seed=20260)}
 NEVER_VERIFIED = ("n-grams", "unknown ids")  # no words come twice; nothing is proposed before the first unknown one
 UNTIL_DRAFTED = Patience(math.inf, 4)
 

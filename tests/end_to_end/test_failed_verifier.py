@@ -21,9 +21,9 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control import CoordinatorClient
 
 SECRET = b"a secret of the fleet"
-TEXTS = 100
+TEXTS = 60
 AT_ONCE = 20
-TOKENS = 30
+TOKENS = 20
 
 
 @pytest.fixture(scope="module")

@@ -103,12 +103,12 @@ def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed(token
 
 def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tokenizer_file, tmp_path) -> None:
     async def main() -> None:
-        async with verifier_server(min_step_s=0.1) as (server, address):  # the text lasts for 40 s
+        async with verifier_server(min_step_s=0.1) as (server, address):  # the text lasts for 20 s
             short = {"lease_seconds": 1.0, "poll_s": 0.1}
             first = CoordinatorServer(coordinator_config(address, tokenizer_file, **short))
             where = await first.start()
             async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="none")) as client:
-                running = client.generate(PROMPT, max_tokens=400, ignore_eos=True)
+                running = client.generate(PROMPT, max_tokens=200, ignore_eos=True)
                 tokens = list((await anext(running)).ids)
                 leased_s = time.monotonic()
                 await first.stop(0)
@@ -128,7 +128,7 @@ def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tokenizer
                 async for event in running:
                     tokens += getattr(event, "ids", ())
                 assert event.statistics.resumes >= 1
-                assert (await client.complete(PROMPT, max_tokens=400, ignore_eos=True)).ids == tuple(tokens)
+                assert (await client.complete(PROMPT, max_tokens=200, ignore_eos=True)).ids == tuple(tokens)
                 await second.stop(0)
 
     asyncio.run(asyncio.wait_for(main(), 300))
