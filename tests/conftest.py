@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,14 +43,22 @@ def root() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where there is none."""
+    """Run tests that are coroutines in a loop of their own, and skip those marked gpu where there is none."""
     import torch
+
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = _in_a_loop(item.obj)
 
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch's build for it"))
+
+
+def _in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    return lambda **fixtures: asyncio.run(test(**fixtures))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -29,38 +29,32 @@ def test_owners_have_their_turns_in_order_however_many_wait_for_one() -> None:
     assert "".join(asyncio.run(scenario())) == "abcabaa"
 
 
-def test_an_owner_has_one_turn_at_a_time_while_others_find_a_free_one() -> None:
-    async def scenario() -> None:
-        turns = FairTurns(2)
-        await turns.take("a")
-        second = asyncio.create_task(turns.take("a"))
-        await asyncio.wait_for(turns.take("b"), 60)
-        await asyncio.sleep(0)
-        assert not second.done()
-        turns.give_back("b")
-        await asyncio.sleep(0)
-        assert not second.done()
-        turns.give_back("a")
-        await asyncio.wait_for(second, 60)
-
-    asyncio.run(scenario())
+async def test_an_owner_has_one_turn_at_a_time_while_others_find_a_free_one() -> None:
+    turns = FairTurns(2)
+    await turns.take("a")
+    second = asyncio.create_task(turns.take("a"))
+    await asyncio.wait_for(turns.take("b"), 60)
+    await asyncio.sleep(0)
+    assert not second.done()
+    turns.give_back("b")
+    await asyncio.sleep(0)
+    assert not second.done()
+    turns.give_back("a")
+    await asyncio.wait_for(second, 60)
 
 
-def test_a_turn_that_is_given_up_while_waiting_or_just_begun_is_not_lost() -> None:
-    async def scenario() -> None:
-        turns = FairTurns(1)
-        await turns.take("a")
-        waiting = [asyncio.create_task(turns.take(owner)) for owner in "bcd"]
-        await asyncio.sleep(0)
-        waiting[0].cancel()
-        await asyncio.sleep(0)
-        turns.give_back("a")  # to c, which leaves before it notices
-        waiting[1].cancel()
-        await asyncio.wait_for(waiting[2], 60)
-        turns.give_back("d")
-        await asyncio.wait_for(turns.take("e"), 60)
-
-    asyncio.run(scenario())
+async def test_a_turn_that_is_given_up_while_waiting_or_just_begun_is_not_lost() -> None:
+    turns = FairTurns(1)
+    await turns.take("a")
+    waiting = [asyncio.create_task(turns.take(owner)) for owner in "bcd"]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    turns.give_back("a")  # to c, which leaves before it notices
+    waiting[1].cancel()
+    await asyncio.wait_for(waiting[2], 60)
+    turns.give_back("d")
+    await asyncio.wait_for(turns.take("e"), 60)
 
 
 @pytest.mark.parametrize("known", [True, False])

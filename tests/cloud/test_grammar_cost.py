@@ -123,16 +123,13 @@ def test_cheap_masks_save_up_no_time_for_costly_ones(clock: Clock) -> None:
     refusal_of(lambda: matcher.ask((), lambda: None).result())
 
 
-def test_the_parser_of_an_ambiguous_grammar_is_timed_too(grammars: Grammars, monkeypatch) -> None:
+async def test_the_parser_of_an_ambiguous_grammar_is_timed_too(grammars: Grammars, monkeypatch) -> None:
     calls = iter(range(1 << 30))
     monkeypatch.setattr("outrider.cloud.grammar.grammar.time.thread_time", lambda: 0.01 * next(calls))
 
-    async def main() -> None:
-        await grammars.matcher(AMBIGUOUS, [0], "mallory")
-        with pytest.raises(InvalidArgument, match="less ambiguous"):
-            await grammars.matcher(AMBIGUOUS, [0] * 900, "mallory")
-
-    asyncio.run(main())
+    await grammars.matcher(AMBIGUOUS, [0], "mallory")
+    with pytest.raises(InvalidArgument, match="less ambiguous"):
+        await grammars.matcher(AMBIGUOUS, [0] * 900, "mallory")
 
 
 # === one trial ==================================================================================================
@@ -153,7 +150,7 @@ def test_a_text_goes_on_without_another_trial_when_its_grammar_is_evicted(gramma
     assert np.array_equal(matcher.ask((), lambda: None).result().tokens, before)
 
 
-def test_a_grammar_that_is_evicted_while_it_waits_for_its_turn_is_not_tried_again(
+async def test_a_grammar_that_is_evicted_while_it_waits_for_its_turn_is_not_tried_again(
     grammars: Grammars, monkeypatch
 ) -> None:
     take = grammars._resume_turns.take
@@ -162,14 +159,11 @@ def test_a_grammar_that_is_evicted_while_it_waits_for_its_turn_is_not_tried_agai
         forgotten(grammars, monkeypatch)
         await take(owner)
 
-    async def main() -> None:
-        await grammars.matcher(PLAIN, owner="alice")
-        monkeypatch.setattr(grammars._resume_turns, "take", evicted_meanwhile)
-        matcher = await grammars.matcher(PLAIN, [0, 1], "alice")
-        assert matcher is not None
-        assert matcher.ask((), lambda: None).result().tokens.any()
-
-    asyncio.run(main())
+    await grammars.matcher(PLAIN, owner="alice")
+    monkeypatch.setattr(grammars._resume_turns, "take", evicted_meanwhile)
+    matcher = await grammars.matcher(PLAIN, [0, 1], "alice")
+    assert matcher is not None
+    assert matcher.ask((), lambda: None).result().tokens.any()
 
 
 def test_a_grammar_that_was_refused_lately_needs_no_thread(grammars: Grammars) -> None:

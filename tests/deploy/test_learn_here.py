@@ -162,26 +162,23 @@ def one_here(monkeypatch: pytest.MonkeyPatch):
         each.close()
 
 
-def test_a_folder_belongs_to_one_edge_and_is_forgotten_where_that_is_asked(one_here, tmp_path: Path) -> None:
-    async def main() -> None:
-        first, second = one_here
-        with pytest.raises(InvalidArgument, match="before begin"):
-            await first.answer({"do": "learn", "records": []})
-        folder = tmp_path / "a" / "b"
-        info = await first.answer(begin(folder, forget=True))
-        assert (info["drafter"], info["steps"]) == ("general", 0)
-        with pytest.raises(ConfigError, match="another edge's"):
-            await second.answer(begin(folder))
-        (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigError, match="cannot write"):
-            await second.answer(begin(tmp_path / "file" / "x"))
-        with pytest.raises(InvalidArgument, match="no request"):
-            await second.answer({"do": "dance"})
-        assert (await first.answer({"do": "learn", "records": ["AAAA"]}))["pid"] == info["pid"]
-        first.close()
-        assert not folder.exists()
+async def test_a_folder_belongs_to_one_edge_and_is_forgotten_where_that_is_asked(one_here, tmp_path: Path) -> None:
+    first, second = one_here
+    with pytest.raises(InvalidArgument, match="before begin"):
+        await first.answer({"do": "learn", "records": []})
+    folder = tmp_path / "a" / "b"
+    info = await first.answer(begin(folder, forget=True))
+    assert (info["drafter"], info["steps"]) == ("general", 0)
+    with pytest.raises(ConfigError, match="another edge's"):
         await second.answer(begin(folder))
-        second.close()
-        assert list(folder.glob("checkpoint-*"))
-
-    asyncio.run(main())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        await second.answer(begin(tmp_path / "file" / "x"))
+    with pytest.raises(InvalidArgument, match="no request"):
+        await second.answer({"do": "dance"})
+    assert (await first.answer({"do": "learn", "records": ["AAAA"]}))["pid"] == info["pid"]
+    first.close()
+    assert not folder.exists()
+    await second.answer(begin(folder))
+    second.close()
+    assert list(folder.glob("checkpoint-*"))

@@ -283,20 +283,17 @@ def test_a_link_that_cannot_start_says_why(options, kind, field) -> None:
     assert refused.value.field == field
 
 
-def test_a_port_that_is_taken_and_a_link_that_has_died_are_unavailable(echo) -> None:
-    async def start() -> None:
-        async with LinkProcess(to=echo) as link:
-            with pytest.raises(Unavailable, match="cannot listen"):
-                async with LinkProcess(to=echo, listen=link.address):
-                    pass
-            assert link.process is not None
-            link.process.kill()
-            with pytest.raises(Unavailable, match="died"):
-                await link.counters()
-        with pytest.raises(Unavailable, match="not running"):
+async def test_a_port_that_is_taken_and_a_link_that_has_died_are_unavailable(echo) -> None:
+    async with LinkProcess(to=echo) as link:
+        with pytest.raises(Unavailable, match="cannot listen"):
+            async with LinkProcess(to=echo, listen=link.address):
+                pass
+        assert link.process is not None
+        link.process.kill()
+        with pytest.raises(Unavailable, match="died"):
             await link.counters()
-
-    asyncio.run(start())
+    with pytest.raises(Unavailable, match="not running"):
+        await link.counters()
 
 
 PARENT = """

@@ -184,32 +184,26 @@ def lone(**options) -> Conversation:
     return client.conversation(**options)
 
 
-def test_options_of_a_conversation_are_checked_when_it_is_made():
-    async def main() -> None:
-        for options, field in [
-            ({"keep_s": -1.0}, "keep_s"),
-            ({"keep_s": float("nan")}, "keep_s"),
-            ({"stop": [""]}, "stop"),
-            ({"warmth": 1}, "sampling"),
-            ({"top_p": 0.0}, "sampling.top_p"),
-        ]:
-            with pytest.raises(InvalidArgument) as caught:
-                lone(**options)
-            assert caught.value.field == field
-
-    asyncio.run(main())
+async def test_options_of_a_conversation_are_checked_when_it_is_made():
+    for options, field in [
+        ({"keep_s": -1.0}, "keep_s"),
+        ({"keep_s": float("nan")}, "keep_s"),
+        ({"stop": [""]}, "stop"),
+        ({"warmth": 1}, "sampling"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+    ]:
+        with pytest.raises(InvalidArgument) as caught:
+            lone(**options)
+        assert caught.value.field == field
 
 
-def test_a_conversation_that_never_spoke_can_be_closed_and_says_so_afterwards():
-    async def main() -> None:
-        talk = lone()
-        await talk.close()
-        await talk.close()
-        with pytest.raises(InvalidArgument, match="conversation: is closed"):
-            await talk.complete("a")
-        assert talk.transcript == Transcript((), "")
-
-    asyncio.run(main())
+async def test_a_conversation_that_never_spoke_can_be_closed_and_says_so_afterwards():
+    talk = lone()
+    await talk.close()
+    await talk.close()
+    with pytest.raises(InvalidArgument, match="conversation: is closed"):
+        await talk.complete("a")
+    assert talk.transcript == Transcript((), "")
 
 
 def test_the_synchronous_twin_takes_events_on_demand_and_closes_what_it_leaves():

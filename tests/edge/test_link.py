@@ -133,23 +133,20 @@ def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
         (None, 0),
     ],
 )
-def test_a_verifier_without_a_coordinator_says_its_context_where_it_can(said: bytes | None, known: int) -> None:
-    async def main() -> None:
-        async def report(request: bytes, context: Any) -> bytes:
-            return said or b""
+async def test_a_verifier_without_a_coordinator_says_its_context_where_it_can(said: bytes | None, known: int) -> None:
+    async def report(request: bytes, context: Any) -> bytes:
+        return said or b""
 
-        verifier, channels = Verifier(), Channels()
-        if said is not None:  # else it is of a release that has no such service
-            service, method = REPORT_METHOD.strip("/").split("/")
-            handlers = {method: grpc.unary_unary_rpc_method_handler(report)}
-            verifier.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        await verifier.server.start()
-        lease = Lease(b"", "v", verifier.address, 1.0, "tiny", "")
-        assert await channels.described(lease, 30.0) == replace(lease, context_length=known)
-        await channels.close()
-        await verifier.server.stop(None)
-
-    asyncio.run(main())
+    verifier, channels = Verifier(), Channels()
+    if said is not None:  # else it is of a release that has no such service
+        service, method = REPORT_METHOD.strip("/").split("/")
+        handlers = {method: grpc.unary_unary_rpc_method_handler(report)}
+        verifier.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    await verifier.server.start()
+    lease = Lease(b"", "v", verifier.address, 1.0, "tiny", "")
+    assert await channels.described(lease, 30.0) == replace(lease, context_length=known)
+    await channels.close()
+    await verifier.server.stop(None)
 
 
 def test_after_a_loss_the_next_text_has_a_new_connection() -> None:

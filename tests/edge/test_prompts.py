@@ -109,22 +109,19 @@ def test_token_ids_are_refused_from_twice_the_largest_context_on(tokenizer: Toke
 
 
 @pytest.mark.parametrize("characters", [IN_THREAD + 1, SLICE + 1])
-def test_others_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer, characters: int) -> None:
+async def test_others_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer, characters: int) -> None:
     slow, text = Counting(tokenizer), text_of(characters)
     slow.leave.clear()
 
-    async def both() -> None:
-        limited = encoder(0)
-        long = asyncio.create_task(limited.encode(slow, text, special=True))  # type: ignore[arg-type]
-        try:
-            await asyncio.to_thread(slow.entered.wait, 60)
-            assert await limited.encode(tokenizer, "def main():", special=True)
-            assert not long.done()
-        finally:
-            slow.leave.set()
-        assert await long == tuple(tokenizer.encode(text).ids)
-
-    asyncio.run(both())
+    limited = encoder(0)
+    long = asyncio.create_task(limited.encode(slow, text, special=True))  # type: ignore[arg-type]
+    try:
+        await asyncio.to_thread(slow.entered.wait, 60)
+        assert await limited.encode(tokenizer, "def main():", special=True)
+        assert not long.done()
+    finally:
+        slow.leave.set()
+    assert await long == tuple(tokenizer.encode(text).ids)
 
 
 def test_encoding_leaves_python_to_other_threads_meanwhile(tokenizer: Tokenizer) -> None:

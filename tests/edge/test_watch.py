@@ -62,66 +62,57 @@ def prepared_by(watched: Watched) -> Prepared:
     return Prepared(EdgeConfig(**WHERE), watched)  # type: ignore[arg-type]
 
 
-def test_other_drafters_take_the_place_of_the_pool_and_the_old_one_is_closed() -> None:
-    async def main() -> None:
-        new = DrafterPool.of(NgramDrafter(name="b"))
-        watched = Watched(None, OSError("disk full"), new)
-        it = prepared_by(watched)
-        ready = await it.find(None)  # type: ignore[arg-type]
-        for events in (1, 2):
-            watched.events.put_nowait(None)
-            await until(lambda: len(watched.seen) == events)  # noqa: B023
-            assert it.ready is ready, "nothing changed, or could not be had"
-        assert watched.first.first is not None
+async def test_other_drafters_take_the_place_of_the_pool_and_the_old_one_is_closed() -> None:
+    new = DrafterPool.of(NgramDrafter(name="b"))
+    watched = Watched(None, OSError("disk full"), new)
+    it = prepared_by(watched)
+    ready = await it.find(None)  # type: ignore[arg-type]
+    for events in (1, 2):
         watched.events.put_nowait(None)
-        await until(lambda: it.ready is not ready)
-        assert it.ready is not None
-        assert (it.ready.drafters, it.ready.drafter_error) == (new, "")
-        assert watched.first.first is None
-        assert new.first is not None
-        await it.close()
-        assert new.first is None
-
-    asyncio.run(main())
-
-
-def test_a_coordinator_that_comes_back_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(prepared, "WATCH_AGAIN_S", 0.001)
-        watched = Watched(DrafterPool.of(NgramDrafter(name="b")))
-        it = prepared_by(watched)
-        ready = await it.find(None)  # type: ignore[arg-type]
-        watched.events.put_nowait(Unavailable("gone"))
-        watched.events.put_nowait(None)
-        await until(lambda: it.ready is not ready)
-        await it.close()
-
-    asyncio.run(main())
+        await until(lambda: len(watched.seen) == events)  # noqa: B023
+        assert it.ready is ready, "nothing changed, or could not be had"
+    assert watched.first.first is not None
+    watched.events.put_nowait(None)
+    await until(lambda: it.ready is not ready)
+    assert it.ready is not None
+    assert (it.ready.drafters, it.ready.drafter_error) == (new, "")
+    assert watched.first.first is None
+    assert new.first is not None
+    await it.close()
+    assert new.first is None
 
 
-def test_what_loads_when_the_client_is_closed_is_closed_when_it_is_there() -> None:
-    async def main() -> None:
-        late, begun, go_on = DrafterPool.of(NgramDrafter(name="b")), threading.Event(), threading.Event()
-        watched = Watched()
+async def test_a_coordinator_that_comes_back_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "WATCH_AGAIN_S", 0.001)
+    watched = Watched(DrafterPool.of(NgramDrafter(name="b")))
+    it = prepared_by(watched)
+    ready = await it.find(None)  # type: ignore[arg-type]
+    watched.events.put_nowait(Unavailable("gone"))
+    watched.events.put_nowait(None)
+    await until(lambda: it.ready is not ready)
+    await it.close()
 
-        def slow(*_: object) -> DrafterPool:
-            begun.set()
-            assert go_on.wait(30)
-            return late
 
-        watched.renewed = slow  # type: ignore[method-assign]
-        it = prepared_by(watched)
-        await it.find(None)  # type: ignore[arg-type]
-        watched.events.put_nowait(None)
-        await until(begun.is_set)
-        await it.close()
-        assert late.first is not None
-        go_on.set()
-        await until(lambda: late.first is None)
-        assert it.ready is not None
-        assert it.ready.drafters is watched.first
+async def test_what_loads_when_the_client_is_closed_is_closed_when_it_is_there() -> None:
+    late, begun, go_on = DrafterPool.of(NgramDrafter(name="b")), threading.Event(), threading.Event()
+    watched = Watched()
 
-    asyncio.run(main())
+    def slow(*_: object) -> DrafterPool:
+        begun.set()
+        assert go_on.wait(30)
+        return late
+
+    watched.renewed = slow  # type: ignore[method-assign]
+    it = prepared_by(watched)
+    await it.find(None)  # type: ignore[arg-type]
+    watched.events.put_nowait(None)
+    await until(begun.is_set)
+    await it.close()
+    assert late.first is not None
+    go_on.set()
+    await until(lambda: late.first is None)
+    assert it.ready is not None
+    assert it.ready.drafters is watched.first
 
 
 @pytest.mark.parametrize(

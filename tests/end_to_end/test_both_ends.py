@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -80,59 +79,50 @@ async def texts(client: Any, prompts: Sequence[Any], sampling: Sampling) -> list
 
 
 @pytest.mark.parametrize("own", OWN)
-def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, own) -> None:
+async def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, own) -> None:
     """Not one of its session's, for which it always drafts, and not one of an edge that drafts itself."""
 
-    async def main() -> None:
-        chosen = prompts(1)[:1]
-        async with drafting(OWN[own]) as (address, served):
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = [await texts(client, chosen, sampling) for sampling in WAYS.values()]
-            assert served.status().verified_here == 0
-            async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
-                assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
-            assert served.status().verified_here > 0 or own in NEVER_VERIFIED
-            async with edge(address, drafter="general") as client:
-                assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
-
-    asyncio.run(main())
+    chosen = prompts(1)[:1]
+    async with drafting(OWN[own]) as (address, served):
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = [await texts(client, chosen, sampling) for sampling in WAYS.values()]
+        assert served.status().verified_here == 0
+        async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
+            assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
+        assert served.status().verified_here > 0 or own in NEVER_VERIFIED
+        async with edge(address, drafter="general") as client:
+            assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
 
 
-def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts, drafting) -> None:
-    async def main() -> None:
-        chosen, sampling = prompts(1)[:2], Sampling(max_tokens=32)
-        async with serving() as address, edge(address, drafter="none") as client:
-            plain = [await client.complete(prompt.text, sampling) for prompt in chosen]
-        async with drafting(OWN["the edge's own"]) as (address, served):
-            async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
-                drafted = [await client.complete(prompt.text, sampling) for prompt in chosen]
-            status = served.status()
-            assert status.drafter_here.startswith("general@")
-            assert status.committed_tokens == sum(len(each.ids) for each in drafted)
-            assert status.accepted_here == sum(each.statistics.accepted_here for each in drafted) > 0
-            assert status.verified_here == sum(each.statistics.verified_here for each in drafted)
-            assert status.drafted_here >= status.verified_here >= status.accepted_here
-            assert status.drafting_here_s > 0
-        assert [each.ids for each in drafted] == [each.ids for each in plain]
-        assert all(each.statistics.steps == len(each.ids) for each in plain)
-        assert sum(each.statistics.steps for each in drafted) < 0.6 * sum(len(each.ids) for each in drafted)
-
-    asyncio.run(main())
+async def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts, drafting) -> None:
+    chosen, sampling = prompts(1)[:2], Sampling(max_tokens=32)
+    async with serving() as address, edge(address, drafter="none") as client:
+        plain = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    async with drafting(OWN["the edge's own"]) as (address, served):
+        async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
+            drafted = [await client.complete(prompt.text, sampling) for prompt in chosen]
+        status = served.status()
+        assert status.drafter_here.startswith("general@")
+        assert status.committed_tokens == sum(len(each.ids) for each in drafted)
+        assert status.accepted_here == sum(each.statistics.accepted_here for each in drafted) > 0
+        assert status.verified_here == sum(each.statistics.verified_here for each in drafted)
+        assert status.drafted_here >= status.verified_here >= status.accepted_here
+        assert status.drafting_here_s > 0
+    assert [each.ids for each in drafted] == [each.ids for each in plain]
+    assert all(each.statistics.steps == len(each.ids) for each in plain)
+    assert sum(each.statistics.steps for each in drafted) < 0.6 * sum(len(each.ids) for each in drafted)
 
 
-def test_branches_of_likely_misses_are_taken_and_change_no_text(edge, prompts, drafting) -> None:
+async def test_branches_of_likely_misses_are_taken_and_change_no_text(edge, prompts, drafting) -> None:
     """The target takes its time, and there is no link; once without a drafter beside it, once with one."""
 
-    async def main() -> None:
-        prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=64)
-        async with drafting(OWN["the edge's own"], min_step_s=0.03) as (address, _):
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = await client.complete(prompt, sampling)
-            for here in (0, None):
-                async with edge(address, drafter="general", drafts_here=here) as client:
-                    drafted = await client.complete(prompt, sampling)
-                assert drafted.ids == expected.ids
-                assert drafted.statistics.branched > 0
-                assert here is None or drafted.statistics.branches_taken > 0
-
-    asyncio.run(main())
+    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=64)
+    async with drafting(OWN["the edge's own"], min_step_s=0.03) as (address, _):
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = await client.complete(prompt, sampling)
+        for here in (0, None):
+            async with edge(address, drafter="general", drafts_here=here) as client:
+                drafted = await client.complete(prompt, sampling)
+            assert drafted.ids == expected.ids
+            assert drafted.statistics.branched > 0
+            assert here is None or drafted.statistics.branches_taken > 0

@@ -96,41 +96,38 @@ class KnownTime(Smoothed):
 
 
 @pytest.mark.parametrize("drafter", ["none", "general"])
-def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, prompts, drafting, drafter) -> None:
+async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, prompts, drafting, drafter) -> None:
     """Each is a fresh text's; neither the target nor the drafter beside it reads a token twice."""
 
-    async def main() -> None:
-        drafters: list[Watched] = []
+    drafters: list[Watched] = []
 
-        def own(target: Any) -> OwnDrafter:
-            drafters.append(Watched(load_own_drafter("general", target).drafter))
-            return OwnDrafter(drafters[0], target.vocab_size)
+    def own(target: Any) -> OwnDrafter:
+        drafters.append(Watched(load_own_drafter("general", target).drafter))
+        return OwnDrafter(drafters[0], target.vocab_size)
 
-        async with (
-            serving() as plain,
-            drafting(own, page_size=1) as (address, _),
-            edge(plain, drafter="none") as other,
-            edge(address, drafter=drafter, drafts_here=4, patience=UNTIL_DRAFTED) as client,
-        ):
-            frames, turns = Frames(), []
-            first = prompts(1)[0].text
-            async with client.conversation(observer=frames) as talk:
-                for text, way in zip((first, *TURNS), ("greedy", "sampled", "sampled", "greedy"), strict=True):
-                    before = talk.transcript.tokens
-                    turn = await talk.complete(text, WAYS[way])
-                    whole = await other.complete((*before, *client.encode(text)), WAYS[way])
-                    assert (turn.ids, turn.text, turn.finish_reason) == (whole.ids, whole.text, whole.finish_reason)
-                    assert turn.statistics.cached_tokens >= len(before) - 1, "the cache was kept"
-                    turns.append(turn.statistics)
-                length = len(talk.transcript.tokens)
-            assert [sum(isinstance(f, kind) for f in frames.sent_frames) for kind in (Open, Continue)] == [1, 3]
-            # In how many turns its drafts are there before the edge's, the machine decides.
-            assert sum(turn.verified_here > 0 for turn in turns) >= 2
-            assert sum(turn.accepted_here for turn in turns) > 0
-            assert drafters[0].opened == 1
-            assert drafters[0].read < 2 * length, "a drafter that began each turn anew would read far more"
-
-    asyncio.run(main())
+    async with (
+        serving() as plain,
+        drafting(own, page_size=1) as (address, _),
+        edge(plain, drafter="none") as other,
+        edge(address, drafter=drafter, drafts_here=4, patience=UNTIL_DRAFTED) as client,
+    ):
+        frames, turns = Frames(), []
+        first = prompts(1)[0].text
+        async with client.conversation(observer=frames) as talk:
+            for text, way in zip((first, *TURNS), ("greedy", "sampled", "sampled", "greedy"), strict=True):
+                before = talk.transcript.tokens
+                turn = await talk.complete(text, WAYS[way])
+                whole = await other.complete((*before, *client.encode(text)), WAYS[way])
+                assert (turn.ids, turn.text, turn.finish_reason) == (whole.ids, whole.text, whole.finish_reason)
+                assert turn.statistics.cached_tokens >= len(before) - 1, "the cache was kept"
+                turns.append(turn.statistics)
+            length = len(talk.transcript.tokens)
+        assert [sum(isinstance(f, kind) for f in frames.sent_frames) for kind in (Open, Continue)] == [1, 3]
+        # In how many turns its drafts are there before the edge's, the machine decides.
+        assert sum(turn.verified_here > 0 for turn in turns) >= 2
+        assert sum(turn.accepted_here for turn in turns) > 0
+        assert drafters[0].opened == 1
+        assert drafters[0].read < 2 * length, "a drafter that began each turn anew would read far more"
 
 
 # === a process, and a far edge ==================================================================================
@@ -162,76 +159,70 @@ def test_a_verifiers_command_drafts_with_what_its_options_name(serving, edge, pr
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting, way) -> None:
-    async def main() -> None:
-        prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=40, temperature=WAYS[way].temperature, seed=9)
-        async with (
-            drafting(general, min_step_s=0.05) as (address, served),
-            LinkProcess(to=address, shape=LinkShape.of(rtt_ms=500)) as link,
-        ):
-            here = served._engine.source.here
-            here.drafting_s, here.waiting_s, here.job_s = KnownTime(0.002), KnownTime(), KnownTime(0.01)
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = await client.complete(prompt, sampling)
-            frames = Frames()
-            async with edge(link.address, drafter="general") as client:
-                await client.complete(prompt, sampling)  # both ends learn what they cost
-                found = await client.complete(prompt, sampling, observer=frames)
-        assert found.ids == expected.ids
-        [(opened, commits)] = frames.streams
-        assert opened.drafter_here.startswith("general@")
-        statistics = found.statistics
-        assert max(commit.covered for commit in commits) >= 8, "a round trip is ten steps, each with drafts"
-        assert statistics.accepted_here > 0
-        assert statistics.steps < len(found.ids)
-        assert statistics.verified - statistics.verified_here < statistics.verified_here
-
-    asyncio.run(main())
+async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting, way) -> None:
+    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=40, temperature=WAYS[way].temperature, seed=9)
+    async with (
+        drafting(general, min_step_s=0.05) as (address, served),
+        LinkProcess(to=address, shape=LinkShape.of(rtt_ms=500)) as link,
+    ):
+        here = served._engine.source.here
+        here.drafting_s, here.waiting_s, here.job_s = KnownTime(0.002), KnownTime(), KnownTime(0.01)
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = await client.complete(prompt, sampling)
+        frames = Frames()
+        async with edge(link.address, drafter="general") as client:
+            await client.complete(prompt, sampling)  # both ends learn what they cost
+            found = await client.complete(prompt, sampling, observer=frames)
+    assert found.ids == expected.ids
+    [(opened, commits)] = frames.streams
+    assert opened.drafter_here.startswith("general@")
+    statistics = found.statistics
+    assert max(commit.covered for commit in commits) >= 8, "a round trip is ten steps, each with drafts"
+    assert statistics.accepted_here > 0
+    assert statistics.steps < len(found.ids)
+    assert statistics.verified - statistics.verified_here < statistics.verified_here
 
 
 # === failover ===================================================================================================
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
+async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
     serving, edge, prompts, drafting, relay, way
 ) -> None:
-    async def main() -> None:
-        prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=60, temperature=WAYS[way].temperature, seed=9)
-        frames, got = Frames(), []
-        async with (
-            drafting(general, name="with", min_step_s=0.02) as (one, _),
-            serving(name="without", min_step_s=0.02) as two,
-            relay(one) as first,
-            relay(two) as second,
-            edge(
-                first.address,
-                second.address,
-                drafter="none",
-                drafts_here=2,
-                patience=UNTIL_DRAFTED,
-                retry=QUICKLY,
-            ) as client,
-        ):
-            async for event in client.generate(prompt, sampling, observer=frames):
-                got += getattr(event, "ids", ())
-                if len(got) > 6 and not first.cuts:
-                    first.cut()
-                if len(got) > 20 and not second.cuts:
-                    second.cut()
-                finished = event
-            async with edge(two, drafter="none") as plain:
-                whole = await plain.complete(prompt, sampling)
-        assert tuple(got) == whole.ids
-        assert finished.statistics.resumes == 2
-        assert [opened.verifier for opened, _ in frames.streams] == ["with", "without", "with"]
-        assert [bool(opened.drafter_here) for opened, _ in frames.streams] == [True, False, True]
-        began, without, ended = frames.verified_here()
-        assert without == 0
-        assert began > 0
-        assert ended > 0
-
-    asyncio.run(main())
+    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=60, temperature=WAYS[way].temperature, seed=9)
+    frames, got = Frames(), []
+    async with (
+        drafting(general, name="with", min_step_s=0.02) as (one, _),
+        serving(name="without", min_step_s=0.02) as two,
+        relay(one) as first,
+        relay(two) as second,
+        edge(
+            first.address,
+            second.address,
+            drafter="none",
+            drafts_here=2,
+            patience=UNTIL_DRAFTED,
+            retry=QUICKLY,
+        ) as client,
+    ):
+        async for event in client.generate(prompt, sampling, observer=frames):
+            got += getattr(event, "ids", ())
+            if len(got) > 6 and not first.cuts:
+                first.cut()
+            if len(got) > 20 and not second.cuts:
+                second.cut()
+            finished = event
+        async with edge(two, drafter="none") as plain:
+            whole = await plain.complete(prompt, sampling)
+    assert tuple(got) == whole.ids
+    assert finished.statistics.resumes == 2
+    assert [opened.verifier for opened, _ in frames.streams] == ["with", "without", "with"]
+    assert [bool(opened.drafter_here) for opened, _ in frames.streams] == [True, False, True]
+    began, without, ended = frames.verified_here()
+    assert without == 0
+    assert began > 0
+    assert ended > 0
 
 
 # === ends of the drafter ========================================================================================
@@ -269,29 +260,26 @@ def exits_its_thread(target: Any) -> OwnDrafter:
 
 
 @pytest.mark.parametrize(("own", "goes_on"), [(dies_in_its_session, False), (exits_its_thread, True)])
-def test_a_drafter_killed_in_mid_text_ends_no_text_and_its_thread_serves_others(
+async def test_a_drafter_killed_in_mid_text_ends_no_text_and_its_thread_serves_others(
     edge, prompts, drafting, own, goes_on
 ) -> None:
-    async def main() -> None:
-        prompt = prompts(1)[0].text
-        async with drafting(own) as (address, served):
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = [(await client.complete(prompt, way)).ids for way in WAYS.values()]
-            async with edge(address, drafter="none", drafts_here=3, patience=Patience(math.inf, 3)) as client:
-                frames, found = [Frames(), Frames()], []
-                for way, seen in zip(WAYS.values(), frames, strict=True):
-                    found.append((await client.complete(prompt, way, observer=seen)).ids)
-            assert found == expected
-            by_commit = [commit.verified_here for commit in frames[0].streams[0][1]]
-            assert by_commit[0] > 0, "it drafted"
-            assert by_commit[-3:] == [0, 0, 0], "until it was killed"
-            assert (frames[1].verified_here()[0] > 0) == goes_on
-            assert served._engine.source.here is not None, "two texts are not three"
-
-    asyncio.run(main())
+    prompt = prompts(1)[0].text
+    async with drafting(own) as (address, served):
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = [(await client.complete(prompt, way)).ids for way in WAYS.values()]
+        async with edge(address, drafter="none", drafts_here=3, patience=Patience(math.inf, 3)) as client:
+            frames, found = [Frames(), Frames()], []
+            for way, seen in zip(WAYS.values(), frames, strict=True):
+                found.append((await client.complete(prompt, way, observer=seen)).ids)
+        assert found == expected
+        by_commit = [commit.verified_here for commit in frames[0].streams[0][1]]
+        assert by_commit[0] > 0, "it drafted"
+        assert by_commit[-3:] == [0, 0, 0], "until it was killed"
+        assert (frames[1].verified_here()[0] > 0) == goes_on
+        assert served._engine.source.here is not None, "two texts are not three"
 
 
-def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, drafting, monkeypatch) -> None:
+async def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, drafting, monkeypatch) -> None:
     """Their edges would wait for drafts for ever; one waits for a thread that will never be free."""
     monkeypatch.setattr(draft_threads, "STUCK_S", 0.3)
     monkeypatch.setattr(draft_threads, "STOP_WITHIN_S", 0.1)
@@ -304,28 +292,25 @@ def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, drafti
     def own(target: Any) -> OwnDrafter:
         return OwnDrafter(Watched(general(target).drafter, hang), target.vocab_size)
 
-    async def main() -> None:
-        first, second = [prompt.text for prompt in prompts(1)[:2]]
-        async with drafting(own) as (address, served):
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = [(await client.complete(text, WAYS["sampled"])).ids for text in (first, second)]
-            async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
-                frames = Frames()
-                texts = (
-                    client.complete(first, WAYS["sampled"], observer=frames),
-                    client.complete(second, WAYS["sampled"]),
-                )
-                found = [each.ids for each in await asyncio.wait_for(asyncio.gather(*texts), 60)]
-                assert found == expected
-                assert served._engine.source.here is None
-                last = await client.complete(first, WAYS["sampled"], observer=frames)
-                assert last.ids == expected[0]
-                assert frames.streams[-1][0].drafter_here == ""
-            status = served.status()
-            assert (status.drafter_here, status.verified_here > 0) == ("", True)
-        released.set()
-
-    asyncio.run(main())
+    first, second = [prompt.text for prompt in prompts(1)[:2]]
+    async with drafting(own) as (address, served):
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = [(await client.complete(text, WAYS["sampled"])).ids for text in (first, second)]
+        async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
+            frames = Frames()
+            texts = (
+                client.complete(first, WAYS["sampled"], observer=frames),
+                client.complete(second, WAYS["sampled"]),
+            )
+            found = [each.ids for each in await asyncio.wait_for(asyncio.gather(*texts), 60)]
+            assert found == expected
+            assert served._engine.source.here is None
+            last = await client.complete(first, WAYS["sampled"], observer=frames)
+            assert last.ids == expected[0]
+            assert frames.streams[-1][0].drafter_here == ""
+        status = served.status()
+        assert (status.drafter_here, status.verified_here > 0) == ("", True)
+    released.set()
 
 
 # === unlike drafters at both ends ===============================================================================
@@ -342,31 +327,32 @@ class OtherVersion:
 
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("way", WAYS)
-def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_text(edge, prompts, drafting, way) -> None:
-    async def main() -> None:
-        prompt, sampling = prompts(1)[1].text, Sampling(max_tokens=60, temperature=WAYS[way].temperature, seed=9)
+async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_text(
+    edge, prompts, drafting, way
+) -> None:
+    prompt, sampling = prompts(1)[1].text, Sampling(max_tokens=60, temperature=WAYS[way].temperature, seed=9)
 
-        def own(target: Any) -> OwnDrafter:
-            return OwnDrafter(OtherVersion(load_own_drafter("code", target).drafter), target.vocab_size)
+    def own(target: Any) -> OwnDrafter:
+        return OwnDrafter(OtherVersion(load_own_drafter("code", target).drafter), target.vocab_size)
 
-        async with drafting(own) as (address, _):
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = await client.complete(prompt, sampling)
-            frames = Frames()
-            async with edge(address, drafter="general", drafts_here=6, patience=Patience(math.inf, 6)) as client:
-                found = await client.complete(prompt, sampling, observer=frames)
-        assert found.ids == expected.ids
-        assert frames.streams[0][0].drafter_here == "general@0-older"
-        statistics = found.statistics
-        assert not statistics.drafter_error
-        assert 0 < statistics.verified_here < statistics.verified, "both ends have drafted"
-
-    asyncio.run(main())
+    async with drafting(own) as (address, _):
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = await client.complete(prompt, sampling)
+        frames = Frames()
+        async with edge(address, drafter="general", drafts_here=6, patience=Patience(math.inf, 6)) as client:
+            found = await client.complete(prompt, sampling, observer=frames)
+    assert found.ids == expected.ids
+    assert frames.streams[0][0].drafter_here == "general@0-older"
+    statistics = found.statistics
+    assert not statistics.drafter_error
+    assert 0 < statistics.verified_here < statistics.verified, "both ends have drafted"
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(edge, prompts, drafting, way) -> None:
+async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(
+    edge, prompts, drafting, way
+) -> None:
     """The edge's drafter breaks in mid-text; what both propose is the edge's, since that comes first."""
     never = threading.Event()
 
@@ -374,17 +360,14 @@ def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(e
         slow = Watched(general(target).drafter, lambda proposed: never.wait(0.015))
         return OwnDrafter(slow, target.vocab_size)
 
-    async def main() -> None:
-        prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=36, temperature=WAYS[way].temperature, seed=9)
-        async with drafting(own) as (address, _):
-            async with edge(address, drafter="none", drafts_here=0) as client:
-                expected = await client.complete(prompt, sampling)
-            breaks = FailingDrafter(24, OnnxDrafter(find_package("general")))
-            async with edge(address, drafter=breaks, drafts_here=4, patience=UNTIL_DRAFTED) as client:
-                found = await client.complete(prompt, sampling)
-        assert found.ids == expected.ids
-        statistics = found.statistics
-        assert statistics.drafter_error
-        assert 0 < statistics.verified_here < statistics.verified, "both ends have drafted"
-
-    asyncio.run(main())
+    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=36, temperature=WAYS[way].temperature, seed=9)
+    async with drafting(own) as (address, _):
+        async with edge(address, drafter="none", drafts_here=0) as client:
+            expected = await client.complete(prompt, sampling)
+        breaks = FailingDrafter(24, OnnxDrafter(find_package("general")))
+        async with edge(address, drafter=breaks, drafts_here=4, patience=UNTIL_DRAFTED) as client:
+            found = await client.complete(prompt, sampling)
+    assert found.ids == expected.ids
+    statistics = found.statistics
+    assert statistics.drafter_error
+    assert 0 < statistics.verified_here < statistics.verified, "both ends have drafted"

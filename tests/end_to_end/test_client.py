@@ -27,131 +27,110 @@ PROMPT = "def main(argv):\n"
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_events_carry_positions_provenance_log_probabilities_and_the_text(serving, edge) -> None:
-    async def main() -> None:
-        patient = Patience(math.inf, 3)
-        async with serving() as address, edge(address, drafter="general", patience=patient) as client:
-            events = [event async for event in client.generate(PROMPT, max_tokens=40)]
-            completion = await client.complete(PROMPT, max_tokens=40)
-            position = len(client.encode(PROMPT))
-        *tokens, end = events
-        assert isinstance(end, Finished)
-        for event in tokens:
-            assert isinstance(event, Tokens)
-            assert event.position == position
-            assert len(event.tokens) == len(event.provenance) == len(event.pieces)
-            assert all(token.logp <= 0 for token in event.tokens)
-            position += len(event.ids)
-        drafted = [p is Provenance.DRAFT for event in tokens for p in event.provenance]
-        assert sum(drafted) == end.statistics.accepted > 0
-        assert "".join(event.text for event in events) == completion.text
-        assert end.reason is FinishReason.LENGTH
-        assert len(drafted) == 40
-
-    asyncio.run(main())
+async def test_events_carry_positions_provenance_log_probabilities_and_the_text(serving, edge) -> None:
+    patient = Patience(math.inf, 3)
+    async with serving() as address, edge(address, drafter="general", patience=patient) as client:
+        events = [event async for event in client.generate(PROMPT, max_tokens=40)]
+        completion = await client.complete(PROMPT, max_tokens=40)
+        position = len(client.encode(PROMPT))
+    *tokens, end = events
+    assert isinstance(end, Finished)
+    for event in tokens:
+        assert isinstance(event, Tokens)
+        assert event.position == position
+        assert len(event.tokens) == len(event.provenance) == len(event.pieces)
+        assert all(token.logp <= 0 for token in event.tokens)
+        position += len(event.ids)
+    drafted = [p is Provenance.DRAFT for event in tokens for p in event.provenance]
+    assert sum(drafted) == end.statistics.accepted > 0
+    assert "".join(event.text for event in events) == completion.text
+    assert end.reason is FinishReason.LENGTH
+    assert len(drafted) == 40
 
 
-def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file) -> None:
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="none") as client:
-            expected = await client.complete(PROMPT, max_tokens=12)
+async def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file) -> None:
+    async with serving() as address, edge(address, drafter="none") as client:
+        expected = await client.complete(PROMPT, max_tokens=12)
 
-            def blocking() -> tuple[int, ...]:
-                config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file, drafter="ngram")
-                with SyncClient(config) as twin:
-                    events = list(twin.generate(PROMPT, max_tokens=12))
-                    assert isinstance(events[-1], Finished)
-                    with pytest.raises(InvalidArgument, match="temperature"):
-                        twin.complete(PROMPT, temperature=-1)
-                    return twin.complete(PROMPT, max_tokens=12).ids
+        def blocking() -> tuple[int, ...]:
+            config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file, drafter="ngram")
+            with SyncClient(config) as twin:
+                events = list(twin.generate(PROMPT, max_tokens=12))
+                assert isinstance(events[-1], Finished)
+                with pytest.raises(InvalidArgument, match="temperature"):
+                    twin.complete(PROMPT, temperature=-1)
+                return twin.complete(PROMPT, max_tokens=12).ids
 
-            assert await asyncio.to_thread(blocking) == expected.ids
-
-    asyncio.run(main())
+        assert await asyncio.to_thread(blocking) == expected.ids
 
 
-def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
+async def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
     from outrider.cloud.config import VerifierConfig
     from outrider.cloud.serving.server import VerifierServer
 
-    async def main() -> None:
-        server = VerifierServer(VerifierConfig(threads=1))
-        async with edge(await server.start(), drafter="general") as client:
-            free = server.status().kv_pages_free
-            events = client.generate(PROMPT, max_tokens=1000)
-            await anext(events)
-            assert server.status().sessions == 1
-            assert server.status().kv_pages_free < free
-            await events.aclose()
-            for _ in range(200):
-                if server.status().sessions == 0:
-                    break
-                await asyncio.sleep(0.02)
-            assert server.status().sessions == 0
-            assert server.status().kv_pages_free == free
-        await server.stop()
-
-    asyncio.run(main())
+    server = VerifierServer(VerifierConfig(threads=1))
+    async with edge(await server.start(), drafter="general") as client:
+        free = server.status().kv_pages_free
+        events = client.generate(PROMPT, max_tokens=1000)
+        await anext(events)
+        assert server.status().sessions == 1
+        assert server.status().kv_pages_free < free
+        await events.aclose()
+        for _ in range(200):
+            if server.status().sessions == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert server.status().sessions == 0
+        assert server.status().kv_pages_free == free
+    await server.stop()
 
 
-def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge) -> None:
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="none") as client:
-            got: list[int] = []
-            deadline_s = 0.25
-            while not got:  # a busy machine has no token before it
-                deadline_s *= 2
-                with pytest.raises(DeadlineExceeded, match="deadline_s"):
-                    await client.collect(
-                        PROMPT,
-                        client.generate(PROMPT, max_tokens=2000, deadline_s=deadline_s),
-                        lambda event: got.extend(event.ids),
-                    )
-
-    asyncio.run(main())
+async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge) -> None:
+    async with serving() as address, edge(address, drafter="none") as client:
+        got: list[int] = []
+        deadline_s = 0.25
+        while not got:  # a busy machine has no token before it
+            deadline_s *= 2
+            with pytest.raises(DeadlineExceeded, match="deadline_s"):
+                await client.collect(
+                    PROMPT,
+                    client.generate(PROMPT, max_tokens=2000, deadline_s=deadline_s),
+                    lambda event: got.extend(event.ids),
+                )
 
 
-def test_a_stop_string_ends_the_text_and_is_not_part_of_it(serving, edge) -> None:
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="general") as client:
-            whole = await client.complete(PROMPT, max_tokens=40)
-            stop = whole.text[25:31]
-            assert stop in whole.text
-            stopped = await client.complete(PROMPT, max_tokens=40, stop=[stop])
-        assert stopped.finish_reason is FinishReason.STOP_STRING
-        assert stopped.text == whole.text.split(stop)[0]
-
-    asyncio.run(main())
+async def test_a_stop_string_ends_the_text_and_is_not_part_of_it(serving, edge) -> None:
+    async with serving() as address, edge(address, drafter="general") as client:
+        whole = await client.complete(PROMPT, max_tokens=40)
+        stop = whole.text[25:31]
+        assert stop in whole.text
+        stopped = await client.complete(PROMPT, max_tokens=40, stop=[stop])
+    assert stopped.finish_reason is FinishReason.STOP_STRING
+    assert stopped.text == whole.text.split(stop)[0]
 
 
-def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="general") as client:
-            whole = await client.complete(PROMPT, max_tokens=40)
-            stop = whole.ids[20]
-            stopped = await client.complete(PROMPT, max_tokens=40, stop_tokens=(stop,))
-            eos = await client.complete(PROMPT, max_tokens=40, allowed_tokens=(1,))
-            ignored = await client.complete(PROMPT, max_tokens=5, allowed_tokens=(1,), ignore_eos=True)
-        assert stopped.finish_reason is FinishReason.STOP_TOKEN
-        assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
-        assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
-        assert ignored.ids == (1,) * 5
-
-    asyncio.run(main())
+async def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
+    async with serving() as address, edge(address, drafter="general") as client:
+        whole = await client.complete(PROMPT, max_tokens=40)
+        stop = whole.ids[20]
+        stopped = await client.complete(PROMPT, max_tokens=40, stop_tokens=(stop,))
+        eos = await client.complete(PROMPT, max_tokens=40, allowed_tokens=(1,))
+        ignored = await client.complete(PROMPT, max_tokens=5, allowed_tokens=(1,), ignore_eos=True)
+    assert stopped.finish_reason is FinishReason.STOP_TOKEN
+    assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
+    assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
+    assert ignored.ids == (1,) * 5
 
 
-def test_a_broken_drafter_leaves_plain_cloud_streaming_and_says_so(serving, edge) -> None:
-    async def main() -> None:
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await client.complete(PROMPT, max_tokens=30)
-            async with edge(address, drafter=FailingDrafter(0)) as client:
-                completion = await client.complete(PROMPT, max_tokens=30)
-        assert completion.ids == expected.ids
-        assert completion.statistics.drafter_error
-        assert completion.statistics.steps == 30
-
-    asyncio.run(main())
+async def test_a_broken_drafter_leaves_plain_cloud_streaming_and_says_so(serving, edge) -> None:
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await client.complete(PROMPT, max_tokens=30)
+        async with edge(address, drafter=FailingDrafter(0)) as client:
+            completion = await client.complete(PROMPT, max_tokens=30)
+    assert completion.ids == expected.ids
+    assert completion.statistics.drafter_error
+    assert completion.statistics.steps == 30
 
 
 @pytest.mark.parametrize(
@@ -170,41 +149,32 @@ def test_a_broken_drafter_leaves_plain_cloud_streaming_and_says_so(serving, edge
         (PROMPT, {"stop": [""]}, InvalidArgument, "stop"),
     ],
 )
-def test_bad_input_is_refused_with_the_field_named(serving, edge, prompt, options, error, field) -> None:
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="ngram") as client:
-            with pytest.raises(error) as caught:
-                await client.complete(prompt, **options)
-            assert caught.value.field == field
-            assert (await client.complete(PROMPT, max_tokens=3)).ids
-
-    asyncio.run(main())
+async def test_bad_input_is_refused_with_the_field_named(serving, edge, prompt, options, error, field) -> None:
+    async with serving() as address, edge(address, drafter="ngram") as client:
+        with pytest.raises(error) as caught:
+            await client.complete(prompt, **options)
+        assert caught.value.field == field
+        assert (await client.complete(PROMPT, max_tokens=3)).ids
 
 
-def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="none", model="other") as client:
-            with pytest.raises(NotFound, match="reference"):
-                await client.complete(PROMPT)
-        retry = RetryRules(abandon_after_s=0.5)
-        async with edge(address, drafter="none", retry=retry, open_timeout_s=0.5) as client:
-            with pytest.raises(Unavailable):
-                await client.complete(PROMPT)
-
-    asyncio.run(main())
+async def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:
+    async with serving() as address, edge(address, drafter="none", model="other") as client:
+        with pytest.raises(NotFound, match="reference"):
+            await client.complete(PROMPT)
+    retry = RetryRules(abandon_after_s=0.5)
+    async with edge(address, drafter="none", retry=retry, open_timeout_s=0.5) as client:
+        with pytest.raises(Unavailable):
+            await client.complete(PROMPT)
 
 
-def test_a_missing_drafter_names_those_that_there_are() -> None:
-    async def main() -> None:
-        from outrider.edge import Client
+async def test_a_missing_drafter_names_those_that_there_are() -> None:
+    from outrider.edge import Client
 
-        with pytest.raises(OutriderError, match="general"):
-            await Client(EdgeConfig(verifier="127.0.0.1:1", model="reference", drafter="nobody")).prepare()
-
-    asyncio.run(main())
+    with pytest.raises(OutriderError, match="general"):
+        await Client(EdgeConfig(verifier="127.0.0.1:1", model="reference", drafter="nobody")).prepare()
 
 
-def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
+async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
     from outrider.deploy.local.cluster import embedded_drafters
 
     broken = tmp_path / "broken"
@@ -212,50 +182,41 @@ def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving
     model = broken / "model.onnx"
     model.write_bytes(model.read_bytes()[:-1] + b"x")
 
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter=str(broken)) as client:
-            completion = await client.complete(PROMPT, max_tokens=5)
-        assert len(completion.ids) == 5
-        assert "model.onnx" in completion.statistics.drafter_error
-
-    asyncio.run(main())
+    async with serving() as address, edge(address, drafter=str(broken)) as client:
+        completion = await client.complete(PROMPT, max_tokens=5)
+    assert len(completion.ids) == 5
+    assert "model.onnx" in completion.statistics.drafter_error
 
 
 @pytest.mark.parametrize("drafter", ["general", "ngram"])
-def test_a_stop_string_cuts_the_same_tokens_with_any_drafter(serving, edge, drafter) -> None:
-    async def main() -> None:
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                whole = await client.complete(PROMPT, max_tokens=60)
-                stops = [whole.text[at : at + 2] for at in (9, 30, 55)]
-                expected = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
-            async with edge(address, drafter=drafter) as client:
-                got = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
-        assert [c.ids for c in got] == [c.ids for c in expected]
-        assert [len(c.provenance) for c in got] == [len(c.ids) for c in got]
-
-    asyncio.run(main())
+async def test_a_stop_string_cuts_the_same_tokens_with_any_drafter(serving, edge, drafter) -> None:
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            whole = await client.complete(PROMPT, max_tokens=60)
+            stops = [whole.text[at : at + 2] for at in (9, 30, 55)]
+            expected = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
+        async with edge(address, drafter=drafter) as client:
+            got = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
+    assert [c.ids for c in got] == [c.ids for c in expected]
+    assert [len(c.provenance) for c in got] == [len(c.ids) for c in got]
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_a_text_ends_for_the_same_reason_with_any_drafter(serving, edge) -> None:
-    async def main() -> None:
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                prompt = client.encode(PROMPT)
-                whole = await client.complete(PROMPT, max_tokens=12, ignore_eos=True)
-                stops = [client.decode([token]) for token in whole.ids[-4:]]
-                ends = [{"stop": stop} for stop in stops] + [{"stop_tokens": whole.ids[-1:]}, {"stop": "never said"}]
-                expected = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
-            oracle, patient = ScriptedDrafter([*prompt, *whole.ids]), Patience(math.inf, 16)
-            async with edge(address, drafter=oracle, window=16, patience=patient) as client:
-                got = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
-        for plain, drafted in zip(expected, got, strict=True):
-            assert (drafted.finish_reason, drafted.ids, drafted.text) == (plain.finish_reason, plain.ids, plain.text)
-            assert drafted.statistics.steps <= 3, "one commit holds the end of a stop string and of the text"
-        assert {completion.finish_reason for completion in got} >= {FinishReason.STOP_STRING, FinishReason.LENGTH}
-
-    asyncio.run(main())
+async def test_a_text_ends_for_the_same_reason_with_any_drafter(serving, edge) -> None:
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            prompt = client.encode(PROMPT)
+            whole = await client.complete(PROMPT, max_tokens=12, ignore_eos=True)
+            stops = [client.decode([token]) for token in whole.ids[-4:]]
+            ends = [{"stop": stop} for stop in stops] + [{"stop_tokens": whole.ids[-1:]}, {"stop": "never said"}]
+            expected = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
+        oracle, patient = ScriptedDrafter([*prompt, *whole.ids]), Patience(math.inf, 16)
+        async with edge(address, drafter=oracle, window=16, patience=patient) as client:
+            got = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
+    for plain, drafted in zip(expected, got, strict=True):
+        assert (drafted.finish_reason, drafted.ids, drafted.text) == (plain.finish_reason, plain.ids, plain.text)
+        assert drafted.statistics.steps <= 3, "one commit holds the end of a stop string and of the text"
+    assert {completion.finish_reason for completion in got} >= {FinishReason.STOP_STRING, FinishReason.LENGTH}
 
 
 class ForeignDrafter:
@@ -281,17 +242,14 @@ class ForeignDrafter:
 
 
 @pytest.mark.parametrize("token", [IndexError("a bug"), 8192, -1, 1 << 40], ids=str)
-def test_whatever_a_drafter_does_the_text_goes_on(serving, edge, token) -> None:
-    async def main() -> None:
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await client.complete(PROMPT, max_tokens=15)
-            async with edge(address, drafter=ForeignDrafter(token)) as client:
-                completion = await client.complete(PROMPT, max_tokens=15)
-        assert completion.ids == expected.ids
-        assert completion.statistics.drafter_error
-
-    asyncio.run(main())
+async def test_whatever_a_drafter_does_the_text_goes_on(serving, edge, token) -> None:
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await client.complete(PROMPT, max_tokens=15)
+        async with edge(address, drafter=ForeignDrafter(token)) as client:
+            completion = await client.complete(PROMPT, max_tokens=15)
+    assert completion.ids == expected.ids
+    assert completion.statistics.drafter_error
 
 
 def test_a_client_that_closes_right_after_its_last_text_leaves_nothing_behind(serving, edge) -> None:

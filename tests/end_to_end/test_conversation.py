@@ -132,159 +132,135 @@ async def said_as_fresh(client: Client, talk: Any, text: str, **options: Any):
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "none"])
-def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifiers, clients, drafter) -> None:
-    async def main() -> None:
-        async with verifiers() as servers, clients(*servers, drafter=drafter) as client:
-            for way in WAYS.values():
-                frames = Frames()
-                async with client.conversation(observer=frames) as talk:
-                    for text in (*TURNS, ""):
-                        await said_as_fresh(client, talk, text, max_tokens=10, **way)
-                    assert talk.transcript.text == client.decode(talk.transcript.tokens)
-                assert [len(frames.of(kind)) for kind in (Open, Continue)] == [1, 3], "one session all the way"
-
-    asyncio.run(main())
+async def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifiers, clients, drafter) -> None:
+    async with verifiers() as servers, clients(*servers, drafter=drafter) as client:
+        for way in WAYS.values():
+            frames = Frames()
+            async with client.conversation(observer=frames) as talk:
+                for text in (*TURNS, ""):
+                    await said_as_fresh(client, talk, text, max_tokens=10, **way)
+                assert talk.transcript.text == client.decode(talk.transcript.tokens)
+            assert [len(frames.of(kind)) for kind in (Open, Continue)] == [1, 3], "one session all the way"
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(serving, edge) -> None:
-    async def main() -> None:
-        async with (
-            serving() as address,
-            edge(address, drafter="general", patience=Patience(math.inf, 3)) as client,
-            client.conversation(max_tokens=10) as talk,
-        ):
-            accepted = []
-            for text, way in zip(TURNS, ("greedy", "drawn", "greedy"), strict=True):
-                turn = await said_as_fresh(client, talk, text, max_tokens=10, **WAYS[way])
-                accepted.append(turn.statistics.accepted)
-                assert not turn.statistics.drafter_error
-        assert accepted[0] > 0
-        assert accepted[2] > 0
-
-    asyncio.run(main())
+async def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(serving, edge) -> None:
+    async with (
+        serving() as address,
+        edge(address, drafter="general", patience=Patience(math.inf, 3)) as client,
+        client.conversation(max_tokens=10) as talk,
+    ):
+        accepted = []
+        for text, way in zip(TURNS, ("greedy", "drawn", "greedy"), strict=True):
+            turn = await said_as_fresh(client, talk, text, max_tokens=10, **WAYS[way])
+            accepted.append(turn.statistics.accepted)
+            assert not turn.statistics.drafter_error
+    assert accepted[0] > 0
+    assert accepted[2] > 0
 
 
-def test_a_later_turn_sends_up_its_new_tokens_and_nothing_else(verifiers, clients) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with verifiers() as servers, clients(*servers, drafter="none") as client:
-            async with client.conversation(max_tokens=20, observer=frames, **WAYS["drawn"]) as talk:
-                first = await talk.complete("long " * 200)
-                second = await talk.complete("and?")
-                third = await talk.complete("so", max_tokens=5)
-            news = client.encode("and?")
-        one, two = frames.of(Continue)
-        assert (one.prompt, one.sampling) == (news, None)
-        assert one.start == first.prompt_tokens + len(first.ids)
-        assert two.sampling.max_tokens == 5
-        assert second.statistics.uplink_bytes == len(codec.encode_edge_frame(one)) + 5 < 30
-        assert third.statistics.uplink_bytes < 60 < first.statistics.uplink_bytes // 4
-
-    asyncio.run(main())
+async def test_a_later_turn_sends_up_its_new_tokens_and_nothing_else(verifiers, clients) -> None:
+    frames = Frames()
+    async with verifiers() as servers, clients(*servers, drafter="none") as client:
+        async with client.conversation(max_tokens=20, observer=frames, **WAYS["drawn"]) as talk:
+            first = await talk.complete("long " * 200)
+            second = await talk.complete("and?")
+            third = await talk.complete("so", max_tokens=5)
+        news = client.encode("and?")
+    one, two = frames.of(Continue)
+    assert (one.prompt, one.sampling) == (news, None)
+    assert one.start == first.prompt_tokens + len(first.ids)
+    assert two.sampling.max_tokens == 5
+    assert second.statistics.uplink_bytes == len(codec.encode_edge_frame(one)) + 5 < 30
+    assert third.statistics.uplink_bytes < 60 < first.statistics.uplink_bytes // 4
 
 
-def test_an_idle_session_holds_no_pages_and_its_next_turn_finds_them(verifiers, clients) -> None:
-    async def main() -> None:
-        async with verifiers(kv_tokens=4096) as (server,), clients(server) as client:
-            async with client.conversation(max_tokens=1000) as talk:
-                events = talk.say("a b c")
-                await anext(events)
-                assert 256 - 1000 // PAGE < server.status().kv_pages_free < 256
-                assert server.status().sessions == 1
-                await events.aclose()
-                await until(lambda: server._engine.parked_count == 1)
-                assert server.status().sessions == 0, "it is not running"
-                assert server.status().kv_pages_free == 256
-                before = len(talk.transcript.tokens)
-                turn = await talk.complete("d", max_tokens=3)
-                assert turn.statistics.cached_tokens >= before - 1
-            await until(lambda: len(server._engine.slots) == 0)
+async def test_an_idle_session_holds_no_pages_and_its_next_turn_finds_them(verifiers, clients) -> None:
+    async with verifiers(kv_tokens=4096) as (server,), clients(server) as client:
+        async with client.conversation(max_tokens=1000) as talk:
+            events = talk.say("a b c")
+            await anext(events)
+            assert 256 - 1000 // PAGE < server.status().kv_pages_free < 256
+            assert server.status().sessions == 1
+            await events.aclose()
+            await until(lambda: server._engine.parked_count == 1)
+            assert server.status().sessions == 0, "it is not running"
             assert server.status().kv_pages_free == 256
-            with pytest.raises(InvalidArgument, match="conversation"):
-                await talk.complete("e")
-            assert talk.transcript.text.endswith(client.decode(talk.transcript.tokens[-3:]))
-
-    asyncio.run(main())
+            before = len(talk.transcript.tokens)
+            turn = await talk.complete("d", max_tokens=3)
+            assert turn.statistics.cached_tokens >= before - 1
+        await until(lambda: len(server._engine.slots) == 0)
+        assert server.status().kv_pages_free == 256
+        with pytest.raises(InvalidArgument, match="conversation"):
+            await talk.complete("e")
+        assert talk.transcript.text.endswith(client.decode(talk.transcript.tokens[-3:]))
 
 
 # === ends of turns ==============================================================================================
 
 
-def test_a_turn_that_ends_with_a_stop_string_ends_with_the_token_that_completed_it(verifiers, clients) -> None:
-    async def main() -> None:
-        async with verifiers() as servers, clients(*servers) as client:
-            for way in WAYS.values():
-                frames = Frames()
-                async with client.conversation(max_tokens=40, observer=frames, **way) as talk:
-                    whole = await client.complete(TURNS[0], max_tokens=40, **way)
-                    stop = whole.text[len(whole.text) // 3 :][:3]
-                    turn = await talk.complete(TURNS[0], stop=stop)
-                    assert turn.finish_reason is FinishReason.STOP_STRING
-                    assert turn.text == whole.text.split(stop)[0]
-                    assert turn.ids == whole.ids[: len(turn.ids)]
-                    assert stop in client.decode(turn.ids)
-                    assert stop not in client.decode(turn.ids[:-1])
-                    assert talk.transcript.tokens == (*client.encode(TURNS[0]), *turn.ids)
-                    await said_as_fresh(client, talk, TURNS[1], max_tokens=10, **way)
-                (second,) = frames.of(Continue)
-                assert second.start == len(client.encode(TURNS[0])) + len(turn.ids)
-
-    asyncio.run(main())
+async def test_a_turn_that_ends_with_a_stop_string_ends_with_the_token_that_completed_it(verifiers, clients) -> None:
+    async with verifiers() as servers, clients(*servers) as client:
+        for way in WAYS.values():
+            frames = Frames()
+            async with client.conversation(max_tokens=40, observer=frames, **way) as talk:
+                whole = await client.complete(TURNS[0], max_tokens=40, **way)
+                stop = whole.text[len(whole.text) // 3 :][:3]
+                turn = await talk.complete(TURNS[0], stop=stop)
+                assert turn.finish_reason is FinishReason.STOP_STRING
+                assert turn.text == whole.text.split(stop)[0]
+                assert turn.ids == whole.ids[: len(turn.ids)]
+                assert stop in client.decode(turn.ids)
+                assert stop not in client.decode(turn.ids[:-1])
+                assert talk.transcript.tokens == (*client.encode(TURNS[0]), *turn.ids)
+                await said_as_fresh(client, talk, TURNS[1], max_tokens=10, **way)
+            (second,) = frames.of(Continue)
+            assert second.start == len(client.encode(TURNS[0])) + len(turn.ids)
 
 
-def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients) -> None:
-    async def main() -> None:
-        async with verifiers() as servers, clients(*servers) as client, client.conversation(max_tokens=9) as talk:
-            eos = await talk.complete("a", allowed_tokens=(1,))
-            assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
-            await said_as_fresh(client, talk, "b", max_tokens=9)
-            last = talk.transcript.tokens[-1]
-            stopped = await talk.complete("c", stop_tokens=(last,), allowed_tokens=(last,))
-            assert (stopped.finish_reason, stopped.ids) == (FinishReason.STOP_TOKEN, (last,))
-            await said_as_fresh(client, talk, "d", max_tokens=5)
-
-    asyncio.run(main())
+async def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients) -> None:
+    async with verifiers() as servers, clients(*servers) as client, client.conversation(max_tokens=9) as talk:
+        eos = await talk.complete("a", allowed_tokens=(1,))
+        assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
+        await said_as_fresh(client, talk, "b", max_tokens=9)
+        last = talk.transcript.tokens[-1]
+        stopped = await talk.complete("c", stop_tokens=(last,), allowed_tokens=(last,))
+        assert (stopped.finish_reason, stopped.ids) == (FinishReason.STOP_TOKEN, (last,))
+        await said_as_fresh(client, talk, "d", max_tokens=5)
 
 
-def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifiers, clients) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with verifiers() as servers, clients(*servers) as client, client.conversation(observer=frames) as talk:
-            for _ in range(3):
-                before, given = talk.transcript.tokens, ()
-                async for event in talk.say("more", max_tokens=1500):
-                    given += event.ids
-                    if len(given) > 4:
-                        break
-                await said_as_fresh(client, talk, "and on", max_tokens=6)
-                said = (*before, *client.encode("more"), *given, *client.encode("and on"))
-                assert talk.transcript.tokens[: len(said)] == said
-        assert [len(frames.of(kind)) for kind in (Open, Cancel, Continue)] == [1, 3, 5], "on one stream"
-
-    asyncio.run(main())
+async def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifiers, clients) -> None:
+    frames = Frames()
+    async with verifiers() as servers, clients(*servers) as client, client.conversation(observer=frames) as talk:
+        for _ in range(3):
+            before, given = talk.transcript.tokens, ()
+            async for event in talk.say("more", max_tokens=1500):
+                given += event.ids
+                if len(given) > 4:
+                    break
+            await said_as_fresh(client, talk, "and on", max_tokens=6)
+            said = (*before, *client.encode("more"), *given, *client.encode("and on"))
+            assert talk.transcript.tokens[: len(said)] == said
+    assert [len(frames.of(kind)) for kind in (Open, Cancel, Continue)] == [1, 3, 5], "on one stream"
 
 
-def test_a_cancelled_task_and_a_passed_deadline_leave_a_conversation_that_goes_on(verifiers, clients) -> None:
-    async def main() -> None:
-        async with verifiers(min_step_s=0.005) as servers, clients(*servers) as client, client.conversation() as talk:
-            task = asyncio.create_task(talk.complete("a b", max_tokens=1500))
-            await until(lambda: len(talk.transcript.tokens) > 8)
-            with pytest.raises(InvalidArgument, match="another task"):
-                await talk.complete("c")
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await said_as_fresh(client, talk, "c", max_tokens=5)
-            length = len(talk.transcript.tokens)
-            deadline_s = 0.15
-            while len(talk.transcript.tokens) == length:  # a busy machine has no token before it
-                deadline_s *= 2
-                with pytest.raises(DeadlineExceeded, match="deadline_s"):
-                    await talk.complete("d", max_tokens=1500, deadline_s=deadline_s)
-            await said_as_fresh(client, talk, "e", max_tokens=5)
-
-    asyncio.run(main())
+async def test_a_cancelled_task_and_a_passed_deadline_leave_a_conversation_that_goes_on(verifiers, clients) -> None:
+    async with verifiers(min_step_s=0.005) as servers, clients(*servers) as client, client.conversation() as talk:
+        task = asyncio.create_task(talk.complete("a b", max_tokens=1500))
+        await until(lambda: len(talk.transcript.tokens) > 8)
+        with pytest.raises(InvalidArgument, match="another task"):
+            await talk.complete("c")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await said_as_fresh(client, talk, "c", max_tokens=5)
+        length = len(talk.transcript.tokens)
+        deadline_s = 0.15
+        while len(talk.transcript.tokens) == length:  # a busy machine has no token before it
+            deadline_s *= 2
+            with pytest.raises(DeadlineExceeded, match="deadline_s"):
+                await talk.complete("d", max_tokens=1500, deadline_s=deadline_s)
+        await said_as_fresh(client, talk, "e", max_tokens=5)
 
 
 REFUSED: list[tuple[Any, dict[str, Any], type[OutriderError], str]] = [
@@ -300,184 +276,160 @@ REFUSED: list[tuple[Any, dict[str, Any], type[OutriderError], str]] = [
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first turn", "later turn"])
-def test_a_turn_that_is_refused_is_as_if_it_had_not_been(verifiers, clients, first) -> None:
-    async def main() -> None:
-        async with verifiers() as servers, clients(*servers) as client:
-            for prompt, options, error, field in REFUSED:
-                async with client.conversation(max_tokens=4) as talk:
-                    if not first:
-                        await talk.complete("before")
-                    before = talk.transcript.tokens
-                    with pytest.raises(error) as caught:
-                        await talk.complete(prompt, **options)
-                    assert caught.value.field.endswith(field)
-                    assert talk.transcript.tokens == before
-                    await said_as_fresh(client, talk, "after", max_tokens=4)
-
-    asyncio.run(main())
+async def test_a_turn_that_is_refused_is_as_if_it_had_not_been(verifiers, clients, first) -> None:
+    async with verifiers() as servers, clients(*servers) as client:
+        for prompt, options, error, field in REFUSED:
+            async with client.conversation(max_tokens=4) as talk:
+                if not first:
+                    await talk.complete("before")
+                before = talk.transcript.tokens
+                with pytest.raises(error) as caught:
+                    await talk.complete(prompt, **options)
+                assert caught.value.field.endswith(field)
+                assert talk.transcript.tokens == before
+                await said_as_fresh(client, talk, "after", max_tokens=4)
 
 
 # === faults =====================================================================================================
 
 
-def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verifiers, clients, relay) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with (
-            verifiers() as (server,),
-            relay(server.status().address) as link,
-            clients(link.address) as client,
-            client.conversation(observer=frames, **WAYS["drawn"]) as talk,
-        ):
-            await said_as_fresh(client, talk, TURNS[0], max_tokens=8, **WAYS["drawn"])
-            link.cut()
-            await until(lambda: server._engine.parked_count == 0)
-            await said_as_fresh(client, talk, TURNS[1], max_tokens=8, **WAYS["drawn"])
-            before, given = talk.transcript.tokens, []
-            async for event in talk.say(TURNS[2], max_tokens=12):
-                given += event.ids if isinstance(event, Tokens) else ()
-                if len(given) in (2, 7):
-                    link.cut()
-            whole = await client.complete((*before, *client.encode(TURNS[2])), max_tokens=12, **WAYS["drawn"])
-            assert tuple(given) == whole.ids
-            await said_as_fresh(client, talk, "end", max_tokens=4, **WAYS["drawn"])
-        assert len(frames.of(Open)) >= 3
-
-    asyncio.run(main())
+async def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verifiers, clients, relay) -> None:
+    frames = Frames()
+    async with (
+        verifiers() as (server,),
+        relay(server.status().address) as link,
+        clients(link.address) as client,
+        client.conversation(observer=frames, **WAYS["drawn"]) as talk,
+    ):
+        await said_as_fresh(client, talk, TURNS[0], max_tokens=8, **WAYS["drawn"])
+        link.cut()
+        await until(lambda: server._engine.parked_count == 0)
+        await said_as_fresh(client, talk, TURNS[1], max_tokens=8, **WAYS["drawn"])
+        before, given = talk.transcript.tokens, []
+        async for event in talk.say(TURNS[2], max_tokens=12):
+            given += event.ids if isinstance(event, Tokens) else ()
+            if len(given) in (2, 7):
+                link.cut()
+        whole = await client.complete((*before, *client.encode(TURNS[2])), max_tokens=12, **WAYS["drawn"])
+        assert tuple(given) == whole.ids
+        await said_as_fresh(client, talk, "end", max_tokens=4, **WAYS["drawn"])
+    assert len(frames.of(Open)) >= 3
 
 
-def test_an_idle_session_gives_its_pages_to_a_text_that_grows(verifiers, clients) -> None:
-    async def main() -> None:
-        async with (
-            verifiers(kv_tokens=20 * PAGE) as (server,),
-            clients(server) as client,
-            client.conversation() as talk,
-        ):
-            await talk.complete("a", max_tokens=5)
-            await until(lambda: server._engine.parked_count == 1)
-            running = client.generate("d", max_tokens=20 * PAGE - 4, ignore_eos=True)
-            await anext(running)
-            assert server._engine.parked_count == 1
-            assert len([event async for event in running if isinstance(event, Finished)]) == 1
-            assert server._engine.parked_count == 1, "it holds nothing"
-            await said_as_fresh(client, talk, "f", max_tokens=5)
-
-    asyncio.run(main())
+async def test_an_idle_session_gives_its_pages_to_a_text_that_grows(verifiers, clients) -> None:
+    async with (
+        verifiers(kv_tokens=20 * PAGE) as (server,),
+        clients(server) as client,
+        client.conversation() as talk,
+    ):
+        await talk.complete("a", max_tokens=5)
+        await until(lambda: server._engine.parked_count == 1)
+        running = client.generate("d", max_tokens=20 * PAGE - 4, ignore_eos=True)
+        await anext(running)
+        assert server._engine.parked_count == 1
+        assert len([event async for event in running if isinstance(event, Finished)]) == 1
+        assert server._engine.parked_count == 1, "it holds nothing"
+        await said_as_fresh(client, talk, "f", max_tokens=5)
 
 
-def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(verifiers, clients) -> None:
-    async def main() -> None:
-        async with (
-            verifiers(min_step_s=0.003, max_sessions=1) as (server,),
-            clients(server) as client,
-            clients(server, retry=RetryRules(abandon_after_s=-1.0)) as impatient,
-            client.conversation() as talk,
-        ):
-            for text in ("a", "b"):
-                await said_as_fresh(client, talk, text, max_tokens=5)  # whose fresh text may take the place
-                await until(lambda: server._engine.session_count == 0)
-            await talk.complete("c", max_tokens=5)
-            await until(lambda: server._engine.parked_count == 1)
-            running = client.generate("d", max_tokens=98 * PAGE, ignore_eos=True)
-            await anext(running)
-            assert server._engine.parked_count == 0
-            with pytest.raises(ResourceExhausted):
-                await impatient.complete("e", max_tokens=40)
-            assert isinstance(await anext(running), Tokens)
-            assert server.status().sessions == 1
-            await running.aclose()
+async def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(verifiers, clients) -> None:
+    async with (
+        verifiers(min_step_s=0.003, max_sessions=1) as (server,),
+        clients(server) as client,
+        clients(server, retry=RetryRules(abandon_after_s=-1.0)) as impatient,
+        client.conversation() as talk,
+    ):
+        for text in ("a", "b"):
+            await said_as_fresh(client, talk, text, max_tokens=5)  # whose fresh text may take the place
             await until(lambda: server._engine.session_count == 0)
-            await said_as_fresh(client, talk, "f", max_tokens=5)
+        await talk.complete("c", max_tokens=5)
+        await until(lambda: server._engine.parked_count == 1)
+        running = client.generate("d", max_tokens=98 * PAGE, ignore_eos=True)
+        await anext(running)
+        assert server._engine.parked_count == 0
+        with pytest.raises(ResourceExhausted):
+            await impatient.complete("e", max_tokens=40)
+        assert isinstance(await anext(running), Tokens)
+        assert server.status().sessions == 1
+        await running.aclose()
+        await until(lambda: server._engine.session_count == 0)
+        await said_as_fresh(client, talk, "f", max_tokens=5)
 
-    asyncio.run(main())
 
-
-def test_the_session_that_idles_longest_is_given_up_first(verifiers, clients) -> None:
-    async def main() -> None:
-        async with verifiers(max_sessions=2) as (server,), clients(server) as client:
-            observers = [Frames(), Frames()]
-            async with (
-                client.conversation(observer=observers[0]) as old,
-                client.conversation(observer=observers[1]) as new,
-            ):
-                for talk in (old, new):
-                    await talk.complete("a", max_tokens=3)
-                    await until(lambda: server.status().sessions == 0)
-                await client.complete("b", max_tokens=3)
-                await until(lambda: server._engine.session_count == 0)
-                await new.complete("c", max_tokens=3)
-                await old.complete("c", max_tokens=3)
-            assert [len(observer.of(Continue)) for observer in observers] == [0, 1]
-            assert [len(observer.of(Open)) for observer in observers] == [2, 1]
-
-    asyncio.run(main())
+async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clients) -> None:
+    async with verifiers(max_sessions=2) as (server,), clients(server) as client:
+        observers = [Frames(), Frames()]
+        async with (
+            client.conversation(observer=observers[0]) as old,
+            client.conversation(observer=observers[1]) as new,
+        ):
+            for talk in (old, new):
+                await talk.complete("a", max_tokens=3)
+                await until(lambda: server.status().sessions == 0)
+            await client.complete("b", max_tokens=3)
+            await until(lambda: server._engine.session_count == 0)
+            await new.complete("c", max_tokens=3)
+            await old.complete("c", max_tokens=3)
+        assert [len(observer.of(Continue)) for observer in observers] == [0, 1]
+        assert [len(observer.of(Open)) for observer in observers] == [2, 1]
 
 
 @pytest.mark.parametrize("keep", [{"keep_s": 0.05}, {"keep_s": 0.0}], ids=["briefly", "never"])
-def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(verifiers, clients, keep) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with (
-            verifiers(**keep) as (server,),
-            clients(server) as client,
-            client.conversation(observer=frames) as talk,
-        ):
-            for text in TURNS:
-                await said_as_fresh(client, talk, text, max_tokens=5)
-                await until(lambda: len(server._engine.slots) == 0)
-        assert len(frames.of(Open)) == 3
-        # A turn may begin before the edge has heard that its session is gone, but only where one was kept.
-        assert len(frames.of(Continue)) <= (2 if keep["keep_s"] else 0)
-
-    asyncio.run(main())
+async def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(verifiers, clients, keep) -> None:
+    frames = Frames()
+    async with (
+        verifiers(**keep) as (server,),
+        clients(server) as client,
+        client.conversation(observer=frames) as talk,
+    ):
+        for text in TURNS:
+            await said_as_fresh(client, talk, text, max_tokens=5)
+            await until(lambda: len(server._engine.slots) == 0)
+    assert len(frames.of(Open)) == 3
+    # A turn may begin before the edge has heard that its session is gone, but only where one was kept.
+    assert len(frames.of(Continue)) <= (2 if keep["keep_s"] else 0)
 
 
-def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_within_one(verifiers, clients) -> None:
-    async def main() -> None:
-        async with (
-            verifiers("a", "b", "c", min_step_s=0.003) as servers,
-            clients(*servers) as client,
-            clients(servers[2]) as other,
-            client.conversation() as talk,
-        ):
+async def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_within_one(verifiers, clients) -> None:
+    async with (
+        verifiers("a", "b", "c", min_step_s=0.003) as servers,
+        clients(*servers) as client,
+        clients(servers[2]) as other,
+        client.conversation() as talk,
+    ):
 
-            async def as_elsewhere(text: str, drained: VerifierServer | None, max_tokens: int) -> None:
-                before, given = talk.transcript.tokens, ()
-                draining = None
-                async for event in talk.say(text, max_tokens=max_tokens):
-                    given += event.ids if isinstance(event, Tokens) else ()
-                    if drained is not None and draining is None:
-                        draining = asyncio.create_task(drained.drain(20.0))
-                if draining is not None:
-                    assert await draining == 1
-                whole = await other.complete((*before, *other.encode(text)), max_tokens=max_tokens)
-                assert given == whole.ids
+        async def as_elsewhere(text: str, drained: VerifierServer | None, max_tokens: int) -> None:
+            before, given = talk.transcript.tokens, ()
+            draining = None
+            async for event in talk.say(text, max_tokens=max_tokens):
+                given += event.ids if isinstance(event, Tokens) else ()
+                if drained is not None and draining is None:
+                    draining = asyncio.create_task(drained.drain(20.0))
+            if draining is not None:
+                assert await draining == 1
+            whole = await other.complete((*before, *other.encode(text)), max_tokens=max_tokens)
+            assert given == whole.ids
 
-            await as_elsewhere(TURNS[0], None, 6)
-            assert await servers[0].drain(20.0) == 0, "an idle session is none to wait for"
-            await as_elsewhere(TURNS[1], servers[1], 30)
-            await as_elsewhere(TURNS[2], None, 6)
-
-    asyncio.run(main())
+        await as_elsewhere(TURNS[0], None, 6)
+        assert await servers[0].drain(20.0) == 0, "an idle session is none to wait for"
+        await as_elsewhere(TURNS[1], servers[1], 30)
+        await as_elsewhere(TURNS[2], None, 6)
 
 
-def test_a_verifier_that_is_restarted_between_turns_is_told_the_whole_transcript(verifiers, clients) -> None:
-    async def main() -> None:
-        frames, address = Frames(), f"127.0.0.1:{free_port()}"
-        async with (
-            verifiers(listen=address) as (server,),
-            clients(address) as client,
-            client.conversation(max_tokens=6, observer=frames) as talk,
-        ):
-            first = await talk.complete(TURNS[0])
-            await server.stop(0)
-            async with verifiers(listen=address):
-                await said_as_fresh(client, talk, TURNS[1], max_tokens=6)
-                await said_as_fresh(client, talk, TURNS[2], max_tokens=6)
-        whole = frames.of(Open)[-1].prompt
-        assert whole == (*client.encode(TURNS[0]), *first.ids, *client.encode(TURNS[1]))
-
-    asyncio.run(main())
+async def test_a_verifier_that_is_restarted_between_turns_is_told_the_whole_transcript(verifiers, clients) -> None:
+    frames, address = Frames(), f"127.0.0.1:{free_port()}"
+    async with (
+        verifiers(listen=address) as (server,),
+        clients(address) as client,
+        client.conversation(max_tokens=6, observer=frames) as talk,
+    ):
+        first = await talk.complete(TURNS[0])
+        await server.stop(0)
+        async with verifiers(listen=address):
+            await said_as_fresh(client, talk, TURNS[1], max_tokens=6)
+            await said_as_fresh(client, talk, TURNS[2], max_tokens=6)
+    whole = frames.of(Open)[-1].prompt
+    assert whole == (*client.encode(TURNS[0]), *first.ids, *client.encode(TURNS[1]))
 
 
 class Signing(DirectRoute):
@@ -504,60 +456,54 @@ class Signing(DirectRoute):
         )
 
 
-def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with verifiers(secret=SECRET) as (server,):
-            address = server.status().address
-            config = EdgeConfig(verifier=address, model="tiny", tokenizer=tokenizer_file, drafter="ngram")
-            async with Client(config) as probe:
-                assert probe.ready is not None
-                route = Signing((address,), "tiny", probe.ready.tokenizer_sha256)
-            route.lasts_s = 0.5
-            async with Client(config, route=route) as client, client.conversation(observer=frames) as talk:
-                await talk.complete("a", max_tokens=4)
-                await until(lambda: len(server._engine.slots) == 0)
-                route.lasts_s = 60.0
-                await said_as_fresh(client, talk, "b", max_tokens=4)
-                await said_as_fresh(client, talk, "c", max_tokens=4)
-        assert len(frames.of(Open)) >= 2
-        assert len(frames.of(Continue)) == 1
-
-    asyncio.run(main())
+async def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file) -> None:
+    frames = Frames()
+    async with verifiers(secret=SECRET) as (server,):
+        address = server.status().address
+        config = EdgeConfig(verifier=address, model="tiny", tokenizer=tokenizer_file, drafter="ngram")
+        async with Client(config) as probe:
+            assert probe.ready is not None
+            route = Signing((address,), "tiny", probe.ready.tokenizer_sha256)
+        route.lasts_s = 0.5
+        async with Client(config, route=route) as client, client.conversation(observer=frames) as talk:
+            await talk.complete("a", max_tokens=4)
+            await until(lambda: len(server._engine.slots) == 0)
+            route.lasts_s = 60.0
+            await said_as_fresh(client, talk, "b", max_tokens=4)
+            await said_as_fresh(client, talk, "c", max_tokens=4)
+    assert len(frames.of(Open)) >= 2
+    assert len(frames.of(Continue)) == 1
 
 
 # === without async, and in raw frames ===========================================================================
 
 
-def test_the_synchronous_twin_has_conversations_too(verifiers, clients, tokenizer_file) -> None:
-    async def main() -> None:
-        async with verifiers() as (server,), clients(server) as client:
-            address = server.status().address
+async def test_the_synchronous_twin_has_conversations_too(verifiers, clients, tokenizer_file) -> None:
+    async with verifiers() as (server,), clients(server) as client:
+        address = server.status().address
 
-            def blocking() -> list[tuple[int, ...]]:
-                config = EdgeConfig(verifier=address, model="tiny", tokenizer=tokenizer_file, drafter="ngram")
-                with SyncClient(config) as twin, twin.conversation(max_tokens=6) as talk:
-                    events = list(talk.say(TURNS[0]))
-                    assert isinstance(events[-1], Finished)
-                    turn = talk.complete(TURNS[1])
-                    given = ()
-                    for event in talk.say(TURNS[2], max_tokens=1500):
-                        given += event.ids
-                        break
-                    with pytest.raises(DeadlineExceeded):
-                        talk.complete("x", deadline_s=0.0)
-                    tokens = talk.transcript.tokens
-                    assert tokens[-len(given) :] == given, "nothing beyond what was given out"
-                    assert talk.complete("").prompt_tokens == len(tokens)
-                    return [turn.ids, tokens]
+        def blocking() -> list[tuple[int, ...]]:
+            config = EdgeConfig(verifier=address, model="tiny", tokenizer=tokenizer_file, drafter="ngram")
+            with SyncClient(config) as twin, twin.conversation(max_tokens=6) as talk:
+                events = list(talk.say(TURNS[0]))
+                assert isinstance(events[-1], Finished)
+                turn = talk.complete(TURNS[1])
+                given = ()
+                for event in talk.say(TURNS[2], max_tokens=1500):
+                    given += event.ids
+                    break
+                with pytest.raises(DeadlineExceeded):
+                    talk.complete("x", deadline_s=0.0)
+                tokens = talk.transcript.tokens
+                assert tokens[-len(given) :] == given, "nothing beyond what was given out"
+                assert talk.complete("").prompt_tokens == len(tokens)
+                return [turn.ids, tokens]
 
-            turn, tokens = await asyncio.to_thread(blocking)
-            async with client.conversation(max_tokens=6) as talk:
-                await talk.complete(TURNS[0])
-                assert (await talk.complete(TURNS[1])).ids == turn
-                assert tokens[: len(talk.transcript.tokens)] == talk.transcript.tokens
-
-    asyncio.run(main())
+        turn, tokens = await asyncio.to_thread(blocking)
+        async with client.conversation(max_tokens=6) as talk:
+            await talk.complete(TURNS[0])
+            assert (await talk.complete(TURNS[1])).ids == turn
+            assert tokens[: len(talk.transcript.tokens)] == talk.transcript.tokens
 
 
 class Raw:
@@ -610,46 +556,40 @@ async def raw(server: VerifierServer, **changes: Any):
         yield stream
 
 
-def test_a_continue_while_a_turn_runs_or_where_nothing_is_kept_is_refused(verifiers) -> None:
-    async def main() -> None:
-        async with verifiers(min_step_s=0.01) as (server,):
-            long = Sampling(max_tokens=1000, ignore_eos=True)
-            for keep_s, field in ((60.0, "frame.continuation"), (0.0, "open.keep_s")):
-                async with raw(server, sampling=long, keep_s=keep_s) as stream:
-                    opened = await stream.next()
-                    assert isinstance(opened, Opened)
-                    assert opened.keep_s == keep_s
-                    await stream.send(Continue(2, (5,)))
-                    while isinstance(answer := await stream.next(), Commit):
-                        pass
-                    assert isinstance(answer, InvalidArgument)
-                    assert answer.field == field
-
-    asyncio.run(main())
+async def test_a_continue_while_a_turn_runs_or_where_nothing_is_kept_is_refused(verifiers) -> None:
+    async with verifiers(min_step_s=0.01) as (server,):
+        long = Sampling(max_tokens=1000, ignore_eos=True)
+        for keep_s, field in ((60.0, "frame.continuation"), (0.0, "open.keep_s")):
+            async with raw(server, sampling=long, keep_s=keep_s) as stream:
+                opened = await stream.next()
+                assert isinstance(opened, Opened)
+                assert opened.keep_s == keep_s
+                await stream.send(Continue(2, (5,)))
+                while isinstance(answer := await stream.next(), Commit):
+                    pass
+                assert isinstance(answer, InvalidArgument)
+                assert answer.field == field
 
 
-def test_a_stream_without_keeping_ends_with_its_text_as_does_a_half_closed_one(verifiers) -> None:
-    async def main() -> None:
-        async with verifiers() as (server,):
-            async with raw(server, keep_s=0.0) as stream:
-                await stream.rest_of_turn()
-                assert await stream.next() is None
-            async with raw(server) as stream:
-                await stream.rest_of_turn()
-                await stream.call.done_writing()
-                assert isinstance(await stream.next(), Goaway)
-                assert await stream.next() is None
-                await until(lambda: server._engine.parked_count == 0)
-            async with raw(server) as stream:
-                await stream.call.done_writing()
-                assert len(await stream.rest_of_turn()) == 4
-                while (frame := await stream.next()) is not None:
-                    assert isinstance(frame, Goaway)
-
-    asyncio.run(main())
+async def test_a_stream_without_keeping_ends_with_its_text_as_does_a_half_closed_one(verifiers) -> None:
+    async with verifiers() as (server,):
+        async with raw(server, keep_s=0.0) as stream:
+            await stream.rest_of_turn()
+            assert await stream.next() is None
+        async with raw(server) as stream:
+            await stream.rest_of_turn()
+            await stream.call.done_writing()
+            assert isinstance(await stream.next(), Goaway)
+            assert await stream.next() is None
+            await until(lambda: server._engine.parked_count == 0)
+        async with raw(server) as stream:
+            await stream.call.done_writing()
+            assert len(await stream.rest_of_turn()) == 4
+            while (frame := await stream.next()) is not None:
+                assert isinstance(frame, Goaway)
 
 
-def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back(verifiers, clients) -> None:
+async def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back(verifiers, clients) -> None:
     async def strange(server: VerifierServer, seed: int) -> None:
         dice = random.Random(seed)
 
@@ -671,17 +611,14 @@ def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back
                     await asyncio.sleep(dice.choice([0.0, 0.01]))
             stream.call.cancel()
 
-    async def main() -> None:
-        async with verifiers(kv_tokens=150 * PAGE, max_sessions=4) as (server,), clients(server) as client:
-            expected = await client.complete(TURNS[0], max_tokens=20)
-            async with client.conversation() as talk:
-                for batch in range(8):
-                    strangers = [strange(server, 10 * batch + i) for i in range(4)]
-                    turn, *_ = await asyncio.gather(talk.complete(TURNS[0], max_tokens=20), *strangers)
-                    if batch == 0:
-                        assert turn.ids == expected.ids
-                await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
-            await until(lambda: server.status().sessions == server._engine.parked_count == 0)
-            assert server._engine.backend.capacity.used_pages == 0
-
-    asyncio.run(main())
+    async with verifiers(kv_tokens=150 * PAGE, max_sessions=4) as (server,), clients(server) as client:
+        expected = await client.complete(TURNS[0], max_tokens=20)
+        async with client.conversation() as talk:
+            for batch in range(8):
+                strangers = [strange(server, 10 * batch + i) for i in range(4)]
+                turn, *_ = await asyncio.gather(talk.complete(TURNS[0], max_tokens=20), *strangers)
+                if batch == 0:
+                    assert turn.ids == expected.ids
+            await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
+        await until(lambda: server.status().sessions == server._engine.parked_count == 0)
+        assert server._engine.backend.capacity.used_pages == 0

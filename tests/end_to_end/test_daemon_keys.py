@@ -71,67 +71,59 @@ def opened(monkeypatch) -> list[Open]:
     return frames
 
 
-def test_no_key_of_a_daemon_finds_what_another_has_asked_or_is_learned_from_unasked(tmp_path, opened) -> None:
+async def test_no_key_of_a_daemon_finds_what_another_has_asked_or_is_learned_from_unasked(tmp_path, opened) -> None:
     keys = write_keys(
         tmp_path / "keys.toml",
         *(Key(name, secret_sha256(secret), learning=name == "alice") for name, secret in SECRETS.items()),
     )
 
-    async def main() -> None:
-        target = save_tiny_target(tmp_path / "target")
-        server = VerifierServer(VerifierConfig(target=str(target), model="tiny", threads=1, kv_tokens=4096))
-        edge = EdgeConfig(
-            verifier=await server.start(),
-            model="tiny",
-            tokenizer=target / "tokenizer.json",
-            drafter="ngram",
-            draft_answers=tmp_path / "answers",
-            cache=tmp_path / "cache",
-            share_texts=True,
-        )
-        client, texts = Client(edge), Texts()
-        client.own_learning.trainer = texts
-        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", api_keys=keys), client)
-        url = await daemon.start()
-        try:
-            await asyncio.wait_for(daemon.cloud.found.wait(), 60)
-            cached: dict[str, list[int]] = {"alice": [], "bob": []}
-            told = set()
-            for name in ("alice", "bob", "alice", "bob"):
-                answer = await asyncio.to_thread(post, url, name, PROMPT)
-                cached[name].append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-                told.add(answer["choices"][0]["text"])
-            await asyncio.to_thread(post, url, "bob", [9, *PROMPT])
-            assert len(told) == 1
-            assert cached == {name: [0, len(PROMPT) - 1] for name in cached}, "to each its own"
-        finally:
-            await daemon.stop()
-            await server.stop(0)
-        assert texts.prompts == [PROMPT[0]] * 2
-        assert len(list((tmp_path / "answers").rglob("*.tokens"))) == 2
-        assert [frame.learning is not None for frame in opened] == [True, False, True, False, False]
-        assert len({frame.isolation for frame in opened}) == 2
-
-    asyncio.run(main())
+    target = save_tiny_target(tmp_path / "target")
+    server = VerifierServer(VerifierConfig(target=str(target), model="tiny", threads=1, kv_tokens=4096))
+    edge = EdgeConfig(
+        verifier=await server.start(),
+        model="tiny",
+        tokenizer=target / "tokenizer.json",
+        drafter="ngram",
+        draft_answers=tmp_path / "answers",
+        cache=tmp_path / "cache",
+        share_texts=True,
+    )
+    client, texts = Client(edge), Texts()
+    client.own_learning.trainer = texts
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", api_keys=keys), client)
+    url = await daemon.start()
+    try:
+        await asyncio.wait_for(daemon.cloud.found.wait(), 60)
+        cached: dict[str, list[int]] = {"alice": [], "bob": []}
+        told = set()
+        for name in ("alice", "bob", "alice", "bob"):
+            answer = await asyncio.to_thread(post, url, name, PROMPT)
+            cached[name].append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            told.add(answer["choices"][0]["text"])
+        await asyncio.to_thread(post, url, "bob", [9, *PROMPT])
+        assert len(told) == 1
+        assert cached == {name: [0, len(PROMPT) - 1] for name in cached}, "to each its own"
+    finally:
+        await daemon.stop()
+        await server.stop(0)
+    assert texts.prompts == [PROMPT[0]] * 2
+    assert len(list((tmp_path / "answers").rglob("*.tokens"))) == 2
+    assert [frame.learning is not None for frame in opened] == [True, False, True, False, False]
+    assert len({frame.isolation for frame in opened}) == 2
 
 
-def test_a_mark_of_an_edge_adds_to_the_api_key_of_its_lease_and_never_replaces_it(tmp_path) -> None:
-    async def main() -> None:
-        target = save_tiny_target(tmp_path)
-        config = VerifierConfig(name="v", target=str(target), model="tiny", threads=1, kv_tokens=4096)
-        server = VerifierServer(config, SECRET)
-        edge = EdgeConfig(
-            verifier=await server.start(), model="tiny", tokenizer=target / "tokenizer.json", drafter="none"
-        )
-        route = LeasedRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
-        found = []
-        try:
-            async with Client(edge, route=route) as client:
-                for route.api_key, mark in (("one", b""), ("one", b"m"), ("two", b"m"), ("two", b""), ("one", b"m")):
-                    events = client.generate(PROMPT, max_tokens=4, tenant=Tenant(mark))
-                    found.append((await client.collect(PROMPT, events)).statistics.cached_tokens)
-        finally:
-            await server.stop(0)
-        assert found == [0, 0, 0, 0, len(PROMPT) - 1]
-
-    asyncio.run(main())
+async def test_a_mark_of_an_edge_adds_to_the_api_key_of_its_lease_and_never_replaces_it(tmp_path) -> None:
+    target = save_tiny_target(tmp_path)
+    config = VerifierConfig(name="v", target=str(target), model="tiny", threads=1, kv_tokens=4096)
+    server = VerifierServer(config, SECRET)
+    edge = EdgeConfig(verifier=await server.start(), model="tiny", tokenizer=target / "tokenizer.json", drafter="none")
+    route = LeasedRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
+    found = []
+    try:
+        async with Client(edge, route=route) as client:
+            for route.api_key, mark in (("one", b""), ("one", b"m"), ("two", b"m"), ("two", b""), ("one", b"m")):
+                events = client.generate(PROMPT, max_tokens=4, tenant=Tenant(mark))
+                found.append((await client.collect(PROMPT, events)).statistics.cached_tokens)
+    finally:
+        await server.stop(0)
+    assert found == [0, 0, 0, 0, len(PROMPT) - 1]

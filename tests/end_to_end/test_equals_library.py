@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def library() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "domain", [*DOMAINS[:2], *(pytest.param(domain, marks=pytest.mark.soak) for domain in DOMAINS[2:])]
 )
-def test_greedy_text_equals_generate_of_transformers(serving, edge, prompts, library, domain) -> None:
+async def test_greedy_text_equals_generate_of_transformers(serving, edge, prompts, library, domain) -> None:
     model, tokenizer = library
 
     def by_library(text: str) -> tuple[int, ...]:
@@ -33,11 +32,8 @@ def test_greedy_text_equals_generate_of_transformers(serving, edge, prompts, lib
         generated = model.generate(**encoded, do_sample=False, max_new_tokens=TOKENS)
         return tuple(generated[0, encoded["input_ids"].shape[1] :].tolist())
 
-    async def main() -> None:
-        chosen = [prompt for prompt in prompts(2) if prompt.domain == domain]
-        async with serving(dtype="float32") as address, edge(address, drafter="general") as client:
-            for prompt in chosen:
-                completion = await client.complete(prompt.text, max_tokens=TOKENS)
-                assert completion.ids == by_library(prompt.text)
-
-    asyncio.run(main())
+    chosen = [prompt for prompt in prompts(2) if prompt.domain == domain]
+    async with serving(dtype="float32") as address, edge(address, drafter="general") as client:
+        for prompt in chosen:
+            completion = await client.complete(prompt.text, max_tokens=TOKENS)
+            assert completion.ids == by_library(prompt.text)

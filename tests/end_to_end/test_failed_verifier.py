@@ -87,25 +87,22 @@ async def ask_all(client: Client, asked: list[Question]) -> list[tuple[str, int]
 
 
 @pytest.mark.parametrize("after_steps", [0, 40], ids=["from the first step on", "in the midst of texts"])
-def test_no_text_is_lost_or_changed_by_a_verifier_that_always_fails(folder, asked, tmp_path, after_steps) -> None:
-    async def main() -> None:
-        async with fleet(folder) as (servers, address):
-            break_target(servers["a"], after_steps)
-            async with Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="ngram")) as client:
-                answers = await ask_all(client, asked)
-                assert [text for text, _ in answers] == [question.text for question in asked]
-                resumed = sum(resumes > 0 for _, resumes in answers)
-                assert 0 < resumed < TEXTS, "those that met it before the coordinator looked again"
-                assert servers["a"].status().state == "down"
-                assert servers["b"].status().state == "ready"
-                control = CoordinatorClient(address)
-                states = {v.name: v.state for v in (await control.status()).verifiers}
-                await control.close()
-                assert states["a"] != "ready"
-                assert states["b"] == "ready"
-                met = streams_met(servers["a"])
-                assert met > 0, "or nothing is counted"
-                await ask_all(client, asked[:AT_ONCE])
-                assert streams_met(servers["a"]) == met, "it gets no others"
-
-    asyncio.run(main())
+async def test_no_text_is_lost_or_changed_by_a_verifier_that_always_fails(folder, asked, tmp_path, after_steps) -> None:
+    async with fleet(folder) as (servers, address):
+        break_target(servers["a"], after_steps)
+        async with Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="ngram")) as client:
+            answers = await ask_all(client, asked)
+            assert [text for text, _ in answers] == [question.text for question in asked]
+            resumed = sum(resumes > 0 for _, resumes in answers)
+            assert 0 < resumed < TEXTS, "those that met it before the coordinator looked again"
+            assert servers["a"].status().state == "down"
+            assert servers["b"].status().state == "ready"
+            control = CoordinatorClient(address)
+            states = {v.name: v.state for v in (await control.status()).verifiers}
+            await control.close()
+            assert states["a"] != "ready"
+            assert states["b"] == "ready"
+            met = streams_met(servers["a"])
+            assert met > 0, "or nothing is counted"
+            await ask_all(client, asked[:AT_ONCE])
+            assert streams_met(servers["a"]) == met, "it gets no others"

@@ -9,7 +9,7 @@ from outrider.proto.session import RetryRules
 PROMPTS = ("def main(argv):", "Once upon a time", "The sum of 3 and 4 is", "# Title", "import os")
 
 
-def test_texts_that_do_not_fit_together_wait_or_move_and_are_the_same(serving, edge) -> None:
+async def test_texts_that_do_not_fit_together_wait_or_move_and_are_the_same(serving, edge) -> None:
     async def ask(**limits) -> tuple[list[tuple[int, ...]], int]:
         async with (
             serving(**limits) as address,
@@ -23,11 +23,8 @@ def test_texts_that_do_not_fit_together_wait_or_move_and_are_the_same(serving, e
             )
         return [text.ids for text in texts], sum(text.statistics.resumes for text in texts)
 
-    async def main() -> None:
-        expected, resumes = await ask(kv_tokens=4096)
-        assert resumes == 0
-        found, resumes = await ask(kv_tokens=144)
-        assert resumes > 0, "no text was sent away"
-        assert found == expected
-
-    asyncio.run(main())
+    expected, resumes = await ask(kv_tokens=4096)
+    assert resumes == 0
+    found, resumes = await ask(kv_tokens=144)
+    assert resumes > 0, "no text was sent away"
+    assert found == expected

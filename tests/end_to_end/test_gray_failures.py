@@ -149,91 +149,79 @@ def measured(capsys: pytest.CaptureFixture[str], what: str, run: Run) -> None:
         print(f"\n{what}: longest gap {run.longest_gap_s:.2f} s")
 
 
-def test_a_verifier_that_is_stopped_costs_its_texts_a_moment(tmp_path: Path, capsys) -> None:
-    async def main() -> None:
-        async with fleet(save_tiny_target(tmp_path)) as at:
-            stopped = at.verifiers["a"].process.pid
+async def test_a_verifier_that_is_stopped_costs_its_texts_a_moment(tmp_path: Path, capsys) -> None:
+    async with fleet(save_tiny_target(tmp_path)) as at:
+        stopped = at.verifiers["a"].process.pid
 
-            async def stop() -> None:
-                os.kill(stopped, signal.SIGSTOP)
+        async def stop() -> None:
+            os.kill(stopped, signal.SIGSTOP)
 
-            began = time.monotonic()
+        began = time.monotonic()
+        try:
+            run = await decode(at, stop)
+            measured(capsys, "verifier stopped", run)
+            assert run.longest_gap_s < SLACK * 3.0
+            assert (run.statistics.suspected, run.statistics.reopened) == (1, 1)
+            await at.until(a="down")
+            assert time.monotonic() - began < STOPPED_S, "it went on long before the verifier could wake"
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        await at.until(a="ready")
+
+        async def nothing() -> None: ...
+
+        for _ in range(2):  # both verifiers
+            assert (await decode(at, nothing)).statistics.resumes == 0, "what woke disturbs nobody"
+
+
+async def test_a_lone_verifier_that_is_stopped_keeps_its_texts(tmp_path: Path, capsys) -> None:
+    async with fleet(save_tiny_target(tmp_path), ("a",)) as at:
+        stopped = at.verifiers["a"].process.pid
+
+        async def stop() -> None:
+            os.kill(stopped, signal.SIGSTOP)
             try:
-                run = await decode(at, stop)
-                measured(capsys, "verifier stopped", run)
-                assert run.longest_gap_s < SLACK * 3.0
-                assert (run.statistics.suspected, run.statistics.reopened) == (1, 1)
-                await at.until(a="down")
-                assert time.monotonic() - began < STOPPED_S, "it went on long before the verifier could wake"
+                await asyncio.sleep(8.0)
             finally:
                 os.kill(stopped, signal.SIGCONT)
-            await at.until(a="ready")
 
-            async def nothing() -> None: ...
-
-            for _ in range(2):  # both verifiers
-                assert (await decode(at, nothing)).statistics.resumes == 0, "what woke disturbs nobody"
-
-    asyncio.run(main())
+        run = await decode(at, stop)
+        measured(capsys, "the only verifier stopped for 8 s", run)
+        assert run.statistics.reopened == 0, "there was nowhere to go, and its session was kept"
+        assert run.statistics.suspected >= 1
 
 
-def test_a_lone_verifier_that_is_stopped_keeps_its_texts(tmp_path: Path, capsys) -> None:
-    async def main() -> None:
-        async with fleet(save_tiny_target(tmp_path), ("a",)) as at:
-            stopped = at.verifiers["a"].process.pid
+async def test_a_connection_that_passes_nothing_is_left_while_it_stands(tmp_path: Path, capsys) -> None:
+    async with fleet(save_tiny_target(tmp_path)) as at:
 
-            async def stop() -> None:
-                os.kill(stopped, signal.SIGSTOP)
-                try:
-                    await asyncio.sleep(8.0)
-                finally:
-                    os.kill(stopped, signal.SIGCONT)
+        async def drop() -> None:
+            await at.links["a"].set_shape(LinkShape(up_bytes_per_s=0.0, down_bytes_per_s=0.0))
 
-            run = await decode(at, stop)
-            measured(capsys, "the only verifier stopped for 8 s", run)
-            assert run.statistics.reopened == 0, "there was nowhere to go, and its session was kept"
-            assert run.statistics.suspected >= 1
-
-    asyncio.run(main())
+        run = await decode(at, drop)
+        measured(capsys, "connection half open", run)
+        assert run.longest_gap_s < SLACK * 5.0
+        assert run.statistics.reopened == 1
 
 
-def test_a_connection_that_passes_nothing_is_left_while_it_stands(tmp_path: Path, capsys) -> None:
-    async def main() -> None:
-        async with fleet(save_tiny_target(tmp_path)) as at:
+async def test_an_engine_that_hangs_loses_its_texts_to_another_and_then_its_process(tmp_path: Path, capsys) -> None:
+    async with fleet(save_tiny_target(tmp_path)) as at:
+        file = at.folder / "hang-a"
 
-            async def drop() -> None:
-                await at.links["a"].set_shape(LinkShape(up_bytes_per_s=0.0, down_bytes_per_s=0.0))
+        async def hang() -> None:
+            file.touch()
 
-            run = await decode(at, drop)
-            measured(capsys, "connection half open", run)
-            assert run.longest_gap_s < SLACK * 5.0
-            assert run.statistics.reopened == 1
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_hangs_loses_its_texts_to_another_and_then_its_process(tmp_path: Path, capsys) -> None:
-    async def main() -> None:
-        async with fleet(save_tiny_target(tmp_path)) as at:
-            file = at.folder / "hang-a"
-
-            async def hang() -> None:
-                file.touch()
-
-            run = await decode(at, hang)
-            measured(capsys, "engine hung", run)
-            assert run.longest_gap_s < SLACK * 10.0
-            assert run.statistics.resumes == 1
-            assert run.statistics.reopened == 0, "its verifier said so itself"
-            assert (await at.states())["a"] == "sick"
-            began = time.monotonic()
-            process = at.verifiers["a"].process
-            assert await asyncio.to_thread(process.wait, 300) == 1
-            with capsys.disabled():
-                print(f"its process ended {time.monotonic() - began:.0f} s later")
-            file.unlink()
-            at.verifiers["a"].start()  # as Ray or a supervisor does
-            await asyncio.to_thread(at.verifiers["a"].line)
-            await at.until(a="ready")
-
-    asyncio.run(main())
+        run = await decode(at, hang)
+        measured(capsys, "engine hung", run)
+        assert run.longest_gap_s < SLACK * 10.0
+        assert run.statistics.resumes == 1
+        assert run.statistics.reopened == 0, "its verifier said so itself"
+        assert (await at.states())["a"] == "sick"
+        began = time.monotonic()
+        process = at.verifiers["a"].process
+        assert await asyncio.to_thread(process.wait, 300) == 1
+        with capsys.disabled():
+            print(f"its process ended {time.monotonic() - began:.0f} s later")
+        file.unlink()
+        at.verifiers["a"].start()  # as Ray or a supervisor does
+        await asyncio.to_thread(at.verifiers["a"].line)
+        await at.until(a="ready")

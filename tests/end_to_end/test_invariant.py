@@ -48,163 +48,141 @@ async def texts(client: Any, prompts: list[Any], sampling: Sampling) -> list[tup
 
 
 @pytest.mark.parametrize("name", ALL_SAMPLING)
-def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(serving, edge, prompts, name) -> None:
-    async def main() -> None:
-        chosen, sampling = prompts(1), ALL_SAMPLING[name]
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await texts(client, chosen, sampling)
-            for drafter in drafters().values():
-                async with edge(address, drafter=drafter) as client:
-                    assert await texts(client, chosen, sampling) == expected
-        assert len({len(text) for text in expected} | {0}) > 1
-
-    asyncio.run(main())
+async def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(serving, edge, prompts, name) -> None:
+    chosen, sampling = prompts(1), ALL_SAMPLING[name]
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        for drafter in drafters().values():
+            async with edge(address, drafter=drafter) as client:
+                assert await texts(client, chosen, sampling) == expected
+    assert len({len(text) for text in expected} | {0}) > 1
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts, sampling) -> None:
-    async def main() -> None:
-        chosen = prompts(1)[:1]
-        patiences = [Patience(0.0), Patience(0.02, 4), Patience(math.inf, 3), None]
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await texts(client, chosen, sampling)
-            steps = {}
-            for window in (1, 4, 64):
-                for patience in patiences:
-                    async with edge(address, drafter="general", window=window, patience=patience) as client:
-                        completions = [await client.complete(p.text, sampling) for p in chosen]
-                    assert [c.ids for c in completions] == expected
-                    steps[window, patience] = sum(c.statistics.steps for c in completions)
-        # The knobs do something, only not to the text; how many drafts come in time, a busy machine decides.
-        assert steps[64, patiences[2]] < len(expected[0])
-
-    asyncio.run(main())
+async def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts, sampling) -> None:
+    chosen = prompts(1)[:1]
+    patiences = [Patience(0.0), Patience(0.02, 4), Patience(math.inf, 3), None]
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        steps = {}
+        for window in (1, 4, 64):
+            for patience in patiences:
+                async with edge(address, drafter="general", window=window, patience=patience) as client:
+                    completions = [await client.complete(p.text, sampling) for p in chosen]
+                assert [c.ids for c in completions] == expected
+                steps[window, patience] = sum(c.statistics.steps for c in completions)
+    # The knobs do something, only not to the text; how many drafts come in time, a busy machine decides.
+    assert steps[64, patiences[2]] < len(expected[0])
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving, edge, prompts, sampling) -> None:
-    async def main() -> None:
-        chosen, short = prompts(4), replace(sampling, max_tokens=12)
-        async with serving() as address, edge(address, drafter="general") as client:
-            alone = await texts(client, chosen, short)
-            together = await asyncio.gather(*(client.complete(prompt.text, short) for prompt in chosen))
-        assert [completion.ids for completion in together] == alone
-        assert any(completion.statistics.accepted for completion in together)
+async def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(
+    serving, edge, prompts, sampling
+) -> None:
+    chosen, short = prompts(4), replace(sampling, max_tokens=12)
+    async with serving() as address, edge(address, drafter="general") as client:
+        alone = await texts(client, chosen, short)
+        together = await asyncio.gather(*(client.complete(prompt.text, short) for prompt in chosen))
+    assert [completion.ids for completion in together] == alone
+    assert any(completion.statistics.accepted for completion in together)
 
-    asyncio.run(main())
 
-
-def test_a_text_held_on_by_min_tokens_is_the_same_with_drafts_and_ends_only_then(serving, edge, prompts) -> None:
-    async def main() -> None:
-        prompt = prompts(1)[0]
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                free = await client.complete(prompt.text, HELD_ON, min_tokens=0)
-                expected = await client.complete(prompt.text, HELD_ON)
-                ignoring = await client.complete(prompt.text, HELD_ON, ignore_eos=True)
-            async with edge(address, drafter="general") as client:
-                drafted = await client.complete(prompt.text, HELD_ON)
-        assert len(free.ids) < HELD_ON.min_tokens, "it would end earlier, or this test shows nothing"
-        assert drafted.ids == expected.ids
-        assert EOS not in expected.ids[: HELD_ON.min_tokens] + ignoring.ids[: HELD_ON.min_tokens]
-        assert HELD_ON.min_tokens < len(expected.ids) < HELD_ON.max_tokens
-        assert expected.finish_reason is FinishReason.EOS
-
-    asyncio.run(main())
+async def test_a_text_held_on_by_min_tokens_is_the_same_with_drafts_and_ends_only_then(serving, edge, prompts) -> None:
+    prompt = prompts(1)[0]
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            free = await client.complete(prompt.text, HELD_ON, min_tokens=0)
+            expected = await client.complete(prompt.text, HELD_ON)
+            ignoring = await client.complete(prompt.text, HELD_ON, ignore_eos=True)
+        async with edge(address, drafter="general") as client:
+            drafted = await client.complete(prompt.text, HELD_ON)
+    assert len(free.ids) < HELD_ON.min_tokens, "it would end earlier, or this test shows nothing"
+    assert drafted.ids == expected.ids
+    assert EOS not in expected.ids[: HELD_ON.min_tokens] + ignoring.ids[: HELD_ON.min_tokens]
+    assert HELD_ON.min_tokens < len(expected.ids) < HELD_ON.max_tokens
+    assert expected.finish_reason is FinishReason.EOS
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, HELD_ON], ids=["greedy", "sampled", "held on"])
-def test_the_text_survives_streams_cut_at_random_points(serving, edge, relay, prompts, sampling) -> None:
+async def test_the_text_survives_streams_cut_at_random_points(serving, edge, relay, prompts, sampling) -> None:
     """Two verifiers behind relays; every few commits all streams break, and the edge goes on at the other one."""
 
-    async def main() -> None:
-        chosen, dice = prompts(1)[:2], random.Random(5)
-        async with serving(name="a") as first, serving(name="b") as second:
-            async with edge(first, drafter="none") as client:
-                expected = await texts(client, chosen, sampling)
-            async with relay(first) as one, relay(second) as two:
-                resumes = 0
-                for drafter in ("general", "none"):
-                    async with edge(one.address, two.address, drafter=drafter) as client:
-                        for prompt, text in zip(chosen, expected, strict=True):
-                            got: list[int] = []
-                            until_cut = dice.randint(1, 5)
-                            async for event in client.generate(prompt.text, sampling):
-                                if hasattr(event, "reason"):
-                                    resumes += event.statistics.resumes
-                                    continue
-                                assert event.position == client_length(client, prompt) + len(got)
-                                got += event.ids
-                                until_cut -= 1
-                                if until_cut == 0:
-                                    one.cut()
-                                    two.cut()
-                                    until_cut = dice.randint(1, 5)
-                            assert tuple(got) == text
-        assert resumes >= 8
-
-    asyncio.run(main())
+    chosen, dice = prompts(1)[:2], random.Random(5)
+    async with serving(name="a") as first, serving(name="b") as second:
+        async with edge(first, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        async with relay(first) as one, relay(second) as two:
+            resumes = 0
+            for drafter in ("general", "none"):
+                async with edge(one.address, two.address, drafter=drafter) as client:
+                    for prompt, text in zip(chosen, expected, strict=True):
+                        got: list[int] = []
+                        until_cut = dice.randint(1, 5)
+                        async for event in client.generate(prompt.text, sampling):
+                            if hasattr(event, "reason"):
+                                resumes += event.statistics.resumes
+                                continue
+                            assert event.position == client_length(client, prompt) + len(got)
+                            got += event.ids
+                            until_cut -= 1
+                            if until_cut == 0:
+                                one.cut()
+                                two.cut()
+                                until_cut = dice.randint(1, 5)
+                        assert tuple(got) == text
+    assert resumes >= 8
 
 
 def client_length(client: Any, prompt: Any) -> int:
     return len(client.encode(prompt.text))
 
 
-def test_a_session_on_a_draining_verifier_moves_and_its_text_goes_on(edge, prompts) -> None:
+async def test_a_session_on_a_draining_verifier_moves_and_its_text_goes_on(edge, prompts) -> None:
     from outrider.cloud.config import VerifierConfig
     from outrider.cloud.serving.server import VerifierServer
 
-    async def main() -> None:
-        prompt = prompts(1)[0]
-        first, second = (VerifierServer(VerifierConfig(name=name, threads=1)) for name in "ab")
-        addresses = [await first.start(), await second.start()]
-        async with edge(addresses[1], drafter="none") as client:
-            expected = await client.complete(prompt.text, SAMPLED)
-        async with edge(*addresses, drafter="general") as client:
-            got: list[int] = []
-            drained = None
-            async for event in client.generate(prompt.text, SAMPLED):
-                got += getattr(event, "ids", ())
-                if drained is None:
-                    drained = asyncio.create_task(first.drain(5.0))
-                statistics = getattr(event, "statistics", None)
-            assert await drained == 1
-            assert statistics.resumes == 1
-        assert tuple(got) == expected.ids
-        await first.stop()
-        await second.stop()
-
-    asyncio.run(main())
+    prompt = prompts(1)[0]
+    first, second = (VerifierServer(VerifierConfig(name=name, threads=1)) for name in "ab")
+    addresses = [await first.start(), await second.start()]
+    async with edge(addresses[1], drafter="none") as client:
+        expected = await client.complete(prompt.text, SAMPLED)
+    async with edge(*addresses, drafter="general") as client:
+        got: list[int] = []
+        drained = None
+        async for event in client.generate(prompt.text, SAMPLED):
+            got += getattr(event, "ids", ())
+            if drained is None:
+                drained = asyncio.create_task(first.drain(5.0))
+            statistics = getattr(event, "statistics", None)
+        assert await drained == 1
+        assert statistics.resumes == 1
+    assert tuple(got) == expected.ids
+    await first.stop()
+    await second.stop()
 
 
-def test_other_seeds_give_other_texts(serving, edge, prompts) -> None:
+async def test_other_seeds_give_other_texts(serving, edge, prompts) -> None:
     """The control of this file: equality above is no accident of a sampler that ignores its noise."""
 
-    async def main() -> None:
-        prompt = prompts(1)[0]
-        async with serving() as address, edge(address, drafter="none") as client:
-            completions = [await client.complete(prompt.text, SAMPLED, seed=seed) for seed in range(3)]
-        assert len({completion.ids for completion in completions}) == 3
-
-    asyncio.run(main())
+    prompt = prompts(1)[0]
+    async with serving() as address, edge(address, drafter="none") as client:
+        completions = [await client.complete(prompt.text, SAMPLED, seed=seed) for seed in range(3)]
+    assert len({completion.ids for completion in completions}) == 3
 
 
 @pytest.mark.parametrize("exact", ["auto", "tiles"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_bfloat16_keeps_its_bytes_too(serving, edge, prompts, sampling, exact) -> None:
-    async def main() -> None:
-        chosen = prompts(1)[2:]
-        async with serving(dtype="bfloat16", exact=exact) as address:
-            async with edge(address, drafter="none") as client:
-                expected = await texts(client, chosen, sampling)
-            async with edge(address, drafter="general") as client:
-                drafted = await texts(client, chosen, sampling)
-                together = await asyncio.gather(*(client.complete(prompt.text, sampling) for prompt in chosen))
-        assert drafted == expected
-        assert [completion.ids for completion in together] == expected
-
-    asyncio.run(main())
+async def test_bfloat16_keeps_its_bytes_too(serving, edge, prompts, sampling, exact) -> None:
+    chosen = prompts(1)[2:]
+    async with serving(dtype="bfloat16", exact=exact) as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        async with edge(address, drafter="general") as client:
+            drafted = await texts(client, chosen, sampling)
+            together = await asyncio.gather(*(client.complete(prompt.text, sampling) for prompt in chosen))
+    assert drafted == expected
+    assert [completion.ids for completion in together] == expected

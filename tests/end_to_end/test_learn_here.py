@@ -83,68 +83,62 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[SessionReport]:
     return told
 
 
-def test_texts_are_the_same_while_a_trainer_learns_dies_and_comes_back(serving, edge, tiny) -> None:
-    async def main() -> None:
-        async with serving(target=str(tiny), model="tiny") as address:
-            async with edge(address, model="tiny", drafter="none") as client:
-                plain = await texts(client, 0, 8)
-            async with edge(address, model="tiny", drafter="general") as client, learning(client, None) as made:
-                assert await texts(client, 0, 8) == plain
-                await until(lambda: made.info.get("counts", {}).get("records") == 8)
-                killed, folder = made.info["pid"], Path(made.info["folder"])
-                os.kill(killed, signal.SIGKILL)
-                assert await texts(client, 0, 8) == plain
-                await until(lambda: made.info["pid"] != killed)
-                assert client.drafter is not None
-                assert client.drafter.version == made.info["version"] == load_package(folder).version
-
-    asyncio.run(main())
+async def test_texts_are_the_same_while_a_trainer_learns_dies_and_comes_back(serving, edge, tiny) -> None:
+    async with serving(target=str(tiny), model="tiny") as address:
+        async with edge(address, model="tiny", drafter="none") as client:
+            plain = await texts(client, 0, 8)
+        async with edge(address, model="tiny", drafter="general") as client, learning(client, None) as made:
+            assert await texts(client, 0, 8) == plain
+            await until(lambda: made.info.get("counts", {}).get("records") == 8)
+            killed, folder = made.info["pid"], Path(made.info["folder"])
+            os.kill(killed, signal.SIGKILL)
+            assert await texts(client, 0, 8) == plain
+            await until(lambda: made.info["pid"] != killed)
+            assert client.drafter is not None
+            assert client.drafter.version == made.info["version"] == load_package(folder).version
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny, tmp_path: Path) -> None:
+async def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge, tiny, tmp_path: Path) -> None:
     parent, folder = find_package("general").version, tmp_path / "learned"
 
-    async def main() -> None:
-        async with serving(target=str(tiny), model="tiny") as address:
-            where = {"model": "tiny", "drafter": "general"}
-            async with edge(address, model="tiny", drafter="none") as client:
-                plain = await texts(client, 0, 8)
-            async with edge(address, **where) as client:
-                before = DraftingVersions()
-                assert await texts(client, 0, 8, before) == plain
-                assert before.versions <= {parent}
-                async with learning(client, folder) as made:
-                    number = 8
-                    killed = 0
-                    while client.drafter is None or client.drafter.version == parent:
-                        assert number < 2000, made.info
-                        await texts(client, number, 24)
-                        number += 24
-                        await until(lambda: not made._waiting)
-                        if not killed and made.info.get("steps", 0) >= 8:
-                            killed = made.info["pid"]
-                            os.kill(killed, signal.SIGKILL)
-                            await texts(client, number, 8)
-                            await until(lambda pid=killed: made.info["pid"] != pid)
-                            assert made.info["steps"] >= 8, "it goes on from its checkpoint"
-                    version = client.drafter.version
-                    assert load_package(Path(made.info["folder"])).parent == parent
-                    assert killed
-                    after = DraftingVersions()
-                    assert await texts(client, 0, 8, after) == plain
-                    assert after.versions == {version}
-            assert (folder.stat().st_mode & 0o777) == 0o700
-            async with edge(address, **where) as client, learning(client, folder):
-                await until(lambda: client.drafter is not None and client.drafter.version == version)
-                assert await texts(client, 0, 8) == plain
-
-    asyncio.run(main())
+    async with serving(target=str(tiny), model="tiny") as address:
+        where = {"model": "tiny", "drafter": "general"}
+        async with edge(address, model="tiny", drafter="none") as client:
+            plain = await texts(client, 0, 8)
+        async with edge(address, **where) as client:
+            before = DraftingVersions()
+            assert await texts(client, 0, 8, before) == plain
+            assert before.versions <= {parent}
+            async with learning(client, folder) as made:
+                number = 8
+                killed = 0
+                while client.drafter is None or client.drafter.version == parent:
+                    assert number < 2000, made.info
+                    await texts(client, number, 24)
+                    number += 24
+                    await until(lambda: not made._waiting)
+                    if not killed and made.info.get("steps", 0) >= 8:
+                        killed = made.info["pid"]
+                        os.kill(killed, signal.SIGKILL)
+                        await texts(client, number, 8)
+                        await until(lambda pid=killed: made.info["pid"] != pid)
+                        assert made.info["steps"] >= 8, "it goes on from its checkpoint"
+                version = client.drafter.version
+                assert load_package(Path(made.info["folder"])).parent == parent
+                assert killed
+                after = DraftingVersions()
+                assert await texts(client, 0, 8, after) == plain
+                assert after.versions == {version}
+        assert (folder.stat().st_mode & 0o777) == 0o700
+        async with edge(address, **where) as client, learning(client, folder):
+            await until(lambda: client.drafter is not None and client.drafter.version == version)
+            assert await texts(client, 0, 8) == plain
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_back(
+async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_back(
     serving, edge, tmp_path: Path, caplog, reports
 ) -> None:
     parent, rng = find_package("general"), np.random.default_rng(1)
@@ -152,44 +146,41 @@ def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_bac
     matrices = {HEAD: (rng.standard_normal((8, 192)) / 192, rng.standard_normal((8192, 8)) * 0.05)}
     write_adapter_package(parent.folder, good, matrices, sequence=1, learned_from=LearnedFrom(1, 1, {}))
 
-    async def main() -> None:
-        async with serving() as address, edge(address, drafter="general") as client:
-            own, named = client.own_learning, DraftingVersions()
-            assert own.parent is not None
-            plain = await texts(client, 0, 4, named)
-            assert named.versions == {parent.version}
-            await until(lambda: len(reports) == 4)
-            assert {each.drafter_version for each in reports} == {parent.version}
-            reports.clear()
-            assert own.parent.version == parent.version
+    async with serving() as address, edge(address, drafter="general") as client:
+        own, named = client.own_learning, DraftingVersions()
+        assert own.parent is not None
+        plain = await texts(client, 0, 4, named)
+        assert named.versions == {parent.version}
+        await until(lambda: len(reports) == 4)
+        assert {each.drafter_version for each in reports} == {parent.version}
+        reports.clear()
+        assert own.parent.version == parent.version
+        await own.draft_with(good)
+        version = load_package(good).version
+        assert client.drafter is not None
+        assert client.drafter.version == version != parent.version
+        assert own.parent.version == parent.version, "what learns next has the same parent"
+        named = DraftingVersions()
+        assert await texts(client, 0, 4, named) == plain
+        assert named.versions == {version}
+        await until(lambda: len(reports) == 4)
+        told = {(each.drafter, each.drafter_version, each.drafter_hits) for each in reports}
+        assert told == {("general", "", ())}
+        path = good / "adapter.safetensors"
+        content = path.read_bytes()
+        write_tensors(path, {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16)})
+        with pytest.raises(OutriderError, match="adapter"):
             await own.draft_with(good)
-            version = load_package(good).version
-            assert client.drafter is not None
-            assert client.drafter.version == version != parent.version
-            assert own.parent.version == parent.version, "what learns next has the same parent"
-            named = DraftingVersions()
-            assert await texts(client, 0, 4, named) == plain
-            assert named.versions == {version}
-            await until(lambda: len(reports) == 4)
-            told = {(each.drafter, each.drafter_version, each.drafter_hits) for each in reports}
-            assert told == {("general", "", ())}
-            path = good / "adapter.safetensors"
-            content = path.read_bytes()
-            write_tensors(path, {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16)})
-            with pytest.raises(OutriderError, match="adapter"):
-                await own.draft_with(good)
-            path.write_bytes(content)
-            bad = without_numbers(good, tmp_path / "bad")
-            await own.draft_with(bad)
-            assert "not finite" in caplog.text
-            assert client.drafter.version == version, "the one before stays"
-            reports.clear()
-            await own.draft_with(parent.folder)  # the version was retired
-            assert client.drafter.version == parent.version
-            named = DraftingVersions()
-            assert await texts(client, 0, 4, named) == plain
-            assert named.versions == {parent.version}
-            await until(lambda: len(reports) == 4)
-            assert {each.drafter_version for each in reports} == {parent.version}, "which others know"
-
-    asyncio.run(main())
+        path.write_bytes(content)
+        bad = without_numbers(good, tmp_path / "bad")
+        await own.draft_with(bad)
+        assert "not finite" in caplog.text
+        assert client.drafter.version == version, "the one before stays"
+        reports.clear()
+        await own.draft_with(parent.folder)  # the version was retired
+        assert client.drafter.version == parent.version
+        named = DraftingVersions()
+        assert await texts(client, 0, 4, named) == plain
+        assert named.versions == {parent.version}
+        await until(lambda: len(reports) == 4)
+        assert {each.drafter_version for each in reports} == {parent.version}, "which others know"

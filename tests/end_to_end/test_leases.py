@@ -50,55 +50,49 @@ async def verifier_server(**config: Any) -> AsyncIterator[tuple[VerifierServer, 
         await server.stop(0)
 
 
-def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
-    async def main() -> None:
-        async with verifier(min_step_s=0.01) as address:
-            short = {"lease_seconds": 0.7, "poll_s": 0.1}
-            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, **short))
-            config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
-            async with Client(config) as client:
-                short = await client.complete(PROMPT, max_tokens=20)
-                long = await client.complete(PROMPT, max_tokens=200)
-                control = CoordinatorClient(config.coordinator)
-                reported = (await control.status()).recent
-                await control.close()
-            await coordinator.stop()
-        assert long.statistics.resumes >= 1
-        assert len(long.ids) == 200
-        assert long.ids[:20] == short.ids
-        assert [report.committed_tokens for report in reported] == [20, 200]
-        assert reported[1].resumes == long.statistics.resumes
-
-    asyncio.run(main())
+async def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
+    async with verifier(min_step_s=0.01) as address:
+        short = {"lease_seconds": 0.7, "poll_s": 0.1}
+        coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, **short))
+        config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
+        async with Client(config) as client:
+            short = await client.complete(PROMPT, max_tokens=20)
+            long = await client.complete(PROMPT, max_tokens=200)
+            control = CoordinatorClient(config.coordinator)
+            reported = (await control.status()).recent
+            await control.close()
+        await coordinator.stop()
+    assert long.statistics.resumes >= 1
+    assert len(long.ids) == 200
+    assert long.ids[:20] == short.ids
+    assert [report.committed_tokens for report in reported] == [20, 200]
+    assert reported[1].resumes == long.statistics.resumes
 
 
-def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed(tokenizer_file, tmp_path) -> None:
+async def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed(tokenizer_file, tmp_path) -> None:
     keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256("alices"), max_sessions=2))
 
-    async def main() -> None:
-        async with verifier() as address:
-            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, api_keys=keys))
-            where = await coordinator.start()
-            config = EdgeConfig(coordinator=where, cache=tmp_path, drafter="none", api_key="alices")
-            async with Client(config) as client:
-                for _ in range(3):
-                    with pytest.raises(PromptTooLong):
-                        await client.complete([5] * 3000, max_tokens=4)
-                for _ in range(3):
-                    async with client.conversation(max_tokens=40) as talk:
-                        turn = talk.say(PROMPT)
-                        await anext(turn)
-                        await turn.aclose()
-                for _ in range(3):
-                    left = client.generate(PROMPT, max_tokens=40)
-                    await anext(left)
-                    await left.aclose()
-                assert len((await client.complete(PROMPT, max_tokens=4)).ids) == 4
-            assert coordinator.service is not None
-            assert coordinator.service.admission.running() == {}
-            await coordinator.stop(0)
-
-    asyncio.run(main())
+    async with verifier() as address:
+        coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, api_keys=keys))
+        where = await coordinator.start()
+        config = EdgeConfig(coordinator=where, cache=tmp_path, drafter="none", api_key="alices")
+        async with Client(config) as client:
+            for _ in range(3):
+                with pytest.raises(PromptTooLong):
+                    await client.complete([5] * 3000, max_tokens=4)
+            for _ in range(3):
+                async with client.conversation(max_tokens=40) as talk:
+                    turn = talk.say(PROMPT)
+                    await anext(turn)
+                    await turn.aclose()
+            for _ in range(3):
+                left = client.generate(PROMPT, max_tokens=40)
+                await anext(left)
+                await left.aclose()
+            assert len((await client.complete(PROMPT, max_tokens=4)).ids) == 4
+        assert coordinator.service is not None
+        assert coordinator.service.admission.running() == {}
+        await coordinator.stop(0)
 
 
 def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tokenizer_file, tmp_path) -> None:
@@ -134,28 +128,25 @@ def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tokenizer
     asyncio.run(asyncio.wait_for(main(), 300))
 
 
-def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(tokenizer_file, tmp_path) -> None:
-    async def main() -> None:
-        async with verifier() as address:
-            where = f"127.0.0.1:{free_port()}"
-            first = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
-            await first.start()
-            async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="general")) as client:
-                running = client.generate(PROMPT, max_tokens=120)
-                tokens = list((await anext(running)).ids)
-                await first.stop(0)
-                async for event in running:
-                    tokens += getattr(event, "ids", ())
-                assert len(tokens) == 120
-                waiting = asyncio.create_task(client.complete(PROMPT, max_tokens=120))
-                await asyncio.sleep(0.5)
-                assert not waiting.done()
-                second = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
-                await second.start()
-                assert (await waiting).ids == tuple(tokens)
-                await second.stop(0)
-
-    asyncio.run(main())
+async def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(tokenizer_file, tmp_path) -> None:
+    async with verifier() as address:
+        where = f"127.0.0.1:{free_port()}"
+        first = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
+        await first.start()
+        async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="general")) as client:
+            running = client.generate(PROMPT, max_tokens=120)
+            tokens = list((await anext(running)).ids)
+            await first.stop(0)
+            async for event in running:
+                tokens += getattr(event, "ids", ())
+            assert len(tokens) == 120
+            waiting = asyncio.create_task(client.complete(PROMPT, max_tokens=120))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            second = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
+            await second.start()
+            assert (await waiting).ids == tuple(tokens)
+            await second.stop(0)
 
 
 def test_a_turn_left_while_its_lease_is_awaited_takes_no_place_and_no_seat(tokenizer_file, tmp_path) -> None:

@@ -91,35 +91,32 @@ def check_refusal(answer: Answer) -> None:
     assert 1 <= int(answer.headers["retry-after"]) <= 60
 
 
-def test_200_streams_at_once_are_all_whole_three_times_over_and_memory_stays(at: System) -> None:
-    async def main() -> None:
-        resident: list[tuple[float, float]] = []
-        refusals: Counter[int] = Counter()
-        seconds: list[float] = []
-        for _ in range(3):
-            began = time.monotonic()
-            answers = await all_at_once(at)
-            seconds.append(time.monotonic() - began)
-            for question, answer in zip(at.questions, answers, strict=True):
-                assert answer.done, answer
-                assert answer.text == question.text
-                for refusal in answer.refusals:
-                    check_refusal(refusal)
-                    refusals[refusal.status] += 1
-            await until_idle(at)
-            resident.append((at.daemon.resident_mib, at.verifier.resident_mib))
-        print(f"\nseconds a round {seconds}, refusals {dict(refusals)}, daemon and verifier MiB {resident}")
-        assert refusals[429] > 0, "there are fewer places than streams, so some had to be refused"
-        for side in (0, 1):
-            growth = resident[-1][side] - resident[0][side]
-            assert growth < MAX_GROWTH_MIB, f"{resident} MiB"
-        assert at.daemon.runs
-        assert at.verifier.runs
-
-    asyncio.run(main())
+async def test_200_streams_at_once_are_all_whole_three_times_over_and_memory_stays(at: System) -> None:
+    resident: list[tuple[float, float]] = []
+    refusals: Counter[int] = Counter()
+    seconds: list[float] = []
+    for _ in range(3):
+        began = time.monotonic()
+        answers = await all_at_once(at)
+        seconds.append(time.monotonic() - began)
+        for question, answer in zip(at.questions, answers, strict=True):
+            assert answer.done, answer
+            assert answer.text == question.text
+            for refusal in answer.refusals:
+                check_refusal(refusal)
+                refusals[refusal.status] += 1
+        await until_idle(at)
+        resident.append((at.daemon.resident_mib, at.verifier.resident_mib))
+    print(f"\nseconds a round {seconds}, refusals {dict(refusals)}, daemon and verifier MiB {resident}")
+    assert refusals[429] > 0, "there are fewer places than streams, so some had to be refused"
+    for side in (0, 1):
+        growth = resident[-1][side] - resident[0][side]
+        assert growth < MAX_GROWTH_MIB, f"{resident} MiB"
+    assert at.daemon.runs
+    assert at.verifier.runs
 
 
-def test_clients_that_leave_in_the_middle_leave_nothing_behind(at: System) -> None:
+async def test_clients_that_leave_in_the_middle_leave_nothing_behind(at: System) -> None:
     async def leave(question: Question) -> None:
         begun = asyncio.Event()
         body = question.asks(at.model) | {"max_tokens": 900}
@@ -130,10 +127,7 @@ def test_clients_that_leave_in_the_middle_leave_nothing_behind(at: System) -> No
         for task in (asking, beginning):
             task.cancel()
 
-    async def main() -> None:
-        await asyncio.gather(*(leave(question) for question in at.questions[:100]))
-        await until_idle(at)
-        last = at.questions[-1]
-        assert (await ask_patiently(at.port, last.asks(at.model))).text == last.text
-
-    asyncio.run(main())
+    await asyncio.gather(*(leave(question) for question in at.questions[:100]))
+    await until_idle(at)
+    last = at.questions[-1]
+    assert (await ask_patiently(at.port, last.asks(at.model))).text == last.text

@@ -198,7 +198,7 @@ def test_bytes_that_are_no_http_are_refused_in_the_same_shape(at: System) -> Non
     assert statuses.total() == WRONG_IN_FRAMING
 
 
-def test_clients_that_break_off_close_half_or_dawdle_harm_nobody(at: System) -> None:
+async def test_clients_that_break_off_close_half_or_dawdle_harm_nobody(at: System) -> None:
     body = b'{"model": "x", "prompt": "w5"}'
     whole = request("POST", COMPLETIONS, body, at.port)
 
@@ -227,17 +227,14 @@ def test_clients_that_break_off_close_half_or_dawdle_harm_nobody(at: System) -> 
         check_refusal(at, await read_answer(reader), b"slow")
         writer.transport.abort()
 
-    async def main() -> None:
-        rng = random.Random(3)
-        ways = itertools.islice(itertools.cycle((resets, closes_half, dawdles)), BROKEN_OFF)
-        async with canaries_sing(at):
-            await together((lambda way=way: way(rng)) for way in ways)  # type: ignore[misc]
-        await check_all_is_well(at)
-
-    asyncio.run(main())
+    rng = random.Random(3)
+    ways = itertools.islice(itertools.cycle((resets, closes_half, dawdles)), BROKEN_OFF)
+    async with canaries_sing(at):
+        await together((lambda way=way: way(rng)) for way in ways)  # type: ignore[misc]
+    await check_all_is_well(at)
 
 
-def test_a_client_that_never_ends_its_head_gets_a_408(
+async def test_a_client_that_never_ends_its_head_gets_a_408(
     at: System, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path
 ) -> None:
     from outrider.edge import Client, EdgeConfig
@@ -246,23 +243,20 @@ def test_a_client_that_never_ends_its_head_gets_a_408(
 
     monkeypatch.setattr("outrider.edge.daemon.server.HEAD_WITHIN_S", 0.3)
 
-    async def main() -> None:
-        edge = EdgeConfig(verifier=at.verifier, model="x", tokenizer=tokenizer_file, drafter="none")
-        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))
-        port = int((await daemon.start()).rpartition(":")[2])
-        for beginning in (b"", b"GET /version HTTP/1.1\r\nHost: localhost\r\n"):
-            answer = await exchange(port, beginning)
-            check_refusal(at, answer, beginning)
-            assert answer.status == 408
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for _ in range(2):  # a connection that is kept open between requests owes none
-            writer.write(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert (await read_answer(reader)).status == 200
-            await asyncio.sleep(0.5)
-        writer.transport.abort()
-        await daemon.stop()
-
-    asyncio.run(main())
+    edge = EdgeConfig(verifier=at.verifier, model="x", tokenizer=tokenizer_file, drafter="none")
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))
+    port = int((await daemon.start()).rpartition(":")[2])
+    for beginning in (b"", b"GET /version HTTP/1.1\r\nHost: localhost\r\n"):
+        answer = await exchange(port, beginning)
+        check_refusal(at, answer, beginning)
+        assert answer.status == 408
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(2):  # a connection that is kept open between requests owes none
+        writer.write(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await read_answer(reader)).status == 200
+        await asyncio.sleep(0.5)
+    writer.transport.abort()
+    await daemon.stop()
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
@@ -313,29 +307,26 @@ def test_wrong_calls_to_the_coordinator_are_errors_with_a_name(at: System) -> No
     assert statuses[grpc.StatusCode.UNIMPLEMENTED] > WRONG_CALLS // 10
 
 
-def test_bytes_that_are_no_grpc_are_shut_out(at: System) -> None:
-    async def main() -> None:
-        rng = random.Random(6)
+async def test_bytes_that_are_no_grpc_are_shut_out(at: System) -> None:
+    rng = random.Random(6)
 
-        async def one(address: str, data: bytes) -> None:
-            host, _, port = address.partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(data)
-            writer.write_eof()
-            with suppress(ConnectionError):
-                await reader.read()
-            writer.transport.abort()
+    async def one(address: str, data: bytes) -> None:
+        host, _, port = address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(data)
+        writer.write_eof()
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.transport.abort()
 
-        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        wrong = [
-            b"GET / HTTP/1.1\r\n\r\n",
-            preface,
-            *(preface + rng.randbytes(200) for _ in range(8)),
-            rng.randbytes(99),
-        ]
-        async with canaries_sing(at):
-            pairs = itertools.product((at.verifier, at.coordinator), wrong)
-            await together((lambda pair=pair: one(*pair)) for pair in pairs)  # type: ignore[misc]
-        await check_all_is_well(at)
-
-    asyncio.run(main())
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    wrong = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        preface,
+        *(preface + rng.randbytes(200) for _ in range(8)),
+        rng.randbytes(99),
+    ]
+    async with canaries_sing(at):
+        pairs = itertools.product((at.verifier, at.coordinator), wrong)
+        await together((lambda pair=pair: one(*pair)) for pair in pairs)  # type: ignore[misc]
+    await check_all_is_well(at)

@@ -300,20 +300,17 @@ def test_a_client_that_leaves_frees_its_session_at_the_verifier(at, stream) -> N
     at.run(main())
 
 
-def test_a_drafter_that_fails_leaves_the_text_and_health_says_degraded(tokenizer_file) -> None:
-    async def main() -> None:
-        async with setting(tokenizer_file, drafter=FailingDrafter(0)) as at:
-            known = (await at.openai.models.retrieve(MODEL)).max_model_len
-            assert known == at.verifier.rules.context_length, "before any text"
-            asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-            answer = await at.openai.completions.create(**asked)
-            assert answer.metrics["drafter_error"]
-            assert answer.usage.completion_tokens == 20
-            assert at.daemon.cloud.health.status == "degraded"
-            again = await at.openai.completions.create(**asked)
-            assert again.choices[0].text == answer.choices[0].text
-
-    asyncio.run(main())
+async def test_a_drafter_that_fails_leaves_the_text_and_health_says_degraded(tokenizer_file) -> None:
+    async with setting(tokenizer_file, drafter=FailingDrafter(0)) as at:
+        known = (await at.openai.models.retrieve(MODEL)).max_model_len
+        assert known == at.verifier.rules.context_length, "before any text"
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        answer = await at.openai.completions.create(**asked)
+        assert answer.metrics["drafter_error"]
+        assert answer.usage.completion_tokens == 20
+        assert at.daemon.cloud.health.status == "degraded"
+        again = await at.openai.completions.create(**asked)
+        assert again.choices[0].text == answer.choices[0].text
 
 
 def test_a_prompt_beyond_the_context_and_tokens_beyond_the_vocabulary_are_400s(at) -> None:
@@ -329,51 +326,43 @@ def test_a_prompt_beyond_the_context_and_tokens_beyond_the_vocabulary_are_400s(a
     at.run(main())
 
 
-def test_a_verifier_that_dies_is_a_503_until_another_is_there(tokenizer_file, monkeypatch) -> None:
+async def test_a_verifier_that_dies_is_a_503_until_another_is_there(tokenizer_file, monkeypatch) -> None:
     monkeypatch.setattr("outrider.edge.daemon.cloud.WAIT_FOR_CLOUD_S", 0.3)
 
-    async def main() -> None:
-        async with setting(tokenizer_file) as at:
-            asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
-            before = await at.openai.completions.create(**asked)
-            where = at.client.config.verifier
-            await at.verifier.stop(0)
-            with pytest.raises(APIError) as caught:
-                await at.openai.completions.create(**asked)
-            assert caught.value.status_code == 503
-            assert int(caught.value.response.headers["Retry-After"]) >= 1
-            assert at.daemon.cloud.health.status == "unavailable"
-            at.verifier = VerifierServer(VerifierConfig(threads=1, listen=where))
-            await at.verifier.start()
-            await at.until(lambda: at.daemon.cloud.health.status == "ok")
-            after = await at.openai.completions.create(**asked)
-            assert after.choices[0].text == before.choices[0].text
-            await at.verifier.stop(0)
-
-    asyncio.run(main())
+    async with setting(tokenizer_file) as at:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
+        before = await at.openai.completions.create(**asked)
+        where = at.client.config.verifier
+        await at.verifier.stop(0)
+        with pytest.raises(APIError) as caught:
+            await at.openai.completions.create(**asked)
+        assert caught.value.status_code == 503
+        assert int(caught.value.response.headers["Retry-After"]) >= 1
+        assert at.daemon.cloud.health.status == "unavailable"
+        at.verifier = VerifierServer(VerifierConfig(threads=1, listen=where))
+        await at.verifier.start()
+        await at.until(lambda: at.daemon.cloud.health.status == "ok")
+        after = await at.openai.completions.create(**asked)
+        assert after.choices[0].text == before.choices[0].text
+        await at.verifier.stop(0)
 
 
-def test_chat_template_and_context_length_come_with_the_lease(tokenizer_file, tmp_path) -> None:
-    async def main() -> None:
-        secret = b"a secret of the two of them"
-        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=secret)
-        template = chat_template_json(MODEL)
-        fixed = StaticVerifier(
-            "verifier", await verifier.start(), MODEL, tokenizer_file.read_text(), chat_template_json=template
-        )
-        coordinator = CoordinatorServer(
-            CoordinatorConfig(lease_secret=secret, listen="127.0.0.1:0", verifiers=(fixed,))
-        )
-        edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
-        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
-        url = await daemon.start()
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=60) as openai:
-            assert (await openai.models.retrieve(MODEL)).max_model_len == verifier.rules.context_length
-            answer = await openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
-        assert answer.usage.completion_tokens == 4
-        assert daemon.cloud.served.ready.chat_template == template
-        await daemon.stop()
-        await coordinator.stop(0)
-        await verifier.stop(0)
-
-    asyncio.run(main())
+async def test_chat_template_and_context_length_come_with_the_lease(tokenizer_file, tmp_path) -> None:
+    secret = b"a secret of the two of them"
+    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=secret)
+    template = chat_template_json(MODEL)
+    fixed = StaticVerifier(
+        "verifier", await verifier.start(), MODEL, tokenizer_file.read_text(), chat_template_json=template
+    )
+    coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=secret, listen="127.0.0.1:0", verifiers=(fixed,)))
+    edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
+    url = await daemon.start()
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=60) as openai:
+        assert (await openai.models.retrieve(MODEL)).max_model_len == verifier.rules.context_length
+        answer = await openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
+    assert answer.usage.completion_tokens == 4
+    assert daemon.cloud.served.ready.chat_template == template
+    await daemon.stop()
+    await coordinator.stop(0)
+    await verifier.stop(0)

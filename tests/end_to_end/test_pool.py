@@ -17,80 +17,70 @@ SELECTORS = ("leader", "metasd-bd")  # with and without catching up; the session
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts, temperature) -> None:
-    async def main() -> None:
-        asked = prompts(1)[:1]
-        sampling = {"max_tokens": 32, "temperature": temperature, "seed": 3}
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                alone = [(await client.complete(prompt.text, **sampling)).ids for prompt in asked]
-            for name in SELECTORS:
-                async with edge(address, drafter=FAMILY, selector=name) as client:
-                    await all_loaded(client)
-                    texts = [await client.complete(prompt.text, **sampling) for prompt in asked]
-                assert [text.ids for text in texts] == alone, name
-                for text in texts:
-                    turns = text.statistics.of_drafters
-                    assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
-                    assert set(turns) <= set(FAMILY.split(","))
-                if name == "leader":
-                    assert all(len(text.statistics.of_drafters) == 3 for text in texts), "all of them catch up"
-                    assert all(text.statistics.read > 0 for text in texts)
-
-    asyncio.run(main())
+async def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts, temperature) -> None:
+    asked = prompts(1)[:1]
+    sampling = {"max_tokens": 32, "temperature": temperature, "seed": 3}
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            alone = [(await client.complete(prompt.text, **sampling)).ids for prompt in asked]
+        for name in SELECTORS:
+            async with edge(address, drafter=FAMILY, selector=name) as client:
+                await all_loaded(client)
+                texts = [await client.complete(prompt.text, **sampling) for prompt in asked]
+            assert [text.ids for text in texts] == alone, name
+            for text in texts:
+                turns = text.statistics.of_drafters
+                assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
+                assert set(turns) <= set(FAMILY.split(","))
+            if name == "leader":
+                assert all(len(text.statistics.of_drafters) == 3 for text in texts), "all of them catch up"
+                assert all(text.statistics.read > 0 for text in texts)
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_by_default_a_text_beside_others_has_one_drafter_and_is_what_it_is(serving, edge, prompts) -> None:
-    async def main() -> None:
-        prompt, sampling = prompts(1)[0].text, {"max_tokens": 32, "temperature": 0.0}
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                alone = (await client.complete(prompt, **sampling)).ids
-            async with edge(address, drafter="auto") as client:
+async def test_by_default_a_text_beside_others_has_one_drafter_and_is_what_it_is(serving, edge, prompts) -> None:
+    prompt, sampling = prompts(1)[0].text, {"max_tokens": 32, "temperature": 0.0}
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            alone = (await client.complete(prompt, **sampling)).ids
+        async with edge(address, drafter="auto") as client:
+            await all_loaded(client)
+            texts = await asyncio.gather(*(client.complete(prompt, **sampling) for _ in range(2)))
+            texts.append(await client.complete(prompt, **sampling))
+        assert [text.ids for text in texts] == [alone] * 3
+        first, beside, after = (set(text.statistics.of_drafters) for text in texts)
+        assert beside == {"general"}
+        assert min(len(first), len(after)) > 1
+
+
+async def test_a_broken_drafter_leaves_its_turn_to_the_others_and_the_text_as_it_is(
+    serving, edge, tokenizer_file
+) -> None:
+    prompt, sampling = "def main(argv):\n", {"max_tokens": 48}
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            alone = (await client.complete(prompt, **sampling)).ids
+        broken = FailingDrafter(3, OnnxDrafter(find_package("general"), threads=1))
+        config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file)
+        async with Client(config, drafters=(broken, NgramDrafter())) as client:
+            text = await client.complete(prompt, **sampling)
+            assert text.ids == alone
+            assert text.statistics.drafter_error, "and it is said"
+            assert text.statistics.of_drafters["ngram"].committed > 0
+            assert (await client.complete(prompt, **sampling)).ids == alone
+
+
+async def test_turns_of_a_conversation_keep_the_pool_and_the_text(serving, edge) -> None:
+    async with serving() as address:
+        said = []
+        for drafter in ("none", FAMILY):
+            async with edge(address, drafter=drafter) as client:
                 await all_loaded(client)
-                texts = await asyncio.gather(*(client.complete(prompt, **sampling) for _ in range(2)))
-                texts.append(await client.complete(prompt, **sampling))
-            assert [text.ids for text in texts] == [alone] * 3
-            first, beside, after = (set(text.statistics.of_drafters) for text in texts)
-            assert beside == {"general"}
-            assert min(len(first), len(after)) > 1
-
-    asyncio.run(main())
-
-
-def test_a_broken_drafter_leaves_its_turn_to_the_others_and_the_text_as_it_is(serving, edge, tokenizer_file) -> None:
-    async def main() -> None:
-        prompt, sampling = "def main(argv):\n", {"max_tokens": 48}
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                alone = (await client.complete(prompt, **sampling)).ids
-            broken = FailingDrafter(3, OnnxDrafter(find_package("general"), threads=1))
-            config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file)
-            async with Client(config, drafters=(broken, NgramDrafter())) as client:
-                text = await client.complete(prompt, **sampling)
-                assert text.ids == alone
-                assert text.statistics.drafter_error, "and it is said"
-                assert text.statistics.of_drafters["ngram"].committed > 0
-                assert (await client.complete(prompt, **sampling)).ids == alone
-
-    asyncio.run(main())
-
-
-def test_turns_of_a_conversation_keep_the_pool_and_the_text(serving, edge) -> None:
-    async def main() -> None:
-        async with serving() as address:
-            said = []
-            for drafter in ("none", FAMILY):
-                async with edge(address, drafter=drafter) as client:
-                    await all_loaded(client)
-                    async with client.conversation(max_tokens=20) as conversation:
-                        said.append(
-                            [(await conversation.complete(turn)).ids for turn in ("def main(", "argv):\n", "# end")]
-                        )
-            assert said[0] == said[1]
-
-    asyncio.run(main())
+                async with client.conversation(max_tokens=20) as conversation:
+                    said.append(
+                        [(await conversation.complete(turn)).ids for turn in ("def main(", "argv):\n", "# end")]
+                    )
+        assert said[0] == said[1]
 
 
 async def all_loaded(client: Client) -> None:

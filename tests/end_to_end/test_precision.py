@@ -92,39 +92,33 @@ def texts(verifier, edge_of) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("own", "other"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_text_waits_until_its_precision_comes_back(verifier, edge_of, texts, own, other) -> None:
-    async def main() -> None:
-        first, again = (verifier("a", own, listen=f"127.0.0.1:{port}") for port in [free_port()] * 2)
-        async with served(first, verifier("b", other)) as addresses, edge_of(*addresses) as client:
+async def test_a_text_waits_until_its_precision_comes_back(verifier, edge_of, texts, own, other) -> None:
+    first, again = (verifier("a", own, listen=f"127.0.0.1:{port}") for port in [free_port()] * 2)
+    async with served(first, verifier("b", other)) as addresses, edge_of(*addresses) as client:
 
-            async def restart() -> None:
-                await first.drain(5.0)
-                await first.stop(0)
-                await asyncio.sleep(0.3)  # there is the other one alone
-                await again.start()
+        async def restart() -> None:
+            await first.drain(5.0)
+            await first.stop(0)
+            await asyncio.sleep(0.3)  # there is the other one alone
+            await again.start()
 
-            text, resumes = await text_and_then(client, restart)
-        await again.stop(0)
-        assert text == texts[own]
-        assert resumes > 2, "the other one was asked, and refused"
-
-    asyncio.run(main())
+        text, resumes = await text_and_then(client, restart)
+    await again.stop(0)
+    assert text == texts[own]
+    assert resumes > 2, "the other one was asked, and refused"
 
 
-def test_a_text_without_a_verifier_of_its_precision_fails_and_says_so(verifier, edge_of) -> None:
-    async def main() -> None:
-        first, other = verifier("a", "float32"), verifier("b", "bfloat16")
-        few = RetryRules(0.02, 0.1, 0.4)
-        async with served(first, other) as addresses, edge_of(*addresses, retry=few) as client:
+async def test_a_text_without_a_verifier_of_its_precision_fails_and_says_so(verifier, edge_of) -> None:
+    first, other = verifier("a", "float32"), verifier("b", "bfloat16")
+    few = RetryRules(0.02, 0.1, 0.4)
+    async with served(first, other) as addresses, edge_of(*addresses, retry=few) as client:
 
-            async def leave() -> None:
-                await first.drain(5.0)
-                await first.stop(0)
+        async def leave() -> None:
+            await first.drain(5.0)
+            await first.stop(0)
 
-            with pytest.raises(Unavailable, match=r"at verifier b, the text was begun in float32 .*--dtype"):
-                await text_and_then(client, leave)
-
-    asyncio.run(main())
+        with pytest.raises(Unavailable, match=r"at verifier b, the text was begun in float32 .*--dtype"):
+            await text_and_then(client, leave)
 
 
 class ReportingFleet:
@@ -157,22 +151,19 @@ class ReportingFleet:
         """Leave the verifiers to whoever started them."""
 
 
-def test_the_coordinator_sends_a_text_to_its_precision_at_once(verifier, texts, tmp_path) -> None:
+async def test_the_coordinator_sends_a_text_to_its_precision_at_once(verifier, texts, tmp_path) -> None:
     """The verifier of the other precision would be chosen by its name."""
 
-    async def main() -> None:
-        kinds = (("a", "float32"), ("b", "bfloat16"), ("c", "float32"))
-        servers = [verifier(name, dtype, SECRET) for name, dtype in kinds]
-        async with served(*servers):
-            config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0")
-            coordinator = CoordinatorServer(config, ReportingFleet(*servers))
-            edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="ngram", retry=QUICK)
-            try:
-                async with Client(edge) as client:
-                    text, resumes = await text_and_then(client, lambda: servers[0].drain(5.0))
-            finally:
-                await coordinator.stop(0)
-        assert text == texts["float32"]
-        assert resumes == 1, "no other one was asked"
-
-    asyncio.run(main())
+    kinds = (("a", "float32"), ("b", "bfloat16"), ("c", "float32"))
+    servers = [verifier(name, dtype, SECRET) for name, dtype in kinds]
+    async with served(*servers):
+        config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0")
+        coordinator = CoordinatorServer(config, ReportingFleet(*servers))
+        edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="ngram", retry=QUICK)
+        try:
+            async with Client(edge) as client:
+                text, resumes = await text_and_then(client, lambda: servers[0].drain(5.0))
+        finally:
+            await coordinator.stop(0)
+    assert text == texts["float32"]
+    assert resumes == 1, "no other one was asked"

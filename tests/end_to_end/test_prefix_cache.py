@@ -72,28 +72,25 @@ def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(temperature
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_no_key_finds_what_another_has_computed(shares, tmp_path) -> None:
-    async def main() -> None:
-        target = str(save_tiny_target(tmp_path))
-        config = VerifierConfig(
-            name="v", target=target, model="tiny", threads=1, kv_tokens=4096, no_prefix_cache=not shares
-        )
-        server = VerifierServer(config, SECRET)
-        tokenizer = tmp_path / "tokenizer.json"
-        edge = EdgeConfig(verifier=await server.start(), model="tiny", tokenizer=tokenizer, drafter="none")
-        found: dict[str, list[int]] = {"one": [], "two": []}
-        texts = set()
-        try:
-            for key in ("one", "two", "one", "two"):
-                route = KeyRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
-                route.key = key
-                async with Client(edge, route=route) as client:
-                    done = await client.complete(PROMPT, max_tokens=8, temperature=1.0, seed=3)
-                found[key].append(done.statistics.cached_tokens)
-                texts.add(done.ids)
-        finally:
-            await server.stop(0)
-        assert len(texts) == 1
-        assert found == {key: [0, len(PROMPT) - 1 if shares else 0] for key in found}, "to each its own"
-
-    asyncio.run(main())
+async def test_no_key_finds_what_another_has_computed(shares, tmp_path) -> None:
+    target = str(save_tiny_target(tmp_path))
+    config = VerifierConfig(
+        name="v", target=target, model="tiny", threads=1, kv_tokens=4096, no_prefix_cache=not shares
+    )
+    server = VerifierServer(config, SECRET)
+    tokenizer = tmp_path / "tokenizer.json"
+    edge = EdgeConfig(verifier=await server.start(), model="tiny", tokenizer=tokenizer, drafter="none")
+    found: dict[str, list[int]] = {"one": [], "two": []}
+    texts = set()
+    try:
+        for key in ("one", "two", "one", "two"):
+            route = KeyRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
+            route.key = key
+            async with Client(edge, route=route) as client:
+                done = await client.complete(PROMPT, max_tokens=8, temperature=1.0, seed=3)
+            found[key].append(done.statistics.cached_tokens)
+            texts.add(done.ids)
+    finally:
+        await server.stop(0)
+    assert len(texts) == 1
+    assert found == {key: [0, len(PROMPT) - 1 if shares else 0] for key in found}, "to each its own"

@@ -42,51 +42,45 @@ def asked(url: str, **fields: Any) -> Any:
         return json.loads(answer.read())
 
 
-def test_the_request_of_lm_eval_gets_the_targets_own_numbers(tokenizer_file: Path) -> None:
-    async def main() -> None:
-        verifier = VerifierServer(VerifierConfig(threads=1, dtype="float32"))
-        edge = EdgeConfig(verifier=await verifier.start(), model=MODEL, tokenizer=tokenizer_file)
-        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
-        url = await daemon.start()
-        await daemon.cloud.found.wait()
-        prompts = [list(daemon.cloud.served.ready.encode(text, special=False)) for text in (TEXT, TEXT[:60])]
-        request = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "prompt": prompts}
-        for _ in range(2):  # the cache is cold, and warm
-            answer = await asyncio.to_thread(asked, url, **request)
-            for choice, prompt in zip(answer["choices"], prompts, strict=True):
-                said = choice["logprobs"]
-                assert len(said["token_logprobs"]) == len(prompt) + 1
-                assert said["token_logprobs"][0] is None
-                assert said["token_logprobs"][1:-1] == pytest.approx(plain(tuple(prompt)), abs=CLOSE)
-                rows = zip(said["token_logprobs"][1:-1], said["top_logprobs"][1:-1], strict=True)
-                greedy = [logprob == max(top.values()) for logprob, top in rows]
-                assert 0 < sum(greedy) < len(greedy), "some are the likeliest, some are not"
-        await daemon.stop()
-        await verifier.stop(0)
-
-    asyncio.run(main())
+async def test_the_request_of_lm_eval_gets_the_targets_own_numbers(tokenizer_file: Path) -> None:
+    verifier = VerifierServer(VerifierConfig(threads=1, dtype="float32"))
+    edge = EdgeConfig(verifier=await verifier.start(), model=MODEL, tokenizer=tokenizer_file)
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
+    url = await daemon.start()
+    await daemon.cloud.found.wait()
+    prompts = [list(daemon.cloud.served.ready.encode(text, special=False)) for text in (TEXT, TEXT[:60])]
+    request = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "prompt": prompts}
+    for _ in range(2):  # the cache is cold, and warm
+        answer = await asyncio.to_thread(asked, url, **request)
+        for choice, prompt in zip(answer["choices"], prompts, strict=True):
+            said = choice["logprobs"]
+            assert len(said["token_logprobs"]) == len(prompt) + 1
+            assert said["token_logprobs"][0] is None
+            assert said["token_logprobs"][1:-1] == pytest.approx(plain(tuple(prompt)), abs=CLOSE)
+            rows = zip(said["token_logprobs"][1:-1], said["top_logprobs"][1:-1], strict=True)
+            greedy = [logprob == max(top.values()) for logprob, top in rows]
+            assert 0 < sum(greedy) < len(greedy), "some are the likeliest, some are not"
+    await daemon.stop()
+    await verifier.stop(0)
 
 
-def test_a_verifier_that_dies_amid_the_prompt_leaves_them_as_they_are(tokenizer_file: Path) -> None:
+async def test_a_verifier_that_dies_amid_the_prompt_leaves_them_as_they_are(tokenizer_file: Path) -> None:
     sha256 = tokenizer_hash(tokenizer_file.read_text())
 
-    async def main() -> None:
-        # The first is so slow that it is amid the prompt when it goes.
-        first = VerifierServer(VerifierConfig(name="first", threads=1, dtype="float32", min_step_s=0.5))
-        second = VerifierServer(VerifierConfig(name="second", threads=1, dtype="float32"))
-        addresses = (await first.start(), await second.start())
-        edge = EdgeConfig(verifier=addresses[0], model=MODEL, tokenizer=tokenizer_file, drafter="none")
-        route = DirectRoute(addresses, MODEL, sha256)
-        async with Client(edge, route=route) as client:
-            prompt = client.encode(TEXT * 3)
-            going = asyncio.create_task(client.complete(prompt, max_tokens=4, temperature=0, prompt_logprobs=2))
-            while not first.status().sessions:  # noqa: ASYNC110 - counted in another thread
-                await asyncio.sleep(0.01)
-            await first.stop(0)
-            whole = await going
-        assert whole.statistics.resumes >= 1
-        assert [said.logprob for said in whole.prompt] == pytest.approx(plain(prompt), abs=CLOSE)
-        assert all(len(said.top) == 2 for said in whole.prompt)
-        await second.stop(0)
-
-    asyncio.run(main())
+    # The first is so slow that it is amid the prompt when it goes.
+    first = VerifierServer(VerifierConfig(name="first", threads=1, dtype="float32", min_step_s=0.5))
+    second = VerifierServer(VerifierConfig(name="second", threads=1, dtype="float32"))
+    addresses = (await first.start(), await second.start())
+    edge = EdgeConfig(verifier=addresses[0], model=MODEL, tokenizer=tokenizer_file, drafter="none")
+    route = DirectRoute(addresses, MODEL, sha256)
+    async with Client(edge, route=route) as client:
+        prompt = client.encode(TEXT * 3)
+        going = asyncio.create_task(client.complete(prompt, max_tokens=4, temperature=0, prompt_logprobs=2))
+        while not first.status().sessions:  # noqa: ASYNC110 - counted in another thread
+            await asyncio.sleep(0.01)
+        await first.stop(0)
+        whole = await going
+    assert whole.statistics.resumes >= 1
+    assert [said.logprob for said in whole.prompt] == pytest.approx(plain(prompt), abs=CLOSE)
+    assert all(len(said.top) == 2 for said in whole.prompt)
+    await second.stop(0)

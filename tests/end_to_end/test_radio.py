@@ -24,65 +24,56 @@ async def first_token(client: Client) -> tuple[float, tuple[int, ...]]:
     return first, tokens
 
 
-def test_a_radio_that_is_woken_while_the_user_types_delays_no_first_token(serving, edge) -> None:
-    async def run() -> None:
-        async with (
-            serving() as verifier,
-            LinkProcess(verifier, radio_idle_s=IDLE_S) as link,
-            edge(link.address, drafter="none") as client,
-        ):
-            _, text = await first_token(client)
+async def test_a_radio_that_is_woken_while_the_user_types_delays_no_first_token(serving, edge) -> None:
+    async with (
+        serving() as verifier,
+        LinkProcess(verifier, radio_idle_s=IDLE_S) as link,
+        edge(link.address, drafter="none") as client,
+    ):
+        _, text = await first_token(client)
+        await asyncio.sleep(2 * IDLE_S)
+        asleep_s, same = await first_token(client)
+        assert asleep_s >= 0.29
+        assert same == text
+        deadline = time.monotonic() + LONGEST_S
+        while True:
             await asyncio.sleep(2 * IDLE_S)
-            asleep_s, same = await first_token(client)
-            assert asleep_s >= 0.29
+            before = await link.counters()
+            await client.wake()
+            after = await link.counters()
+            assert 0 < after.up_bytes - before.up_bytes < 200, "a few bytes"
+            assert after.connections == before.connections, "over the connection of the next text"
+            awake_s, same = await first_token(client)
             assert same == text
-            deadline = time.monotonic() + LONGEST_S
-            while True:
-                await asyncio.sleep(2 * IDLE_S)
-                before = await link.counters()
-                await client.wake()
-                after = await link.counters()
-                assert 0 < after.up_bytes - before.up_bytes < 200, "a few bytes"
-                assert after.connections == before.connections, "over the connection of the next text"
-                awake_s, same = await first_token(client)
-                assert same == text
-                if awake_s < 0.29:
-                    return
-                assert time.monotonic() < deadline, "the radio slept all the same"
-
-    asyncio.run(run())
+            if awake_s < 0.29:
+                return
+            assert time.monotonic() < deadline, "the radio slept all the same"
 
 
-def test_waking_before_the_client_is_prepared_sends_nothing(serving, tokenizer_file) -> None:
-    async def run() -> None:
-        async with serving() as verifier, LinkProcess(verifier) as link:
-            config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer_file, drafter="none")
-            client = Client(config)
-            await client.wake()
-            assert (await link.counters()).connections == 0
-            await client.close()
+async def test_waking_before_the_client_is_prepared_sends_nothing(serving, tokenizer_file) -> None:
+    async with serving() as verifier, LinkProcess(verifier) as link:
+        config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer_file, drafter="none")
+        client = Client(config)
+        await client.wake()
+        assert (await link.counters()).connections == 0
+        await client.close()
 
-            def wake_without_async() -> None:
-                with SyncClient(config) as twin:
-                    twin.wake()
+        def wake_without_async() -> None:
+            with SyncClient(config) as twin:
+                twin.wake()
 
-            await asyncio.to_thread(wake_without_async)
-            assert (await link.counters()).up_bytes > 0
-
-    asyncio.run(run())
+        await asyncio.to_thread(wake_without_async)
+        assert (await link.counters()).up_bytes > 0
 
 
-def test_waking_a_verifier_that_is_gone_is_no_error(serving, edge) -> None:
-    async def run() -> None:
-        async with (
-            serving() as verifier,
-            LinkProcess(verifier) as link,
-            edge(link.address, drafter="none", open_timeout_s=2.0) as client,
-        ):
-            await first_token(client)
-            assert link.process is not None
-            link.process.kill()
-            await link.process.wait()
-            await client.wake()
-
-    asyncio.run(run())
+async def test_waking_a_verifier_that_is_gone_is_no_error(serving, edge) -> None:
+    async with (
+        serving() as verifier,
+        LinkProcess(verifier) as link,
+        edge(link.address, drafter="none", open_timeout_s=2.0) as client,
+    ):
+        await first_token(client)
+        assert link.process is not None
+        link.process.kill()
+        await link.process.wait()
+        await client.wake()

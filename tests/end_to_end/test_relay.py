@@ -66,33 +66,32 @@ async def directly(relaying: Fleet, cache: Path) -> tuple[int, ...]:
     return tokens
 
 
-def test_a_relayed_text_equals_the_direct_one_also_when_its_verifier_dies(tokenizer_file: Path, tmp_path: Path) -> None:
+async def test_a_relayed_text_equals_the_direct_one_also_when_its_verifier_dies(
+    tokenizer_file: Path, tmp_path: Path
+) -> None:
     tokenizer_json = tokenizer_file.read_text()
 
-    async def main() -> None:
-        async with fleet(tokenizer_json, "a", "b", relay=True) as relaying, edge(relaying, tmp_path) as client:
-            wanted = await directly(relaying, tmp_path)
-            service = relaying.coordinator.service
-            assert service is not None
-            lease = await service.open_lease(LeaseRequest(model="", session="s1", inquiry=True))
-            assert (lease.relayed, lease.address) == (True, "")
-            whole = await client.complete(PROMPT, max_tokens=120)
-            assert whole.ids == wanted
-            assert relaying.relayed.streams_total == 1
-            moved = relaying.relayed.downlink_bytes
-            assert 0 < moved < whole.statistics.downlink_bytes, "frames are counted without gRPC's prefix"
+    async with fleet(tokenizer_json, "a", "b", relay=True) as relaying, edge(relaying, tmp_path) as client:
+        wanted = await directly(relaying, tmp_path)
+        service = relaying.coordinator.service
+        assert service is not None
+        lease = await service.open_lease(LeaseRequest(model="", session="s1", inquiry=True))
+        assert (lease.relayed, lease.address) == (True, "")
+        whole = await client.complete(PROMPT, max_tokens=120)
+        assert whole.ids == wanted
+        assert relaying.relayed.streams_total == 1
+        moved = relaying.relayed.downlink_bytes
+        assert 0 < moved < whole.statistics.downlink_bytes, "frames are counted without gRPC's prefix"
 
-            texts = [asyncio.create_task(client.complete(PROMPT, max_tokens=120)) for _ in range(2)]
-            while relaying.relayed.downlink_bytes < moved + 200:  # noqa: ASYNC110 - counted elsewhere
-                await asyncio.sleep(0.005)
-            busy = next(name for name, one in relaying.verifiers.items() if one.status().sessions)
-            await relaying.verifiers[busy].stop(0)
-            done = await asyncio.gather(*texts)
-            assert [text.ids for text in done] == [wanted, wanted]
-            assert sum(text.statistics.resumes for text in done) >= 1
-            assert relaying.relayed.broken >= 1
-
-    asyncio.run(main())
+        texts = [asyncio.create_task(client.complete(PROMPT, max_tokens=120)) for _ in range(2)]
+        while relaying.relayed.downlink_bytes < moved + 200:  # noqa: ASYNC110 - counted elsewhere
+            await asyncio.sleep(0.005)
+        busy = next(name for name, one in relaying.verifiers.items() if one.status().sessions)
+        await relaying.verifiers[busy].stop(0)
+        done = await asyncio.gather(*texts)
+        assert [text.ids for text in done] == [wanted, wanted]
+        assert sum(text.statistics.resumes for text in done) >= 1
+        assert relaying.relayed.broken >= 1
 
 
 def test_cancelled_texts_free_their_sessions_behind_the_relay(tokenizer_file: Path, tmp_path: Path) -> None:

@@ -122,33 +122,28 @@ def expected(target):
     return asyncio.run(main())
 
 
-def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection, package, expected):
-    async def main():
-        async with serving(target, projection[0]) as address:
-            for how in ("on", "auto", "off"):
-                frames = Frames()
-                waits = {"patience": UNTIL_DRAFTED} if how == "on" else {}
-                async with edge(address, target, package, steering=how, **waits) as client:
-                    found = await texts_of(client, frames)
-                assert [tokens for tokens, _ in found] == expected
-                statistics = [each for _, each in found]
-                assert all(each.steered == (how != "off") and not each.drafter_error for each in statistics)
-                vectors = sum(each.vectors for each in statistics)
-                if how == "off":
-                    assert (vectors, frames.steering_requests()) == (0, [])
-                    continue
-                assert vectors > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
-                assert sum(each.vector_bytes for each in statistics) == RANK * vectors
-                assert sum(each.steered_jobs for each in statistics) > (10 if how == "on" else 0)
-                assert all(each.vector_age >= each.steered_jobs for each in statistics)
-                assert all(request.projection == projection[1] for request in frames.steering_requests())
-                if how == "on":
-                    assert set(frames.steering_requests()) == {SteeringRequest(projection[1], INT8, 1)}
-                    assert vectors == sum(each.steps - 1 for each in statistics), (
-                        "all but the last, which ends the text"
-                    )
-
-    asyncio.run(main())
+async def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection, package, expected):
+    async with serving(target, projection[0]) as address:
+        for how in ("on", "auto", "off"):
+            frames = Frames()
+            waits = {"patience": UNTIL_DRAFTED} if how == "on" else {}
+            async with edge(address, target, package, steering=how, **waits) as client:
+                found = await texts_of(client, frames)
+            assert [tokens for tokens, _ in found] == expected
+            statistics = [each for _, each in found]
+            assert all(each.steered == (how != "off") and not each.drafter_error for each in statistics)
+            vectors = sum(each.vectors for each in statistics)
+            if how == "off":
+                assert (vectors, frames.steering_requests()) == (0, [])
+                continue
+            assert vectors > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
+            assert sum(each.vector_bytes for each in statistics) == RANK * vectors
+            assert sum(each.steered_jobs for each in statistics) > (10 if how == "on" else 0)
+            assert all(each.vector_age >= each.steered_jobs for each in statistics)
+            assert all(request.projection == projection[1] for request in frames.steering_requests())
+            if how == "on":
+                assert set(frames.steering_requests()) == {SteeringRequest(projection[1], INT8, 1)}
+                assert vectors == sum(each.steps - 1 for each in statistics), "all but the last, which ends the text"
 
 
 def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
@@ -207,7 +202,7 @@ def spoilt(kind, rng):
 
 
 @pytest.mark.parametrize("kind", ["noise", "lost", "malformed"])
-def test_the_text_is_the_same_with_vectors_that_are_wrong_lost_or_malformed(
+async def test_the_text_is_the_same_with_vectors_that_are_wrong_lost_or_malformed(
     target, projection, package, expected, monkeypatch, kind
 ):
     spoil, decoded = spoilt(kind, random.Random(3)), codec.decode_cloud_frame
@@ -216,98 +211,83 @@ def test_the_text_is_the_same_with_vectors_that_are_wrong_lost_or_malformed(
         frame = decoded(data)
         return spoil(frame) if isinstance(frame, Commit) and frame.steering is not None else frame
 
-    async def main():
-        async with serving(target, projection[0]) as address:
-            monkeypatch.setattr(codec, "decode_cloud_frame", received)
-            async with edge(address, target, package, steering="on") as client:
-                found = await texts_of(client)
-        assert [tokens for tokens, _ in found] == expected
-        statistics = [each for _, each in found]
-        assert not any(each.drafter_error for each in statistics)
-        vectors, steps = sum(each.vectors for each in statistics), sum(each.steps for each in statistics)
-        assert (vectors < 0.6 * steps) == (kind == "lost")
-        assert sum(each.bad_vectors for each in statistics) == (vectors if kind == "malformed" else 0)
-        assert (sum(each.steered_jobs for each in statistics) == 0) == (kind == "malformed")
-
-    asyncio.run(main())
-
-
-def test_without_the_projection_or_with_another_drafter_all_is_as_before(target, projection, package, expected):
-    async def main():
-        async with serving(target) as address, edge(address, target, package, patience=UNTIL_DRAFTED) as client:
+    async with serving(target, projection[0]) as address:
+        monkeypatch.setattr(codec, "decode_cloud_frame", received)
+        async with edge(address, target, package, steering="on") as client:
             found = await texts_of(client)
-        assert [tokens for tokens, _ in found] == expected
-        for _, statistics in found:
-            assert (statistics.steered, statistics.vectors, statistics.steered_jobs) == (False, 0, 0)
-        assert sum(statistics.drafted for _, statistics in found) > 20, "it goes on drafting"
-        async with serving(target, projection[0]) as address:
-            frames = Frames()
-            async with edge(address, target, "ngram") as client:
-                found = await texts_of(client, frames)
-        assert [tokens for tokens, _ in found] == expected
-        assert frames.steering_requests() == []
-        assert not any(statistics.steered or statistics.vectors for _, statistics in found)
-
-    asyncio.run(main())
+    assert [tokens for tokens, _ in found] == expected
+    statistics = [each for _, each in found]
+    assert not any(each.drafter_error for each in statistics)
+    vectors, steps = sum(each.vectors for each in statistics), sum(each.steps for each in statistics)
+    assert (vectors < 0.6 * steps) == (kind == "lost")
+    assert sum(each.bad_vectors for each in statistics) == (vectors if kind == "malformed" else 0)
+    assert (sum(each.steered_jobs for each in statistics) == 0) == (kind == "malformed")
 
 
-def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_ones(target, projection, package):
-    async def main():
+async def test_without_the_projection_or_with_another_drafter_all_is_as_before(target, projection, package, expected):
+    async with serving(target) as address, edge(address, target, package, patience=UNTIL_DRAFTED) as client:
+        found = await texts_of(client)
+    assert [tokens for tokens, _ in found] == expected
+    for _, statistics in found:
+        assert (statistics.steered, statistics.vectors, statistics.steered_jobs) == (False, 0, 0)
+    assert sum(statistics.drafted for _, statistics in found) > 20, "it goes on drafting"
+    async with serving(target, projection[0]) as address:
         frames = Frames()
-        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
-            said = []
-            async with client.conversation(SAMPLINGS[1], observer=frames) as talk:
-                said += [await talk.complete(prompt) for prompt in PROMPTS]
-            assert [type(frame) for frame in frames.all].count(Open) == 1, "the session was kept"
-        async with serving(target) as address, edge(address, target, "none") as client:
-            transcript = ()
-            for prompt, turn in zip(PROMPTS, said, strict=True):
-                fresh = await client.complete((*transcript, *prompt), SAMPLINGS[1])
-                assert turn.ids == fresh.ids
-                assert turn.statistics.steered
-                assert turn.statistics.vectors > 0
-                transcript = (*transcript, *prompt, *turn.ids)
-
-    asyncio.run(main())
+        async with edge(address, target, "ngram") as client:
+            found = await texts_of(client, frames)
+    assert [tokens for tokens, _ in found] == expected
+    assert frames.steering_requests() == []
+    assert not any(statistics.steered or statistics.vectors for _, statistics in found)
 
 
-def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projection, package, expected, relay):
-    async def main():
-        async with (
-            serving(target, projection[0]) as address,
-            relay(address) as middle,
-            edge(middle.address, target, package, steering="on") as client,
-        ):
-            tokens = ()
-            async for event in client.generate(PROMPTS[0], SAMPLINGS[0]):
-                if isinstance(event, Tokens):
-                    tokens += event.ids
-                    if len(tokens) > 12 and not middle.cuts:
-                        middle.cut()
-                elif isinstance(event, Finished):
-                    statistics = event.statistics
-        assert tokens == expected[0]
-        assert (statistics.resumes, statistics.steered) == (1, True)
-        assert statistics.vectors > 10
-
-    asyncio.run(main())
+async def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_ones(target, projection, package):
+    frames = Frames()
+    async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+        said = []
+        async with client.conversation(SAMPLINGS[1], observer=frames) as talk:
+            said += [await talk.complete(prompt) for prompt in PROMPTS]
+        assert [type(frame) for frame in frames.all].count(Open) == 1, "the session was kept"
+    async with serving(target) as address, edge(address, target, "none") as client:
+        transcript = ()
+        for prompt, turn in zip(PROMPTS, said, strict=True):
+            fresh = await client.complete((*transcript, *prompt), SAMPLINGS[1])
+            assert turn.ids == fresh.ids
+            assert turn.statistics.steered
+            assert turn.statistics.vectors > 0
+            transcript = (*transcript, *prompt, *turn.ids)
 
 
-def test_a_drafter_that_cannot_take_its_vectors_costs_drafts_and_no_text(
+async def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projection, package, expected, relay):
+    async with (
+        serving(target, projection[0]) as address,
+        relay(address) as middle,
+        edge(middle.address, target, package, steering="on") as client,
+    ):
+        tokens = ()
+        async for event in client.generate(PROMPTS[0], SAMPLINGS[0]):
+            if isinstance(event, Tokens):
+                tokens += event.ids
+                if len(tokens) > 12 and not middle.cuts:
+                    middle.cut()
+            elif isinstance(event, Finished):
+                statistics = event.statistics
+    assert tokens == expected[0]
+    assert (statistics.resumes, statistics.steered) == (1, True)
+    assert statistics.vectors > 10
+
+
+async def test_a_drafter_that_cannot_take_its_vectors_costs_drafts_and_no_text(
     target, projection, package, expected, monkeypatch
 ):
     def steer(self, vector, since):
         raise Internal("no more of that")
 
-    async def main():
-        frames = Frames()
-        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
-            monkeypatch.setattr(OnnxState, "steer", steer)
-            found = await texts_of(client, frames)
-        assert [tokens for tokens, _ in found] == expected
-        assert all("no more of that" in statistics.drafter_error for _, statistics in found)
-        assert SteeringRequest(projection[1], INT8, 0) in frames.steering_requests(), (
-            "and its edge asks for vectors no more"
-        )
-
-    asyncio.run(main())
+    frames = Frames()
+    async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+        monkeypatch.setattr(OnnxState, "steer", steer)
+        found = await texts_of(client, frames)
+    assert [tokens for tokens, _ in found] == expected
+    assert all("no more of that" in statistics.drafter_error for _, statistics in found)
+    assert SteeringRequest(projection[1], INT8, 0) in frames.steering_requests(), (
+        "and its edge asks for vectors no more"
+    )

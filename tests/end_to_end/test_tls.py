@@ -144,46 +144,40 @@ def test_a_session_with_every_secret_logs_none_at_the_lowest_level(
     assert [secret for secret in secrets if secret in said] == []
 
 
-def test_an_edge_without_certificate_or_with_a_wrong_authority_learns_the_option(
+async def test_an_edge_without_certificate_or_with_a_wrong_authority_learns_the_option(
     issued: Issued, keys: Path, verifier: VerifierActor, tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        async with fleet(issued, verifier, api_keys=keys) as running:
-            strangers = issue(tmp_path / "strangers", ("localhost",))
-            for fields, option in (
-                ({"tls_cert": None, "tls_key": None}, "--tls-cert"),
-                ({"tls_ca": strangers.ca}, "--tls-ca"),
-                ({"tls_ca": None, "tls_cert": None, "tls_key": None}, "--tls-ca"),
-                ({"tls_server_name": "elsewhere.example"}, "--tls-server-name"),
-            ):
-                client = Client(edge(issued, running, tmp_path, **fields))
-                with pytest.raises(OutriderError, match=option) as refusal:
-                    await client.prepare()
-                assert "outrider doctor" in str(refusal.value)
-                await client.close()
-
-    asyncio.run(main())
+    async with fleet(issued, verifier, api_keys=keys) as running:
+        strangers = issue(tmp_path / "strangers", ("localhost",))
+        for fields, option in (
+            ({"tls_cert": None, "tls_key": None}, "--tls-cert"),
+            ({"tls_ca": strangers.ca}, "--tls-ca"),
+            ({"tls_ca": None, "tls_cert": None, "tls_key": None}, "--tls-ca"),
+            ({"tls_server_name": "elsewhere.example"}, "--tls-server-name"),
+        ):
+            client = Client(edge(issued, running, tmp_path, **fields))
+            with pytest.raises(OutriderError, match=option) as refusal:
+                await client.prepare()
+            assert "outrider doctor" in str(refusal.value)
+            await client.close()
 
 
-def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchanged(
+async def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchanged(
     issued: Issued, keys: Path, verifier: VerifierActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metering, "REFILL", 0.001)
 
-    async def main() -> None:
-        async with (
-            fleet(issued, verifier, api_keys=keys) as running,
-            Client(edge(issued, running, tmp_path)) as client,
-        ):
-            whole = await client.complete(PROMPT, max_tokens=40)
-            now_s = time.monotonic()
-            meter = verifier._server._streams._meters.of("alice", TOKENS_PER_MINUTE, now_s)
-            meter.spend(meter.level(now_s) - 5, now_s)
-            paced = await client.complete(PROMPT, max_tokens=40)
-            assert paced.ids == whole.ids
-            assert paced.statistics.resumes > whole.statistics.resumes
-
-    asyncio.run(main())
+    async with (
+        fleet(issued, verifier, api_keys=keys) as running,
+        Client(edge(issued, running, tmp_path)) as client,
+    ):
+        whole = await client.complete(PROMPT, max_tokens=40)
+        now_s = time.monotonic()
+        meter = verifier._server._streams._meters.of("alice", TOKENS_PER_MINUTE, now_s)
+        meter.spend(meter.level(now_s) - 5, now_s)
+        paced = await client.complete(PROMPT, max_tokens=40)
+        assert paced.ids == whole.ids
+        assert paced.statistics.resumes > whole.statistics.resumes
 
 
 def test_a_verifier_beyond_loopback_needs_certificates_and_leases_and_says_which(issued: Issued) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -52,32 +51,29 @@ async def serving(tokenizer: Path, folder: Path) -> AsyncIterator[AsyncOpenAI]:
         yield openai
 
 
-def test_what_a_client_insists_on_is_what_a_target_calls(tokenizer_file, tmp_path) -> None:
-    async def main() -> None:
-        async with serving(tokenizer_file, tmp_path) as openai:
-            create = openai.chat.completions.create
-            whole = await create(**ASKED, tool_choice="required")
-            (choice,) = whole.choices
-            (call,) = choice.message.tool_calls
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            if call.function.name == "get_weather":
-                jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-            async with openai.chat.completions.stream(**ASKED, tool_choice="required") as stream:
-                streamed = (await stream.get_final_completion()).choices[0].message.tool_calls
-            assert [each.function.arguments for each in streamed] == [call.function.arguments]
-
-            named = {"type": "function", "function": {"name": "get_weather"}}
-            (call,) = (await create(**ASKED, tool_choice=named)).choices[0].message.tool_calls
-            assert call.function.name == "get_weather"
+async def test_what_a_client_insists_on_is_what_a_target_calls(tokenizer_file, tmp_path) -> None:
+    async with serving(tokenizer_file, tmp_path) as openai:
+        create = openai.chat.completions.create
+        whole = await create(**ASKED, tool_choice="required")
+        (choice,) = whole.choices
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        if call.function.name == "get_weather":
             jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        async with openai.chat.completions.stream(**ASKED, tool_choice="required") as stream:
+            streamed = (await stream.get_final_completion()).choices[0].message.tool_calls
+        assert [each.function.arguments for each in streamed] == [call.function.arguments]
 
-            free = (await create(**{**ASKED, "max_tokens": 8})).choices[0]
-            assert free.message.tool_calls is None, "the target was not trained to call"
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        (call,) = (await create(**ASKED, tool_choice=named)).choices[0].message.tool_calls
+        assert call.function.name == "get_weather"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
-            odd = {"type": "function", "function": {"name": "f", "parameters": ODD, "strict": True}}
-            for streams in (False, True):
-                with pytest.raises(BadRequestError, match="uniqueItems") as refused:
-                    await create(**{**ASKED, "tools": [odd]}, tool_choice="required", stream=streams)
-                assert refused.value.param == "tools"
+        free = (await create(**{**ASKED, "max_tokens": 8})).choices[0]
+        assert free.message.tool_calls is None, "the target was not trained to call"
 
-    asyncio.run(main())
+        odd = {"type": "function", "function": {"name": "f", "parameters": ODD, "strict": True}}
+        for streams in (False, True):
+            with pytest.raises(BadRequestError, match="uniqueItems") as refused:
+                await create(**{**ASKED, "tools": [odd]}, tool_choice="required", stream=streams)
+            assert refused.value.param == "tools"

@@ -97,7 +97,7 @@ def test_a_trainer_in_ray_learns_dies_and_goes_on_from_its_checkpoint(cluster, t
     ray.kill(actor)
 
 
-def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(tmp_path: Path, prompts) -> None:
+async def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(tmp_path: Path, prompts) -> None:
     from outrider.cloud.config import VerifierConfig
     from outrider.deploy.local.cluster import local_cluster
     from outrider.edge import Client, EdgeConfig
@@ -107,42 +107,39 @@ def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(t
         folder=tmp_path / "learned", rank=2, positions=96, texts=2, cpu_share=1.0, min_keys=1, publish_every=1
     )
 
-    async def main() -> None:
-        import ray
+    import ray
 
-        asked = [prompt.text for prompt in prompts(2)]
+    asked = [prompt.text for prompt in prompts(2)]
 
-        async def texts(*, share: bool) -> list[tuple[int, ...]]:
-            config = EdgeConfig(
-                coordinator=cluster.coordinator, cache=tmp_path / "cache", drafter="general", share_texts=share
-            )
-            async with Client(config) as client:
-                sampling = Sampling(max_tokens=48, temperature=1.0, seed=5)
-                return [tuple((await client.complete(prompt, sampling)).ids) for prompt in asked]
+    async def texts(*, share: bool) -> list[tuple[int, ...]]:
+        config = EdgeConfig(
+            coordinator=cluster.coordinator, cache=tmp_path / "cache", drafter="general", share_texts=share
+        )
+        async with Client(config) as client:
+            sampling = Sampling(max_tokens=48, temperature=1.0, seed=5)
+            return [tuple((await client.complete(prompt, sampling)).ids) for prompt in asked]
 
-        async def info() -> dict:
-            return await asyncio.to_thread(ray.get, cluster.trainer.info.remote())
+    async def info() -> dict:
+        return await asyncio.to_thread(ray.get, cluster.trainer.info.remote())
 
-        async with local_cluster(VerifierConfig(threads=1, learn=True), trainer=settings) as cluster:
-            expected = await texts(share=False)
-            assert (await info())["counts"].get("records", 0) == 0  # nobody agreed
-            end = time.monotonic() + 90
-            while (await info())["steps"] < 1:
-                assert time.monotonic() < end
-                assert await texts(share=True) == expected
-            learning = await info()
-            assert learning["counts"]["candidates"] >= 1
-            assert learning["verifiers"] == 1, "whose load it looks at"
-            assert 0 <= learning["load"] <= 1
-            control = CoordinatorClient(cluster.coordinator)
-            while not ((trainers := (await control.status()).trainers) and trainers[0].steps):
-                assert time.monotonic() < end
-                await asyncio.sleep(0.1)
-            await control.close()
-            (shown,) = trainers
-            assert (shown.model, shown.drafter, shown.max_cpu_share) == ("reference", "general", 1.0)
-            assert shown.state in ("training", "waiting for idle time", "nothing to learn from")
-            ray.kill(cluster.trainer, no_restart=True)
+    async with local_cluster(VerifierConfig(threads=1, learn=True), trainer=settings) as cluster:
+        expected = await texts(share=False)
+        assert (await info())["counts"].get("records", 0) == 0  # nobody agreed
+        end = time.monotonic() + 90
+        while (await info())["steps"] < 1:
+            assert time.monotonic() < end
             assert await texts(share=True) == expected
-
-    asyncio.run(main())
+        learning = await info()
+        assert learning["counts"]["candidates"] >= 1
+        assert learning["verifiers"] == 1, "whose load it looks at"
+        assert 0 <= learning["load"] <= 1
+        control = CoordinatorClient(cluster.coordinator)
+        while not ((trainers := (await control.status()).trainers) and trainers[0].steps):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.1)
+        await control.close()
+        (shown,) = trainers
+        assert (shown.model, shown.drafter, shown.max_cpu_share) == ("reference", "general", 1.0)
+        assert shown.state in ("training", "waiting for idle time", "nothing to learn from")
+        ray.kill(cluster.trainer, no_restart=True)
+        assert await texts(share=True) == expected

@@ -32,48 +32,42 @@ def rows_cost_nothing(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
 @pytest.mark.parametrize("name", [*ALL_SAMPLING, "grammar"])
-def test_the_text_is_the_same_with_trees_and_with_chains(serving, edge, prompts, name) -> None:
+async def test_the_text_is_the_same_with_trees_and_with_chains(serving, edge, prompts, name) -> None:
     sampling = ALL_SAMPLING.get(name) or replace(ALL_SAMPLING["sampled"], grammar=LETTERS)
 
-    async def main() -> None:
-        chosen = prompts(1)[:2]
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await texts(client, chosen, sampling)
-            beside = {}
-            for trees in (False, True):
-                async with edge(address, drafter="general", chains=not trees, patience=WAITS) as client:
-                    done = [await client.complete(prompt.text, sampling) for prompt in chosen]
-                assert [each.ids for each in done] == expected
-                beside[trees] = sum(each.statistics.verified_beside for each in done)
-        assert beside[False] == 0
-        assert beside[True] >= 4
-
-    asyncio.run(main())
+    chosen = prompts(1)[:2]
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        beside = {}
+        for trees in (False, True):
+            async with edge(address, drafter="general", chains=not trees, patience=WAITS) as client:
+                done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+            assert [each.ids for each in done] == expected
+            beside[trees] = sum(each.statistics.verified_beside for each in done)
+    assert beside[False] == 0
+    assert beside[True] >= 4
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
-def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, relay, prompts) -> None:
+async def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, relay, prompts) -> None:
     sampling = ALL_SAMPLING["sampled"]
 
-    async def main() -> None:
-        (prompt, *_) = prompts(1)
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await texts(client, [prompt], sampling)
-            async with relay(address) as link, edge(link.address, drafter="general", patience=WAITS) as client:
-                got: list[int] = []
-                async for event in client.generate(prompt.text, sampling):
-                    if hasattr(event, "reason"):
-                        statistics = event.statistics
-                        continue
-                    got += event.ids
-                    link.cut()
-        assert tuple(got) == expected[0]
-        assert statistics.resumes >= 2
-        assert statistics.verified_beside > 0
-
-    asyncio.run(main())
+    (prompt, *_) = prompts(1)
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, [prompt], sampling)
+        async with relay(address) as link, edge(link.address, drafter="general", patience=WAITS) as client:
+            got: list[int] = []
+            async for event in client.generate(prompt.text, sampling):
+                if hasattr(event, "reason"):
+                    statistics = event.statistics
+                    continue
+                got += event.ids
+                link.cut()
+    assert tuple(got) == expected[0]
+    assert statistics.resumes >= 2
+    assert statistics.verified_beside > 0
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")

@@ -61,38 +61,32 @@ async def text_and_then(client: Client, act) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("contexts", [(96, 48, 96), (48, 96, 96), (96, 256)])
-def test_a_text_that_moves_is_the_one_of_the_verifier_that_began_it(edge, folder, contexts) -> None:
-    async def main() -> None:
-        async with (
-            serving(folder, *contexts) as (servers, addresses),
-            edge(*addresses, model="tiny", tokenizer=folder / "tokenizer.json", drafter="ngram", retry=QUICK) as client,
-        ):
-            whole = (await client.complete(PROMPT, SAMPLED)).ids
-            assert len(whole) == contexts[0] - len(PROMPT)
-            assert await text_and_then(client, lambda: servers[0].drain(5.0)) == whole
-
-    asyncio.run(main())
+async def test_a_text_that_moves_is_the_one_of_the_verifier_that_began_it(edge, folder, contexts) -> None:
+    async with (
+        serving(folder, *contexts) as (servers, addresses),
+        edge(*addresses, model="tiny", tokenizer=folder / "tokenizer.json", drafter="ngram", retry=QUICK) as client,
+    ):
+        whole = (await client.complete(PROMPT, SAMPLED)).ids
+        assert len(whole) == contexts[0] - len(PROMPT)
+        assert await text_and_then(client, lambda: servers[0].drain(5.0)) == whole
 
 
-def test_a_coordinator_sends_a_text_where_there_is_the_context_that_it_was_promised(folder, tmp_path) -> None:
+async def test_a_coordinator_sends_a_text_where_there_is_the_context_that_it_was_promised(folder, tmp_path) -> None:
     """The verifier of fewer positions would be chosen by its name."""
 
-    async def main() -> None:
-        async with serving(folder, 96, 48, 96, secret=SECRET) as (servers, addresses):
-            tokenizer = servers[0].tokenizer_json
-            known = {"tokenizer_sha256": tokenizer_hash(tokenizer)}
-            infos = [
-                ready(name, address=address, context_length=server.rules.context_length, **known)
-                for name, server, address in zip("abc", servers, addresses, strict=True)
-            ]
-            cluster = ScriptedCluster(*infos, tokenizer_json=tokenizer)
-            coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0"), cluster)
-            config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none", retry=QUICK)
-            try:
-                async with Client(config) as client:
-                    text = await text_and_then(client, lambda: servers[0].drain(5.0))
-            finally:
-                await coordinator.stop(0)
-        assert len(text) == 96 - len(PROMPT)
-
-    asyncio.run(main())
+    async with serving(folder, 96, 48, 96, secret=SECRET) as (servers, addresses):
+        tokenizer = servers[0].tokenizer_json
+        known = {"tokenizer_sha256": tokenizer_hash(tokenizer)}
+        infos = [
+            ready(name, address=address, context_length=server.rules.context_length, **known)
+            for name, server, address in zip("abc", servers, addresses, strict=True)
+        ]
+        cluster = ScriptedCluster(*infos, tokenizer_json=tokenizer)
+        coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0"), cluster)
+        config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none", retry=QUICK)
+        try:
+            async with Client(config) as client:
+                text = await text_and_then(client, lambda: servers[0].drain(5.0))
+        finally:
+            await coordinator.stop(0)
+    assert len(text) == 96 - len(PROMPT)

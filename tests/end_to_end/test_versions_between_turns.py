@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,76 +83,67 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[OnnxDrafter, Onn
 
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_kept_conversation_drafts_with_the_new_version_from_its_next_turn_on(serving, edge, versions, way) -> None:
+async def test_a_kept_conversation_drafts_with_the_new_version_from_its_next_turn_on(
+    serving, edge, versions, way
+) -> None:
     first, second = versions
 
-    async def main() -> None:
-        frames = Frames()
-        async with serving() as address, edge(address, **PATIENT) as client:
-            swap(client, first)
-            async with client.conversation(max_tokens=10, observer=frames, **way) as talk:
-                for number, text in enumerate(TURNS):
-                    if number == 2:
-                        swap(client, second)
-                    turn = await said_as_fresh(client, talk, text, max_tokens=10, **way)
-                    drafter = first if number < 2 else second
-                    named, opened, continued = frames.take()
-                    assert named == ({drafter.version} if number in (0, 2) else set()), "it is named once"
-                    assert (opened, continued) == ((1, 0) if number == 0 else (0, 1)), "on one session"
-                    assert turn.statistics.accepted > 0, "its cache is that of the transcript"
-                    assert list(turn.statistics.of_drafters) == ["general"]
-
-    asyncio.run(main())
-
-
-@pytest.mark.usefixtures("all_drafts_pay")
-def test_the_new_version_reads_the_transcript_and_nothing_else(serving, edge) -> None:
-    async def main() -> None:
-        seen: list[tuple[int, ...]] = []
-        async with serving() as address, edge(address, **PATIENT) as client:
-            swap(client, script("1"))
-            async with client.conversation(max_tokens=6) as talk:
-                await talk.complete(TURNS[0])
-                swap(client, script("2", seen=seen))
-                before = (*talk.transcript.tokens, *client.encode(TURNS[1]))
-                turn = await talk.complete(TURNS[1])
-                assert seen
-                whole = (*before, *turn.ids)
-                assert all(prefix[: len(before)] == before for prefix in seen)
-                for prefix in seen:  # after the text, its own drafts alone
-                    agreed = next(
-                        (i for i, pair in enumerate(zip(prefix, whole, strict=False)) if len(set(pair)) > 1), 99
-                    )
-                    assert set(prefix[agreed:]) <= {7}
-
-    asyncio.run(main())
-
-
-@pytest.mark.usefixtures("all_drafts_pay")
-def test_a_turn_that_runs_keeps_its_version(serving, edge) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with serving() as address, edge(address, **PATIENT) as client:
-            swap(client, script("1"))
-            async with client.conversation(max_tokens=12, observer=frames) as talk:
-                given = 0
-                async for event in talk.say(TURNS[0]):
-                    given += len(event.ids) if isinstance(event, Tokens) else 0
-                    if given == 3:
-                        swap(client, script("2"))
-                assert given == 12
-                assert frames.take() == ({"1"}, 1, 0)
-                await said_as_fresh(client, talk, TURNS[1], max_tokens=12)
-                assert frames.take() == ({"2"}, 0, 1)
-                await said_as_fresh(client, talk, TURNS[2], max_tokens=12)
+    frames = Frames()
+    async with serving() as address, edge(address, **PATIENT) as client:
+        swap(client, first)
+        async with client.conversation(max_tokens=10, observer=frames, **way) as talk:
+            for number, text in enumerate(TURNS):
+                if number == 2:
+                    swap(client, second)
+                turn = await said_as_fresh(client, talk, text, max_tokens=10, **way)
+                drafter = first if number < 2 else second
                 named, opened, continued = frames.take()
-                assert (named <= {"2"}, opened, continued) == (True, 0, 1), "and stays"
-
-    asyncio.run(main())
+                assert named == ({drafter.version} if number in (0, 2) else set()), "it is named once"
+                assert (opened, continued) == ((1, 0) if number == 0 else (0, 1)), "on one session"
+                assert turn.statistics.accepted > 0, "its cache is that of the transcript"
+                assert list(turn.statistics.of_drafters) == ["general"]
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_drafters_that_did_not_change_keep_what_they_have_read(serving, edge) -> None:
+async def test_the_new_version_reads_the_transcript_and_nothing_else(serving, edge) -> None:
+    seen: list[tuple[int, ...]] = []
+    async with serving() as address, edge(address, **PATIENT) as client:
+        swap(client, script("1"))
+        async with client.conversation(max_tokens=6) as talk:
+            await talk.complete(TURNS[0])
+            swap(client, script("2", seen=seen))
+            before = (*talk.transcript.tokens, *client.encode(TURNS[1]))
+            turn = await talk.complete(TURNS[1])
+            assert seen
+            whole = (*before, *turn.ids)
+            assert all(prefix[: len(before)] == before for prefix in seen)
+            for prefix in seen:  # after the text, its own drafts alone
+                agreed = next((i for i, pair in enumerate(zip(prefix, whole, strict=False)) if len(set(pair)) > 1), 99)
+                assert set(prefix[agreed:]) <= {7}
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+async def test_a_turn_that_runs_keeps_its_version(serving, edge) -> None:
+    frames = Frames()
+    async with serving() as address, edge(address, **PATIENT) as client:
+        swap(client, script("1"))
+        async with client.conversation(max_tokens=12, observer=frames) as talk:
+            given = 0
+            async for event in talk.say(TURNS[0]):
+                given += len(event.ids) if isinstance(event, Tokens) else 0
+                if given == 3:
+                    swap(client, script("2"))
+            assert given == 12
+            assert frames.take() == ({"1"}, 1, 0)
+            await said_as_fresh(client, talk, TURNS[1], max_tokens=12)
+            assert frames.take() == ({"2"}, 0, 1)
+            await said_as_fresh(client, talk, TURNS[2], max_tokens=12)
+            named, opened, continued = frames.take()
+            assert (named <= {"2"}, opened, continued) == (True, 0, 1), "and stays"
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+async def test_drafters_that_did_not_change_keep_what_they_have_read(serving, edge) -> None:
     class Counted(NgramDrafter):
         opened = 0
 
@@ -161,53 +151,44 @@ def test_drafters_that_did_not_change_keep_what_they_have_read(serving, edge) ->
             Counted.opened += 1
             return super().open(rule)
 
-    async def main() -> None:
-        async with serving() as address, edge(address, **PATIENT) as client:
-            kept = Counted(name="kept")
-            swap(client, script("1"), kept)
-            async with client.conversation(max_tokens=10) as talk:
-                await talk.complete(TURNS[0] * 3)
-                for version in ("2", "3"):
-                    swap(client, script(version), Counted(name="kept"))
-                    turn = await talk.complete(TURNS[1])
-                    assert set(turn.statistics.of_drafters) <= {"scripted", "kept"}
-            assert Counted.opened == 1
-
-    asyncio.run(main())
+    async with serving() as address, edge(address, **PATIENT) as client:
+        kept = Counted(name="kept")
+        swap(client, script("1"), kept)
+        async with client.conversation(max_tokens=10) as talk:
+            await talk.complete(TURNS[0] * 3)
+            for version in ("2", "3"):
+                swap(client, script(version), Counted(name="kept"))
+                turn = await talk.complete(TURNS[1])
+                assert set(turn.statistics.of_drafters) <= {"scripted", "kept"}
+        assert Counted.opened == 1
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_a_version_that_works_takes_the_place_of_one_that_broke(serving, edge) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with serving() as address, edge(address, **PATIENT) as client:
-            swap(client, FailingDrafter(2, script("1")))
-            async with client.conversation(max_tokens=10, observer=frames) as talk:
-                broken = await talk.complete(TURNS[0])
-                assert broken.statistics.drafter_error
-                frames.take()
-                assert (await talk.complete(TURNS[1])).statistics.drafter_error
-                assert frames.take() == (set(), 0, 1)
-                swap(client, script("2"))
-                await said_as_fresh(client, talk, TURNS[2], max_tokens=10)
-                assert frames.take() == ({"2"}, 0, 1)
-
-    asyncio.run(main())
+async def test_a_version_that_works_takes_the_place_of_one_that_broke(serving, edge) -> None:
+    frames = Frames()
+    async with serving() as address, edge(address, **PATIENT) as client:
+        swap(client, FailingDrafter(2, script("1")))
+        async with client.conversation(max_tokens=10, observer=frames) as talk:
+            broken = await talk.complete(TURNS[0])
+            assert broken.statistics.drafter_error
+            frames.take()
+            assert (await talk.complete(TURNS[1])).statistics.drafter_error
+            assert frames.take() == (set(), 0, 1)
+            swap(client, script("2"))
+            await said_as_fresh(client, talk, TURNS[2], max_tokens=10)
+            assert frames.take() == ({"2"}, 0, 1)
 
 
-def test_a_version_that_wants_other_vectors_begins_another_session(serving, edge) -> None:
-    async def main() -> None:
-        frames = Frames()
-        async with serving() as address, edge(address, **PATIENT) as client:
-            swap(client, script("1"))
-            async with client.conversation(max_tokens=6, observer=frames) as talk:
-                await said_as_fresh(client, talk, TURNS[0], max_tokens=6)
-                steered = script("2")
-                steered.steering = SteeringShape(4, 8, "0" * 12)  # type: ignore[assignment]
-                swap(client, steered)
-                frames.take()
-                await said_as_fresh(client, talk, TURNS[1], max_tokens=6)
-                _, opened, continued = frames.take()
-                assert (opened, continued) == (1, 0)
-
-    asyncio.run(main())
+async def test_a_version_that_wants_other_vectors_begins_another_session(serving, edge) -> None:
+    frames = Frames()
+    async with serving() as address, edge(address, **PATIENT) as client:
+        swap(client, script("1"))
+        async with client.conversation(max_tokens=6, observer=frames) as talk:
+            await said_as_fresh(client, talk, TURNS[0], max_tokens=6)
+            steered = script("2")
+            steered.steering = SteeringShape(4, 8, "0" * 12)  # type: ignore[assignment]
+            swap(client, steered)
+            frames.take()
+            await said_as_fresh(client, talk, TURNS[1], max_tokens=6)
+            _, opened, continued = frames.take()
+            assert (opened, continued) == (1, 0)

@@ -88,7 +88,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_a_version_that_is_published_in_mid_text_drafts_the_next(
+async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
     tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     catalogue = tmp_path / "drafters"
@@ -121,144 +121,138 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
 
     tokenizer_json = tokenizer_file.read_text()
 
-    async def main() -> None:
-        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
-        coordinator = CoordinatorServer(
-            CoordinatorConfig(
-                lease_secret=SECRET,
-                listen="127.0.0.1:0",
-                verifiers=(fixed,),
-                drafters=(catalogue,),
-                poll_s=0.05,
-            )
+    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+    fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
+    coordinator = CoordinatorServer(
+        CoordinatorConfig(
+            lease_secret=SECRET,
+            listen="127.0.0.1:0",
+            verifiers=(fixed,),
+            drafters=(catalogue,),
+            poll_s=0.05,
         )
-        where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
+    )
+    where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
 
-        async with Client(EdgeConfig(**where, drafter="none")) as client:
-            alone, _ = await text(client)
-        async with Client(EdgeConfig(**where, drafter="general")) as client:
+    async with Client(EdgeConfig(**where, drafter="none")) as client:
+        alone, _ = await text(client)
+    async with Client(EdgeConfig(**where, drafter="general")) as client:
 
-            def is_current(version: str) -> bool:
-                return client.drafter is not None and client.drafter.version == version
+        def is_current(version: str) -> bool:
+            return client.drafter is not None and client.drafter.version == version
 
-            def pool() -> DrafterPool:
-                assert client.ready is not None
-                assert client.ready.drafters is not None
-                return client.ready.drafters
+        def pool() -> DrafterPool:
+            assert client.ready is not None
+            assert client.ready.drafters is not None
+            return client.ready.drafters
 
-            async def publish_first() -> None:
-                published.append(publish(catalogue, 1))
-                await until(lambda: is_current(published[0]))
+        async def publish_first() -> None:
+            published.append(publish(catalogue, 1))
+            await until(lambda: is_current(published[0]))
 
-            published: list[str] = []
-            fetched.clear()
-            during, named_during = await text(client, publish_first)
-            after, named_after = await text(client)
-            assert fetched == ["manifest.json", "adapter.safetensors"], "graph and tokenizer ship with the wheel"
-            assert during == after == alone
-            assert named_during == [("general", embedded)], "a text that runs keeps its drafter"
-            assert named_after == [("general", published[0])]
+        published: list[str] = []
+        fetched.clear()
+        during, named_during = await text(client, publish_first)
+        after, named_after = await text(client)
+        assert fetched == ["manifest.json", "adapter.safetensors"], "graph and tokenizer ship with the wheel"
+        assert during == after == alone
+        assert named_during == [("general", embedded)], "a text that runs keeps its drafter"
+        assert named_after == [("general", published[0])]
 
-            async def publish_poison() -> None:
-                poison(catalogue, 2)
-                await until(lambda: "not finite" in caplog.text)
-                assert is_current(published[0])
+        async def publish_poison() -> None:
+            poison(catalogue, 2)
+            await until(lambda: "not finite" in caplog.text)
+            assert is_current(published[0])
 
-            poisoned, named_poisoned = await text(client, publish_poison)
-            again, named_again = await text(client)
-            assert poisoned == again == alone
-            assert named_poisoned == named_again == [("general", published[0])]
-            control = CoordinatorClient(where["coordinator"])
-            assert await states(control) == {published[0]: "current", BAD_VERSION: "candidate"}
+        poisoned, named_poisoned = await text(client, publish_poison)
+        again, named_again = await text(client)
+        assert poisoned == again == alone
+        assert named_poisoned == named_again == [("general", published[0])]
+        control = CoordinatorClient(where["coordinator"])
+        assert await states(control) == {published[0]: "current", BAD_VERSION: "candidate"}
 
-            monkeypatch.setattr(versions, "UNANSWERED_S", 0.0)  # no edge can load it, and so compare it
+        monkeypatch.setattr(versions, "UNANSWERED_S", 0.0)  # no edge can load it, and so compare it
 
-            async def publish_third() -> None:
-                published.append(publish(catalogue, 3))
-                await until(lambda: published[1] in pool().versions)
+        async def publish_third() -> None:
+            published.append(publish(catalogue, 3))
+            await until(lambda: published[1] in pool().versions)
 
-            await text(client, publish_third)
-            assert is_current(published[0]), "a version on trial drafts beside it"
-            await until(lambda: pool().loaded(1) is not None)
-            tried, named_tried = await text(client)
-            assert tried == alone
-            assert set(named_tried) <= {("general", version) for version in published}
-            assert await states(control) == {
-                published[0]: "current",
-                BAD_VERSION: "retired",
-                published[1]: "candidate",
-            }
-            (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
-            assert third.texts == 1, "the edge has reported the hits of both on the text"
-            assert {each.version: each.state for each in await client.versions()} == await states(control)
-            await prove(control, published[0], published[1])
-            await until(lambda: is_current(published[1]))
-            _, named = await text(client)
-            assert ("general", published[1]) in named, "a bad version does not stand in a later one's way"
-            assert await states(control) == {
-                published[0]: "former",
-                BAD_VERSION: "retired",
-                published[1]: "current",
-            }
-        reports = [report for report in (await control.status()).recent if report.drafter and not report.edge.isdigit()]
-        said = [report.drafter_version for report in reports]
-        assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"
-        await control.close()
-        await coordinator.stop(0)
-        await verifier.stop(0)
-
-    asyncio.run(main())
+        await text(client, publish_third)
+        assert is_current(published[0]), "a version on trial drafts beside it"
+        await until(lambda: pool().loaded(1) is not None)
+        tried, named_tried = await text(client)
+        assert tried == alone
+        assert set(named_tried) <= {("general", version) for version in published}
+        assert await states(control) == {
+            published[0]: "current",
+            BAD_VERSION: "retired",
+            published[1]: "candidate",
+        }
+        (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
+        assert third.texts == 1, "the edge has reported the hits of both on the text"
+        assert {each.version: each.state for each in await client.versions()} == await states(control)
+        await prove(control, published[0], published[1])
+        await until(lambda: is_current(published[1]))
+        _, named = await text(client)
+        assert ("general", published[1]) in named, "a bad version does not stand in a later one's way"
+        assert await states(control) == {
+            published[0]: "former",
+            BAD_VERSION: "retired",
+            published[1]: "current",
+        }
+    reports = [report for report in (await control.status()).recent if report.drafter and not report.edge.isdigit()]
+    said = [report.drafter_version for report in reports]
+    assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"
+    await control.close()
+    await coordinator.stop(0)
+    await verifier.stop(0)
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_a_steered_drafter_goes_without_vectors_while_its_next_version_is_on_trial(
+async def test_a_steered_drafter_goes_without_vectors_while_its_next_version_is_on_trial(
     tokenizer_file: Path, tmp_path: Path
 ) -> None:
     catalogue = tmp_path / "drafters"
     catalogue.mkdir()
     tokenizer_json = tokenizer_file.read_text()
 
-    async def main() -> None:
-        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
-        config = CoordinatorConfig(
-            lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(catalogue,), poll_s=0.05
-        )
-        coordinator = CoordinatorServer(config)
-        where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
-        control = CoordinatorClient(where["coordinator"])
+    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+    fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
+    config = CoordinatorConfig(
+        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(catalogue,), poll_s=0.05
+    )
+    coordinator = CoordinatorServer(config)
+    where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
+    control = CoordinatorClient(where["coordinator"])
 
-        async def text(client: Client) -> Completion:
-            return await client.complete(PROMPT, max_tokens=48, temperature=1.0, seed=5)
+    async def text(client: Client) -> Completion:
+        return await client.complete(PROMPT, max_tokens=48, temperature=1.0, seed=5)
 
-        async with Client(EdgeConfig(**where, drafter="none")) as client:
-            alone = await text(client)
-        current = publish(catalogue, 1, "swift")
-        async with Client(EdgeConfig(**where, drafter="swift", steering="on")) as client:
+    async with Client(EdgeConfig(**where, drafter="none")) as client:
+        alone = await text(client)
+    current = publish(catalogue, 1, "swift")
+    async with Client(EdgeConfig(**where, drafter="swift", steering="on")) as client:
 
-            def versions() -> tuple[str, ...]:
-                assert client.ready is not None
-                assert client.ready.drafters is not None
-                return client.ready.drafters.versions
+        def versions() -> tuple[str, ...]:
+            assert client.ready is not None
+            assert client.ready.drafters is not None
+            return client.ready.drafters.versions
 
-            await until(lambda: versions() == (current,))
-            steered = await text(client)
-            assert steered.statistics.steered_jobs > 0
-            candidate = publish(catalogue, 2, "swift")
-            await until(lambda: versions() == (current, candidate))
-            await until(lambda: client.ready.drafters.loaded(1) is not None)
-            tried = await text(client)
-            assert not tried.statistics.steered
-            (said,) = [each for each in (await control.status()).versions if each.version == candidate]
-            assert (said.state, said.texts) == ("candidate", 1), "hits of both were reported"
-            await prove(control, current, candidate, "swift")
-            await until(lambda: versions() == (candidate,))
-            taken = await text(client)
-            assert taken.statistics.steered_jobs > 0
-            assert alone.ids == steered.ids == tried.ids == taken.ids
-        await control.close()
-        await coordinator.stop(0)
-        await verifier.stop(0)
-
-    asyncio.run(main())
+        await until(lambda: versions() == (current,))
+        steered = await text(client)
+        assert steered.statistics.steered_jobs > 0
+        candidate = publish(catalogue, 2, "swift")
+        await until(lambda: versions() == (current, candidate))
+        await until(lambda: client.ready.drafters.loaded(1) is not None)
+        tried = await text(client)
+        assert not tried.statistics.steered
+        (said,) = [each for each in (await control.status()).versions if each.version == candidate]
+        assert (said.state, said.texts) == ("candidate", 1), "hits of both were reported"
+        await prove(control, current, candidate, "swift")
+        await until(lambda: versions() == (candidate,))
+        taken = await text(client)
+        assert taken.statistics.steered_jobs > 0
+        assert alone.ids == steered.ids == tried.ids == taken.ids
+    await control.close()
+    await coordinator.stop(0)
+    await verifier.stop(0)

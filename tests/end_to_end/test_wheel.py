@@ -55,41 +55,40 @@ def edge_python(tmp_path_factory, root, request) -> Path:
     return python
 
 
-def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_python, tmp_path, tokenizer_file) -> None:
-    async def main() -> None:
-        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_file.read_text())
-        config = CoordinatorConfig(
-            lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),)
-        )
-        coordinator = CoordinatorServer(config)
-        address = await coordinator.start()
-        arguments = ["generate", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]
-        prompt = "def main(argv):\n" * 40
-        process = await asyncio.create_subprocess_exec(
-            str(edge_python),
-            "-c",
-            EDGE_PROGRAM,
-            *arguments,
-            "--max-tokens",
-            "200",
-            prompt,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=tmp_path,
-        )
-        out = (await process.communicate())[0].decode().splitlines()
-        await coordinator.stop()
-        await verifier.stop()
-        record = json.loads(out[0])
-        status, megabytes, *absent = out[-1].split()
-        assert status == "0"
-        assert absent == ["torch", "transformers", "ray"]
-        assert int(megabytes) < MAX_MEGABYTES
-        assert len(record["tokens"]) == 200
-        assert record["accepted"] > 0
-        print(f"peak memory of the edge: {megabytes} MB")
-
-    asyncio.run(main())
+async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(
+    edge_python, tmp_path, tokenizer_file
+) -> None:
+    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+    fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_file.read_text())
+    config = CoordinatorConfig(
+        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),)
+    )
+    coordinator = CoordinatorServer(config)
+    address = await coordinator.start()
+    arguments = ["generate", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]
+    prompt = "def main(argv):\n" * 40
+    process = await asyncio.create_subprocess_exec(
+        str(edge_python),
+        "-c",
+        EDGE_PROGRAM,
+        *arguments,
+        "--max-tokens",
+        "200",
+        prompt,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    out = (await process.communicate())[0].decode().splitlines()
+    await coordinator.stop()
+    await verifier.stop()
+    record = json.loads(out[0])
+    status, megabytes, *absent = out[-1].split()
+    assert status == "0"
+    assert absent == ["torch", "transformers", "ray"]
+    assert int(megabytes) < MAX_MEGABYTES
+    assert len(record["tokens"]) == 200
+    assert record["accepted"] > 0
+    print(f"peak memory of the edge: {megabytes} MB")
 
 
 def test_the_environment_of_an_edge_stays_small_on_disk(edge_python) -> None:

@@ -53,36 +53,33 @@ class Cable:
 
 
 @pytest.mark.parametrize("options", [CLIENT_OPTIONS, DECODING_OPTIONS], ids=["control", "decoding"])
-def test_both_ends_notice_a_peer_that_falls_silent(options: list[tuple[str, int]]) -> None:
+async def test_both_ends_notice_a_peer_that_falls_silent(options: list[tuple[str, int]]) -> None:
     """gRPC's own limit of an unanswered ping is a minute, whatever its limit of keepalive says."""
 
-    async def main() -> None:
-        gone = asyncio.Event()
+    gone = asyncio.Event()
 
-        async def call(_: object, context: grpc.aio.ServicerContext) -> None:
-            try:
-                await context.write(b"here")
-                await asyncio.sleep(600)
-            finally:
-                gone.set()
+    async def call(_: object, context: grpc.aio.ServicerContext) -> None:
+        try:
+            await context.write(b"here")
+            await asyncio.sleep(600)
+        finally:
+            gone.set()
 
-        server = grpc.aio.server(options=faster(SERVER_OPTIONS))
-        handler = grpc.stream_stream_rpc_method_handler(call)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Silent", {"Call": handler}),))
-        cable = Cable(server.add_insecure_port("127.0.0.1:0"))
-        await server.start()
-        port = await cable.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=faster(options)) as channel:
-            stream = channel.stream_stream(METHOD)()
-            assert await stream.read() == b"here"
-            cable.silent = True
-            async with asyncio.timeout(40):
-                assert await stream.code() is grpc.StatusCode.UNAVAILABLE
-                await gone.wait()
-        await cable.close()
-        await server.stop(0)
-
-    asyncio.run(main())
+    server = grpc.aio.server(options=faster(SERVER_OPTIONS))
+    handler = grpc.stream_stream_rpc_method_handler(call)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Silent", {"Call": handler}),))
+    cable = Cable(server.add_insecure_port("127.0.0.1:0"))
+    await server.start()
+    port = await cable.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=faster(options)) as channel:
+        stream = channel.stream_stream(METHOD)()
+        assert await stream.read() == b"here"
+        cable.silent = True
+        async with asyncio.timeout(40):
+            assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+            await gone.wait()
+    await cable.close()
+    await server.stop(0)
 
 
 def test_a_silent_peer_is_noticed_in_half_a_minute() -> None:

@@ -115,18 +115,15 @@ def test_under_mutual_tls_the_server_knows_its_client(issued):
     assert asked(serving(issued, mutual=True), with_own(issued)) == "edge"
 
 
-def test_a_blocking_channel_speaks_tls_too(issued):
-    async def whole() -> None:
-        async with server(serving(issued)) as address:
+async def test_a_blocking_channel_speaks_tls_too(issued):
+    async with server(serving(issued)) as address:
 
-            def call() -> bytes:
-                credentials = ClientCredentials(ClientTls(issued.ca)).current()
-                with open_blocking_channel(address, OPTIONS, credentials) as channel:
-                    return channel.unary_unary("/test/Who")(b"", timeout=10)
+        def call() -> bytes:
+            credentials = ClientCredentials(ClientTls(issued.ca)).current()
+            with open_blocking_channel(address, OPTIONS, credentials) as channel:
+                return channel.unary_unary("/test/Who")(b"", timeout=10)
 
-            assert await asyncio.to_thread(call) == b"nobody"
-
-    asyncio.run(whole())
+        assert await asyncio.to_thread(call) == b"nobody"
 
 
 def test_mutual_tls_refuses_a_client_without_certificate_and_names_the_options(issued):
@@ -184,24 +181,21 @@ def replaced(old: Path, new: Path) -> None:
     beside.replace(old)
 
 
-def test_a_replaced_certificate_is_served_to_new_connections_and_old_ones_go_on(tmp_path, issued, strangers):
+async def test_a_replaced_certificate_is_served_to_new_connections_and_old_ones_go_on(tmp_path, issued, strangers):
     mine = issue(tmp_path, HOSTS)
     trusting_old, trusting_new = (ClientCredentials(ClientTls(one.ca)).current() for one in (issued, strangers))
     for ours, theirs in ((mine.server_cert, issued.server_cert), (mine.server_key, issued.server_key)):
         replaced(ours, theirs)
 
-    async def whole() -> None:
-        async with server(serving(mine)) as address, open_channel(address, OPTIONS, trusting_old) as before:
-            assert await before.unary_unary("/test/Who")(b"", timeout=10) == b"nobody"
-            assert (await ask(address, trusting_new)).startswith("failed")
-            replaced(mine.server_cert, strangers.server_cert)
-            assert await ask(address, trusting_old) == "nobody", "a certificate without its key is not served"
-            replaced(mine.server_key, strangers.server_key)
-            assert await ask(address, trusting_new) == "nobody"
-            assert (await ask(address, trusting_old)).startswith("failed")
-            assert await before.unary_unary("/test/Who")(b"", timeout=10) == b"nobody"
-
-    asyncio.run(whole())
+    async with server(serving(mine)) as address, open_channel(address, OPTIONS, trusting_old) as before:
+        assert await before.unary_unary("/test/Who")(b"", timeout=10) == b"nobody"
+        assert (await ask(address, trusting_new)).startswith("failed")
+        replaced(mine.server_cert, strangers.server_cert)
+        assert await ask(address, trusting_old) == "nobody", "a certificate without its key is not served"
+        replaced(mine.server_key, strangers.server_key)
+        assert await ask(address, trusting_new) == "nobody"
+        assert (await ask(address, trusting_old)).startswith("failed")
+        assert await before.unary_unary("/test/Who")(b"", timeout=10) == b"nobody"
 
 
 def test_a_broken_replacement_leaves_the_old_certificate_and_is_logged_once(tmp_path, caplog):

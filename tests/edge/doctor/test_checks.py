@@ -63,47 +63,38 @@ def test_names_resolve_or_not() -> None:
     assert "--coordinator" in bad.remedy
 
 
-def test_ports_take_connections_or_not(small_server) -> None:
-    async def main() -> None:
-        async with small_server() as address:
-            good = await connection.connect_port(at(address))
-        assert good.outcome is Outcome.OK
-        assert good.metrics["connect_s"] > 0
-        bad = await connection.connect_port(at("127.0.0.1:1"))
-        assert bad.outcome is Outcome.FAILED
-        assert "nothing listens" in bad.message
-        assert "outrider coordinator" in bad.remedy
-
-    asyncio.run(main())
+async def test_ports_take_connections_or_not(small_server) -> None:
+    async with small_server() as address:
+        good = await connection.connect_port(at(address))
+    assert good.outcome is Outcome.OK
+    assert good.metrics["connect_s"] > 0
+    bad = await connection.connect_port(at("127.0.0.1:1"))
+    assert bad.outcome is Outcome.FAILED
+    assert "nothing listens" in bad.message
+    assert "outrider coordinator" in bad.remedy
 
 
-def test_a_service_serves_drains_or_is_another(small_server) -> None:
-    async def main() -> None:
-        async with small_server() as address:
-            assert (await connection.check_health(at(address))).outcome is Outcome.OK
-            other = await connection.check_health(at(address, service="another.service" * 10))
-            assert other.outcome is Outcome.FAILED
-            assert "--verifier" in other.remedy
-        async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
-            draining = await connection.check_health(at(address))
-        assert draining.outcome is Outcome.FAILED
-        assert "NOT_SERVING" in draining.message
-
-    asyncio.run(main())
+async def test_a_service_serves_drains_or_is_another(small_server) -> None:
+    async with small_server() as address:
+        assert (await connection.check_health(at(address))).outcome is Outcome.OK
+        other = await connection.check_health(at(address, service="another.service" * 10))
+        assert other.outcome is Outcome.FAILED
+        assert "--verifier" in other.remedy
+    async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
+        draining = await connection.check_health(at(address))
+    assert draining.outcome is Outcome.FAILED
+    assert "NOT_SERVING" in draining.message
 
 
-def test_a_server_without_grpc_is_named() -> None:
-    async def main() -> None:
-        async def say_html(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            writer.close()
+async def test_a_server_without_grpc_is_named() -> None:
+    async def say_html(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
 
-        async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
-            found = await connection.check_health(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
-        assert found.outcome is Outcome.FAILED
-        assert "no gRPC" in found.message
-
-    asyncio.run(main())
+    async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
+        found = await connection.check_health(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    assert found.outcome is Outcome.FAILED
+    assert "no gRPC" in found.message
 
 
 # --- TLS ---
