@@ -34,17 +34,6 @@ def tokens(drafter: str, *more: str, capfd: pytest.CaptureFixture[str]) -> list[
     return json.loads(capfd.readouterr().out)["tokens"]
 
 
-def test_a_drafter_is_trained_exported_and_drafts(corpus: str, tmp_path: Path, capfd) -> None:
-    training, package = tmp_path / "training", tmp_path / "package"
-    assert main(["train", "drafter", "--corpus", corpus, "--output", str(training), *SMALL, *SHORT]) == 0
-    folder = printed_folder(capfd.readouterr().out)
-    assert (folder / "model.safetensors").is_file()
-    assert main(["export", str(folder), str(package), "--name", "mine"]) == 0
-    assert {path.name for path in package.iterdir()} == FILES
-    assert "checked against torch" in capfd.readouterr().out
-    assert tokens(str(package), capfd=capfd) == tokens("none", capfd=capfd)
-
-
 def test_a_drafter_with_a_window_is_steered_exported_and_drafts(corpus: str, tmp_path: Path, capfd) -> None:
     training, steered, package = tmp_path / "training", tmp_path / "steered", tmp_path / "package"
     window = ["--window", "4"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -307,59 +306,6 @@ def test_random_bytes_raise_nothing_but_invalid_argument(decode, data):
     except InvalidArgument as error:
         caught = error
     assert caught is None or caught.field, "the field at fault is named"
-
-
-VALID_EDGE = [
-    codec.encode_edge_frame(
-        t.Open(
-            "m",
-            "ab" * 32,
-            (1, 2),
-            t.Sampling(logit_bias=((1, 0.5),), allowed_tokens=(1, 2)),
-            "s",
-            patience=t.Patience(1.0, 2),
-            steering=t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4),
-        )
-    ),
-    codec.encode_edge_frame(t.Draft(1, 2, tuple(map(t.DraftToken, (3, 4), (0.5, 0.25))), "d", "1", True)),
-    codec.encode_edge_frame(t.Report(True, 0.1, 0.2, 0.5)),
-]
-VALID_CLOUD = [
-    codec.encode_cloud_frame(
-        t.Commit(
-            1,
-            tuple(map(t.CommittedToken, (2, 3), (-0.5, -1.0))),
-            1,
-            4,
-            0.5,
-            t.Steering(0.5, b"ab", t.SteeringPrecision.INT8),
-            t.Timing(1, 2.0, 3.0, 4.0),
-            t.FinishReason.EOS,
-        )
-    ),
-    codec.encode_cloud_frame(t.Opened(1, 2, 3, "v", 4)),
-]
-
-
-@pytest.mark.parametrize(
-    ("decode", "valid"),
-    [(codec.decode_edge_frame, data) for data in VALID_EDGE]
-    + [(codec.decode_cloud_frame, data) for data in VALID_CLOUD],
-)
-def test_damaged_frames_raise_nothing_but_invalid_argument(decode, valid):
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(400):
-        data = bytearray(valid)
-        for _ in range(rng.choice([1, 1, 2, 5])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        if rng.random() < 0.2:
-            del data[rng.randrange(len(data)) :]
-        try:
-            decode(bytes(data))
-        except InvalidArgument:
-            refused += 1
-    assert 0 < refused < 400, "some damage shows, some gives other valid frames"
 
 
 def wire_draft(**fields):
