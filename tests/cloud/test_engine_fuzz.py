@@ -62,7 +62,7 @@ from research.simulator.verifier import SimulatedStream
 
 TEXTS = 7
 ENOUGH_S = 400.0
-QUICK, LONG = 10, 120
+QUICK, LONG = 10, 60
 # A seed, on average.
 LEAST = {
     "texts": 5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -73,13 +74,23 @@ def test_a_signal_while_a_server_is_silent_is_one_line(words: str, number: int) 
     assert line.startswith(f"outrider {words.split()[0]}: ")
 
 
+# Each command at each moment, with either signal in turn.
+STARTING = [
+    (words, *moment, number)
+    for words, numbers in (
+        (["up", "--listen", "127.0.0.1:0"], (signal.SIGINT, signal.SIGTERM)),
+        (["demo", "--per-domain", "1"], (signal.SIGTERM, signal.SIGINT)),
+    )
+    for moment, number in zip(
+        (("ray", 1), ("subprocess.Popen", 1), ("subprocess.Popen", 3), ("subprocess.Popen", 5)),
+        itertools.cycle(numbers),
+    )
+]
+
+
 @pytest.mark.soak
 @pytest.mark.ray
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    ("event", "nth"), [("ray", 1), ("subprocess.Popen", 1), ("subprocess.Popen", 3), ("subprocess.Popen", 5)]
-)
-@pytest.mark.parametrize("words", [["up", "--listen", "127.0.0.1:0"], ["demo", "--per-domain", "1"]])
+@pytest.mark.parametrize(("words", "event", "nth", "number"), STARTING)
 def test_a_signal_while_ray_starts_leaves_one_line_and_no_process(
     words: list[str], event: str, nth: int, number: int
 ) -> None:

@@ -228,14 +228,14 @@ def fire_at_coordinator(number: int, _: Path) -> None:
 
 
 DOORS: dict[str, tuple[Callable[[int, Path], None], int, int]] = {
-    "codec": (fire_at_codec, 200, 4000),
-    "machine": (fire_at_machine, 300, 8000),
-    "verifier": (fire_at_verifier, 40, 900),
-    "sampling": (fire_at_sampling, 120, 4000),
-    "client": (fire_at_client, 12, 500),
-    "http": (fire_at_http, 80, 2000),
-    "pages": (fire_at_pages, 60, 2000),
-    "coordinator": (fire_at_coordinator, 100, 1500),
+    "codec": (fire_at_codec, 200, 2000),
+    "machine": (fire_at_machine, 300, 4000),
+    "verifier": (fire_at_verifier, 40, 450),
+    "sampling": (fire_at_sampling, 120, 2000),
+    "client": (fire_at_client, 12, 250),
+    "http": (fire_at_http, 80, 1000),
+    "pages": (fire_at_pages, 60, 1000),
+    "coordinator": (fire_at_coordinator, 100, 750),
 }
 """Function that fires at each door, its number of examples in each run of the tests, and in soak."""
 
