@@ -283,9 +283,6 @@ def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
         corrupt(graph)
 
     monkeypatch.setattr(publishing, "write_graph", write_corrupted_graph)
-    with pytest.raises(ExportMismatch):
-        export_drafter(llama, tmp_path / "out", name="tiny", target_id="big", candidates=8, precision=precision)
-    assert list(tmp_path.iterdir()) == []
     published = tmp_path / "published"
     published.mkdir()
     (published / "manifest.json").write_text("the version before")
