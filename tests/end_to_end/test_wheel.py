@@ -18,7 +18,7 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.local.cluster import embedded_drafters
 from outrider.edge.testing.tiny_drafter import greedy_by_hand
 
-pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
 
 SECRET = b"a secret of the two of them"
 MAX_MEGABYTES = 250
