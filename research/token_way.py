@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 TARGET, DRAFTER = "reference", "general"
 PROMPT = "def main(argv):\n"
 BEFORE, FOLLOWED = 24, 48  # tokens of the text before those that are followed, and these
-OF_EVERY = 4  # a file that is entered less often than once in so many tokens is not on the way of each
+OF_EVERY = 8  # a file that is entered less often than once in so many tokens is not on the way of each
 
 
 @contextmanager
