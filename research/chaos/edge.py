@@ -366,7 +366,7 @@ class Edge:
 
     def _check_credit(self, frame: object) -> None:
         machine = self.machine
-        if isinstance(frame, Draft) and machine.in_flight > max(machine._stream.credit, machine._chain.sent):
+        if isinstance(frame, Draft) and machine.in_flight > max(machine._stream.credit, machine._tree.sent):
             raise Violation(f"{machine.in_flight} drafts in flight on {machine._stream.credit} of credit")
         if self.call is not None and self.call.num_under_way > MAX_UNDER_WAY:
             raise Violation(f"{self.call.num_under_way} frames under way")

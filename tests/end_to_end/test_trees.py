@@ -11,8 +11,7 @@ from test_invariant import ALL_SAMPLING, texts
 
 from outrider.proto.policy import trees as trees_module
 from outrider.proto.session import Drafted
-from outrider.proto.session.hits import HitCounter
-from outrider.proto.session.merging import Merging
+from outrider.proto.session.drafting import Drafting
 from outrider.proto.types import Grammar, GrammarKind, Patience
 
 WAITS = Patience(5.0, 6)  # so that each step has drafts, and branches beside them, on a busy machine too
@@ -74,13 +73,13 @@ async def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, re
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, prompts, monkeypatch, name) -> None:
     read: list[int] = []
-    really = Merging.add
+    really = Drafting._take_idle
 
-    def add(merging: Merging, done: Drafted, hits: HitCounter) -> None:
+    def take_idle(drafting: Drafting, done: Drafted) -> None:
         read.append(len(done.teacher_forced.drafts))
-        really(merging, done, hits)
+        really(drafting, done)
 
-    monkeypatch.setattr(Merging, "add", add)
+    monkeypatch.setattr(Drafting, "_take_idle", take_idle)
     sampling = ALL_SAMPLING[name]
 
     async def main() -> None:

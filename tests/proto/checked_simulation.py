@@ -117,7 +117,7 @@ class CheckedDrafters(ScriptedDrafters):
     def draft(self, job):
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.extend_with
         assert len(prefix) == job.start
-        wanted = tuple(self._edge.transcript) + self._edge._chain.tokens
+        wanted = tuple(self._edge.transcript) + self._edge._tree.tokens
         if job.branch >= 0:
             assert prefix[: job.branch] == wanted[: job.branch]
             assert len(self._edge.transcript) <= job.branch < len(wanted), "a branch is at a draft"
@@ -259,7 +259,7 @@ class CheckedSimulation(FaultySimulation):
                 self._granted = frame.credit
             if isinstance(frame, Commit) and frame.start + len(frame.tokens) > len(self.edge.transcript):
                 self._granted = frame.credit
-            if isinstance(frame, Commit) and frame.chain > self.edge._chain.number:  # it has followed a branch
+            if isinstance(frame, Commit) and frame.chain > self.edge._tree.number:  # it has followed a branch
                 run = enumerate(self.verifier.runs[frame.start], frame.start + len(frame.tokens))
                 self._said |= {(self.num_streams, frame.chain, position): token for position, token in run}
         super().receive(stream, frame)

@@ -46,13 +46,13 @@ class HandDrivenEdge(EdgeSession):
         """The drafting job that is due, of at most `most` tokens; None where none is."""
         if measurements is not None:
             self._meter.adopt(measurements)
-        self._drafting._job_tokens = self._drafting._allowance._job_tokens = lambda _: most
+        self._drafting._job_tokens = lambda _: most
         self._drafting.review()
         return None if self._drafting.running is not None else self._drafting.draft()
 
     def on_idle(self, now: float) -> list[Send]:
         """Return the frames that go where there is nothing to draft."""
-        return [] if self._drafting.job_runs or self.done or self.allowance() > 0 else self._sender.flush(now)
+        return [] if self._drafting.job_runs or self.done or self.allowance() > 0 else self._flush(now)
 
     def next_catch_up(self) -> CatchUpJob | None:
         return None if self._drafting.running is not None else self._drafting.catch_up()
@@ -62,7 +62,7 @@ class HandDrivenEdge(EdgeSession):
 
     @property
     def survival(self) -> float:
-        return self._meter.survival(self._chain, self.drafter)
+        return self._tree.survival(self.drafter)
 
     # --- events; frames of the verifier are those of the newest stream ---
 

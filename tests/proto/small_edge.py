@@ -211,7 +211,7 @@ class SmallEdge:
         if isinstance(job, CatchUpJob):
             return
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.extend_with
-        wanted, end = (*self.edge.transcript, *self.edge._chain.tokens), job.branch if job.branch >= 0 else None
+        wanted, end = (*self.edge.transcript, *self.edge._tree.tokens), job.branch if job.branch >= 0 else None
         if len(prefix) != job.start or prefix[:end] != wanted[:end]:
             raise Violation(f"drafter {job.drafter} would follow {prefix}, not {wanted}")
 

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.proto.policy import Measurements, branches, measurements, measures
 from outrider.proto.policy.selection import Selector
-from outrider.proto.session import VerifierRules, both_ends, measuring, merging
+from outrider.proto.session import VerifierRules, both_ends, drafting, measuring
 from outrider.proto.types import DraftToken
 
 END, LETTERS = 0, (1, 2)  # the end of a text, and the alphabet
@@ -206,7 +206,7 @@ def still_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring.SentMessages, "append", ignore)
     monkeypatch.setattr(branches, "_LONGEST", 2)
     monkeypatch.setattr(both_ends.BothEnds, "_is_better_here", lambda ends: getattr(ends, "leads", False))
-    monkeypatch.setattr(merging.Merging, "_pays", lambda *_: True)
+    monkeypatch.setattr(drafting.Drafting, "_pays", lambda *_: True)
 
 
 def known_measurements() -> Measurements:

@@ -12,7 +12,6 @@ from typing import Any
 
 from outrider.proto.session import DraftJob
 from outrider.proto.session.local import LocalDrafts
-from outrider.proto.session.merging import Merging
 from outrider.proto.types import DraftToken, Open, Opened, Sampling
 
 # Classes that decide nothing here: constants, counts, and what has been measured.
@@ -21,13 +20,12 @@ UNSEEN = frozenset(
     Window EdgeStatistics Timing RetryRules VerifierArm NoSource DraftingHere AtOnce Future AnyDrafter
     StaticSelector TargetFacts Report SentMessages Interned""".split()  # noqa: SIM905 - a list to read
 )
-REFERENCES = frozenset({"HitCounter", "Sender", "Allowance"})  # hold other parts, and no state
 UNSEEN_FIELDS = {
     "EdgeStream": "opened_at _retries _losses _losing_since",  # too many losses for a small world
     "Meter": "idle_s revision _has_commit _round_trip _mine _calibrations _drafting_s _reading_s",
     "Selection": "_num_decided _new_hits _scored _new_scores _view _due",
-    "Drafting": "last_job_s _job_tokens",
-    "Branching": "_job_s",
+    "Drafting": "last_job_s _job_tokens _price _price_at _allowed _allowed_to _worth _committed",
+    "DraftTree": "epoch _job_s",
     "Commit": "verified verified_here verified_beside cached_tokens accepted_here accepted",
     "Verified": "beside",
     "VerifierSession": "_newest_arrival _messages_received cached_tokens",
@@ -37,7 +35,6 @@ UNSEEN_FIELDS = {
     "LocalDrafts": "seconds missed _epoch",
     "LocalJob": "chance survival min_survival",
     "Slot": "ready_since began masks_by",
-    "Chain": "epoch",
     "GrammarMatcher": "_fresh _threads _left_s",
     "Slots": "_on_start",
     "SmallEdge": "now",
@@ -83,7 +80,7 @@ def copier_of(kind: type) -> Callable[[Any, dict[int, Any]], Any] | None:
     if kind in known:
         return known[kind]
     fixed = kind.__module__ in ("builtins", "numpy") or issubclass(kind, (enum.Enum, tuple, BaseException))
-    frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen and kind.__name__ not in REFERENCES
+    frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen
     if fixed or frozen or kind.__name__ in UNSEEN:
         return None
     slots = names_in(kind)
@@ -118,7 +115,7 @@ class Canon:
     def __init__(self, part: Any) -> None:
         edge = getattr(part, "edge", None)
         self._now = getattr(part, "now", 0.0)
-        self._epochs = [edge._chain.epoch if edge is not None else 0]
+        self._epochs = [edge._tree.epoch if edge is not None else 0]
         self._met: dict[int, int] = {}
 
     def of(self, value: Any) -> Any:
@@ -166,10 +163,6 @@ class Canon:
         self._epochs.pop()
         return found
 
-    def merging(self, merging: Merging) -> Any:
-        """Return what idle drafters have read of the newest chain."""
-        return tuple((other, end) for other, (epoch, end) in merging._read_to.items() if epoch == self._epochs[-1])
-
 
 FROZEN: dict[int, tuple[Any, Any]] = {}  # what never changes, so that it lives on, and its form
 JOB = tuple(name for name in names_in(DraftJob) if name != "epoch")
@@ -190,11 +183,10 @@ def form_of(kind: type) -> Callable[[Canon, Any], Any] | None:
         Sampling: Canon.frozen,
         DraftJob: Canon.job,
         LocalDrafts: Canon.local,
-        Merging: Canon.merging,
     }
     if kind in special:
         return special[kind]
-    if kind.__name__ in UNSEEN | REFERENCES or (kind.__module__ == "builtins" and kind not in (set, frozenset)):
+    if kind.__name__ in UNSEEN or (kind.__module__ == "builtins" and kind not in (set, frozenset)):
         return None
     if issubclass(kind, (set, frozenset)):
         return lambda canon, value: tuple(sorted(map(canon.of, value)))

@@ -298,7 +298,7 @@ class World:
         if drafts is None or not self.edge(state).edge.connected:
             return
         edge, (transcript, number, received) = self.edge(state).edge, drafts
-        chain = edge._chain
+        chain = edge._tree
         if transcript != edge.transcript or number != chain.number:
             return
         sent = token_ids(chain.drafts[: chain.sent])

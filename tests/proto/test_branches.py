@@ -15,7 +15,7 @@ from outrider.proto.policy import Measurements
 from outrider.proto.policy.branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches
 from outrider.proto.session import Drafted, DraftJob, Verified, VerifierSession
 from outrider.proto.session import verifier as verifier_module
-from outrider.proto.session.chain import Chain
+from outrider.proto.session.tree import DraftTree
 from outrider.proto.types import (
     Branch,
     Branches,
@@ -195,19 +195,19 @@ def edge_with_branch(sent: bool = True) -> HandDrivenEdge:
     edge.on_opened(Opened(0, 64, 100, "v", 512, branches=True), 0.0)
     job = edge.next_job(3)
     edge.handle(Drafted(job, tuple(DraftToken(i, 0.5, runners_up=(7,)) for i in (4, 5, 6)), 0.003), 0.1)
-    assert edge._chain.sent == 3
-    edge.handle(Drafted(DraftJob(4, (7,), 2, edge._chain.epoch, branch=4), drafts(1, 2), 0.001), 0.15)
+    assert edge._tree.sent == 3
+    edge.handle(Drafted(DraftJob(4, (7,), 2, edge._tree.epoch, branch=4), drafts(1, 2), 0.001), 0.15)
     if sent:
-        (message,) = edge._sender.send_branches(0.2, finished=True)
+        (message,) = edge._send_branches(0.2, finished=True)
         assert message.frame == Branches(0, (Branch(4, (7, 1, 2)),))
-        assert not edge._sender.send_branches(0.2, finished=True), "it is sent once"
+        assert not edge._send_branches(0.2, finished=True), "it is sent once"
     return edge
 
 
 def test_the_edge_follows_the_branch_that_its_verifier_has_taken() -> None:
     edge = edge_with_branch()
     edge.on_commit(Commit(3, committed(4, 7), 1, 64, chain=1, verified=3), 0.3)
-    chain = edge._chain
+    chain = edge._tree
     assert (chain.number, chain.tokens, chain.sent) == (1, (1, 2), 2), "it need not send it again"
     assert edge.statistics.branches_taken == 1
 
@@ -236,9 +236,9 @@ def test_a_drafter_that_has_nothing_to_say_after_a_branch_is_not_asked_again() -
 
 
 def test_a_chain_that_ends_otherwise_takes_no_number_of_a_branch() -> None:
-    chain = Chain()
+    chain = HandDrivenEdge(open_frame())._tree
     chain.drafts = list(drafts(1, 2))
-    chain.send(3, drafts(1, 2), ("general", "1"), complete=False)
+    chain.send(drafts(1, 2), ("general", "1"), complete=False)
     chain.branched = True
     chain.abandon()
     assert chain.number == 2
@@ -311,12 +311,12 @@ def test_a_verifier_that_takes_a_branch_for_text_is_found(monkeypatch) -> None:
 def test_an_edge_that_forgets_whose_number_is_whose_is_found(monkeypatch) -> None:
     """A chain of a number that the verifier has given a branch contradicts it."""
 
-    def resend(self: Chain) -> None:
+    def resend(self: DraftTree) -> None:
         self.sent, self.said_complete = 0, False
         self.number += self._number_used
         self._number_used = self.branched = False
 
-    monkeypatch.setattr(Chain, "resend", resend)
-    monkeypatch.setattr(Chain, "follow_branch", lambda self, tokens, number, borrowed: None)
+    monkeypatch.setattr(DraftTree, "resend", resend)
+    monkeypatch.setattr(DraftTree, "follow", lambda self, tokens, number, borrowed: None)
     with pytest.raises((AssertionError, OutriderError)):
         decode_all(LINKS["near"])

@@ -21,7 +21,7 @@ from outrider.proto.session import (
     StreamReady,
     TeacherForced,
 )
-from outrider.proto.session.branching import Branching
+from outrider.proto.session.tree import Beside, DraftTree
 from outrider.proto.types import (
     Branches,
     Commit,
@@ -190,12 +190,12 @@ def test_an_edge_goes_on_with_the_run_of_a_branch_that_it_has_sent(delay_s) -> N
 def test_a_run_in_place_of_one_that_was_sent_is_found(monkeypatch) -> None:
     """Nothing counts as sent, and a branch that has a run gets another drafter's."""
 
-    def likeliest_other(self: Branching) -> tuple[float, int, int, int] | None:
-        others = self._others.items()
-        return max(((taken, *key, other) for key, (taken, other) in others if key not in self._begun), default=None)
+    def likeliest_other(self: DraftTree) -> tuple[float, int, int, int] | None:
+        others = ((key, each) for key, each in self.branches.items() if each.other >= 0 and not each.asked)
+        return max(((each.worth, *key, each.other) for key, each in others), default=None)
 
-    monkeypatch.setattr(Branching, "_sent", property(lambda _: set(), lambda *_: None), raising=False)
-    monkeypatch.setattr(Branching, "likeliest_other", likeliest_other)
+    monkeypatch.setattr(Beside, "sent", property(lambda _: False, lambda *_: None))
+    monkeypatch.setattr(DraftTree, "likeliest_other", likeliest_other)
     with pytest.raises(AssertionError, match="leaves drafts out"):
         simulated(24, Faults(delay_s=0.002), other=0.9, runners_up=2).run()
 
@@ -210,7 +210,7 @@ def test_no_branch_repeats_another_or_the_chain_and_each_is_worth_its_bytes(runn
         def send(frame, simulation=simulation, really=really) -> None:
             if isinstance(frame, Draft | Branches):
                 frames.append(frame)
-                chain = dict(enumerate(simulation.edge._chain.tokens, len(simulation.edge.transcript)))
+                chain = dict(enumerate(simulation.edge._tree.tokens, len(simulation.edge.transcript)))
                 assert all(chain[branch.start] != branch.tokens[0] for branch in frame.branches)
             really(frame)
 

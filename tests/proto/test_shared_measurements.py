@@ -135,7 +135,7 @@ def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
     for _ in range(300):
         rosy.of("").calibration.add(0.99, True)
     edge.handle(Drafted(job, drafts_of((1,), (0.99,)), 0.001), 0.4, rosy)
-    assert edge._meter.survival(edge._chain, edge.drafter) < 0.3
+    assert edge._tree.survival(edge.drafter) < 0.3
     assert math.isclose(rosy.of("").calibration.chance(0.99), 0.995)
 
 

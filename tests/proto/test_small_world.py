@@ -15,7 +15,7 @@ from state_search import Found, Search
 
 from outrider.cloud.serving.slots import Slots
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.session import branching, received, step_tree, stream
+from outrider.proto.session import received, step_tree, stream, tree
 
 __all__ = ["still_measurements"]
 
@@ -124,18 +124,19 @@ def the_clock_runs_on(monkeypatch) -> Rules:
 
 def runs_change(monkeypatch) -> None:
     """Wrong: a run that was sent is replaced by another drafter's, or lengthened."""
-    rightly = branching.Branching.add
+    rightly = tree.DraftTree.add
 
     def add(self, done):
-        self._sent.discard((done.job.branch, done.job.extend_with[done.job.branch - done.job.truncate_to]))
+        self._make((done.job.branch, done.job.extend_with[done.job.branch - done.job.truncate_to])).sent = False
         rightly(self, done)
 
     def likeliest_other(self):
-        lacking = [(taken, *key, other) for key, (taken, other) in self._others.items() if key not in self._begun]
+        others = ((key, each) for key, each in self.branches.items() if each.other >= 0 and not each.asked)
+        lacking = [(each.worth, *key, each.other) for key, each in others]
         return max(lacking, default=None)
 
-    monkeypatch.setattr(branching.Branching, "add", add)
-    monkeypatch.setattr(branching.Branching, "likeliest_other", likeliest_other)
+    monkeypatch.setattr(tree.DraftTree, "add", add)
+    monkeypatch.setattr(tree.DraftTree, "likeliest_other", likeliest_other)
 
 
 def a_run_grows(monkeypatch) -> Rules:
@@ -152,7 +153,7 @@ def a_run_is_replaced(monkeypatch) -> Rules:
 
 def contradictions_end_texts(monkeypatch) -> Rules:
     """Wrong: the edge goes on with less of a run than it has sent, and a verifier ends the text that contradicts it."""
-    rightly_taken, rightly_received = branching.Branching.take, received.ReceivedDrafts._take
+    rightly_taken, rightly_received = tree.DraftTree.take, received.ReceivedDrafts._take
 
     def take(self, position, draft, token):
         return rightly_taken(self, position, draft, token)[:1]
@@ -163,7 +164,7 @@ def contradictions_end_texts(monkeypatch) -> Rules:
             raise InvalidArgument("contradicts what the chain said", field="draft.tokens")
         return rightly_received(self, position, token)
 
-    monkeypatch.setattr(branching.Branching, "take", take)
+    monkeypatch.setattr(tree.DraftTree, "take", take)
     monkeypatch.setattr(received.ReceivedDrafts, "_take", receive)
     monkeypatch.setattr(World, "_check_chains", lambda *_: None)  # which would notice before
     return RUNS
@@ -171,8 +172,8 @@ def contradictions_end_texts(monkeypatch) -> Rules:
 
 def silent_drafters_are_asked_again(monkeypatch) -> Rules:
     """Wrong: a drafter that has nothing to say after a branch is asked again at once."""
-    rightly = branching.Branching.add
-    monkeypatch.setattr(branching.Branching, "add", lambda self, done: rightly(self, done) if done.drafts else None)
+    rightly = tree.DraftTree.add
+    monkeypatch.setattr(tree.DraftTree, "add", lambda self, done: rightly(self, done) if done.drafts else None)
     return EVERYTHING
 
 

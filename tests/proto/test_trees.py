@@ -372,8 +372,8 @@ def test_an_edge_goes_on_after_a_branch_of_one_token() -> None:
     machine.handle(Drafted(job, tuple(DraftToken(i, 0.5, runners_up=(7, 2)) for i in (4, 5, 6)), 0.003), 0.1)
     machine.on_commit(Commit(3, committed(4, 7, 1), 2, 64, chain=0, verified=2, verified_beside=3), 0.3)
     assert machine.transcript == [3, 1, 2, 4, 7, 1]
-    assert machine._chain.tokens == ()
-    assert machine._chain.number == 1, "the old chain is dead"
+    assert machine._tree.tokens == ()
+    assert machine._tree.number == 1, "the old chain is dead"
     assert machine.statistics.verified_beside == 3
 
 

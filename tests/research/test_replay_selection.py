@@ -16,7 +16,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
-from outrider.proto.session.allowance import Allowance
+from outrider.proto.session.drafting import Drafting
 from research.replay.lengths import synchronous
 from research.replay.texts import PoolText, joined, texts_of
 from research.replay.traced import Policy
@@ -363,15 +363,16 @@ def test_a_window_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch)
         return len(questions)
 
     questions: list[None] = []
-    ask = Allowance._tokens
-    monkeypatch.setattr(Allowance, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
+    ask = Drafting._tokens
+    monkeypatch.setattr(Drafting, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
     kept = trajectories()
     few = asked()
-    monkeypatch.setattr(Allowance, "tokens", Allowance._tokens)
+    kept_allowance = Drafting.allowance
+    monkeypatch.setattr(Drafting, "allowance", lambda self: self.review() or kept_allowance(self))
     assert trajectories() == kept
     assert asked() - few > few
     monkeypatch.undo()
-    monkeypatch.setattr(Allowance, "review", lambda self: None)
+    monkeypatch.setattr(Drafting, "review", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
         assert trajectories() == kept
 
@@ -380,15 +381,15 @@ def test_a_window_asked_at_a_kept_price_decides_as_if_asked_at_the_newest(monkey
     def trajectories() -> list[tuple[list[float], list[int]]]:
         return played(lambda: default_selector(len(FAMILY)))
 
-    def priced_again(self: Allowance, drafter: int) -> int:
+    def priced_again(self: Drafting, drafter: int) -> int:
         self._price_at = -1
         return ask(self, drafter)
 
-    ask, price_of, prices = Allowance._tokens, Allowance._price_of, dict[Allowance, DraftPrice]()
+    ask, price_of, prices = Drafting._tokens, Drafting._price_of, dict[Drafting, DraftPrice]()
     kept = trajectories()
-    monkeypatch.setattr(Allowance, "_tokens", priced_again)
+    monkeypatch.setattr(Drafting, "_tokens", priced_again)
     assert trajectories() == kept
-    monkeypatch.setattr(Allowance, "_price_of", lambda self: prices.setdefault(self, price_of(self)))
+    monkeypatch.setattr(Drafting, "_price_of", lambda self: prices.setdefault(self, price_of(self)))
     assert trajectories() != kept, "a price that is kept for good is another"
 
 

@@ -14,7 +14,6 @@ The verifier's half is in `verifier`, `admission`, `received` and `acceptance`; 
 from __future__ import annotations
 
 from outrider.proto.session.admission import VerifierRules
-from outrider.proto.session.chain import DrafterName
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
     CaughtUp,
@@ -34,7 +33,7 @@ from outrider.proto.session.events import (
 )
 from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import SentMessages, SharedMeasurements
-from outrider.proto.session.selection import PROMPT_TOKENS, Selection
+from outrider.proto.session.selection import PROMPT_TOKENS, DrafterName, Selection
 from outrider.proto.session.steering import DrafterSteering
 from outrider.proto.session.stream import RetryRules
 from outrider.proto.session.text import DrafterCounts, EdgeStatistics

@@ -1,31 +1,41 @@
-"""The drafters of one text: which is active, how far ahead it drafts, and the fate of its drafts."""
+"""The drafters of one text: which is active, how far ahead it drafts, what idle ones add, and the fate of all drafts.
+
+Idle drafters catch up with the text, and where steps verify branches they read the chain, which shows their own
+proposals in place of the drafts. One that differs is a branch, worth a row by the share of misses at which this drafter
+had the token. What it proposes after that is drafted where it is likely enough. A drafter whose branches bring less
+than the time that reading takes rests.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from outrider.proto.drafter_format import published_name
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import Window
-from outrider.proto.session.allowance import Allowance
-from outrider.proto.session.branching import Branching
-from outrider.proto.session.chain import Chain, DrafterName
+from outrider.proto.policy.measures import Smoothed
+from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice
 from outrider.proto.session.events import CaughtUp, Drafted
-from outrider.proto.session.hits import HitCounter
-from outrider.proto.session.jobs import CatchUpJob, DraftJob
+from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
-from outrider.proto.session.merging import Merging
-from outrider.proto.session.selection import Selection
+from outrider.proto.session.selection import DrafterName, Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
+from outrider.proto.session.tree import DraftTree
 from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, DraftToken, token_ids
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 JOB_S = 0.004  # drafting time between looks at the verifier's frames
 MAX_JOB_TOKENS = 8
+RUN = 8  # most tokens that an idle drafter proposes after its own in place of a draft
+FIRST_S = 0.0005  # assumed time of an idle drafter's job before the first
+MAX_UNREAD = 64  # tokens of the transcript that an idle drafter reads before the chain
+REST = 12  # chains that are not read after one did not pay
+CHEAP_S = 0.0005  # longest time of a job for branches; whoever takes longer only drafts
 
 
 def job_tokens(drafting_s: float) -> int:
@@ -35,6 +45,21 @@ def job_tokens(drafting_s: float) -> int:
     return max(1, min(MAX_JOB_TOKENS, int(JOB_S / drafting_s)))
 
 
+@dataclass(slots=True)
+class Worth:
+    """Worth of an idle drafter's reading of chains.
+
+    Attributes:
+        seconds: time of one, in seconds.
+        gain: expected tokens that its branches add to a step.
+        rests_until: epoch of the next chain that it reads.
+    """
+
+    seconds: Smoothed = field(default_factory=Smoothed)
+    gain: Smoothed = field(default_factory=Smoothed)
+    rests_until: int = 0
+
+
 class Drafting:
     """Issues jobs to drafters, one at a time, and compares their proposals with the text.
 
@@ -42,42 +67,41 @@ class Drafting:
         enabled: whether there is a drafter that works.
         running: job that no event has answered yet.
         last_job_s: duration of the newest job, in seconds.
-        branching: branches of the chain.
-        merging: branches that idle drafters make.
     """
 
     def __init__(
         self,
         text: EdgeText,
-        chain: Chain,
+        tree: DraftTree,
         stream: EdgeStream,
         meter: Meter,
         selection: Selection,
         window: Window,
         *,
         vectors: VectorKeeper | None,
-        battery: float,
         job_tokens: Callable[[float], int],
     ) -> None:
         self.enabled = text.frame.drafting
         self.running: DraftJob | CatchUpJob | None = None
         self.last_job_s = 0.0
         self._text = text
-        self._chain = chain
+        self._tree = tree
         self._stream = stream
         self._meter = meter
         self._selection = selection
-        self._allowance = Allowance(text, chain, stream, meter, window=window, job_tokens=job_tokens)
-        self._verifier = VerifierArm()
-        self._hits = HitCounter(text, meter, selection)
-        self.branching = Branching(text, chain, stream, meter, battery)
-        self.merging = Merging(text, chain, meter, self.branching, selection)
+        self._window = window
         self._vectors = vectors
         self._job_tokens = job_tokens
+        self._price = UNKNOWN_PRICE
+        self._price_at = -1  # revision of the measurements
+        self._allowed, self._allowed_to = 0, -1  # tokens since the last review, and their drafter; -1: none
+        self._verifier = VerifierArm()
         self._choice_due = True
         self._yields = False  # the verifier's own drafter is the better one
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
         self._issued_in = self._replaced_in = 0  # turns in which the newest job was issued, and drafters replaced
+        self._worth: dict[str, Worth] = {}  # of idle drafters, by name
+        self._committed = 0  # length of the transcript when the newest job for branches was issued
         selection.begin_text(text.prompt_length, 0)
 
     @property
@@ -101,15 +125,53 @@ class Drafting:
         """Whether the active drafter has a drafting job."""
         return isinstance(self.running, DraftJob) and self.running.drafter == self.active
 
+    # --- how far ahead ---
+
     def review(self) -> None:
         """Compute the allowance once more, now that an event may have changed what it depends on."""
-        self._allowance.review()
+        self._allowed_to = -1
 
     def allowance(self) -> int:
         """Return how many more tokens may be drafted in the next job."""
         if self._stalled or self._yields or not self.enabled:
             return 0
-        return self._allowance.tokens(self._selection.current)
+        if self._allowed_to != self.active:
+            self._allowed, self._allowed_to = self._tokens(self.active), self.active
+        return self._allowed
+
+    def _tokens(self, drafter: int) -> int:
+        """Return how many more tokens a drafter may draft: by credit, length of text and job, and the window."""
+        text, stream, meter = self._text, self._stream, self._meter
+        in_flight = len(self._tree)
+        room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
+        if room <= 0 or not stream.takes_drafts or text.done:
+            return 0
+        mine = meter.drafter(drafter)
+        drafting_s = mine.drafting_s.value
+        if self._price_at != meter.revision:
+            self._price_at, self._price = meter.revision, self._price_of()
+        return self._window.more(
+            self._price,
+            min(room, self._job_tokens(drafting_s)),
+            in_flight=in_flight,
+            survival=self._tree.survival(drafter),
+            acceptance=mine.calibration.acceptance.rate,
+            drafting_s=drafting_s,
+            covered=stream.covered,
+        )
+
+    def _price_of(self) -> DraftPrice:
+        """Return the price of a draft by the present measurements."""
+        measured = self._meter.measurements
+        step_s, row_s = measured.step.fit()
+        return self._window.price(
+            step_s=step_s,
+            row_s=row_s,
+            round_trip_s=self._meter.round_trip_s,
+            byte_s=measured.round_trip.slope,
+            token_s=measured.pace.token_s,
+            goal=self._stream.terms.goal,
+        )
 
     @property
     def rests(self) -> bool:
@@ -129,7 +191,7 @@ class Drafting:
         stream = self._stream
         if not stream.connected and self._selection.reads_prompt(len(self._text.tokens)):
             return None  # what the prompt tells of the drafters decides which of them is first
-        if self._choice_due and self.enabled and stream.takes_drafts and not self._chain:
+        if self._choice_due and self.enabled and stream.takes_drafts and not self._tree:
             self._choice_due = False
             _choose(self._selection, self._meter, self._text)
         count = self.allowance()
@@ -137,7 +199,7 @@ class Drafting:
 
     def _draft(self, count: int) -> DraftJob:
         """Issue a job of at most `count` tokens after the drafts in flight."""
-        selection, drafts = self._selection, self._chain.tokens
+        selection, drafts = self._selection, self._tree.tokens
         committed, agreed = len(self._text.tokens), selection.agreed
         after = (*self._text.tokens[agreed:], *drafts[max(0, agreed - committed) :])
         forced = max(0, committed - selection.forced_from(committed, self.active))
@@ -147,7 +209,7 @@ class Drafting:
             truncate_to=agreed,
             extend_with=after,
             count=count,
-            epoch=self._chain.epoch,
+            epoch=self._tree.epoch,
             steer=None if vectors is None else _steer(vectors, self._text, self._meter, prefix_length - 1),
             drafter=self.active,
             skip=committed - forced - agreed if forced else 0,
@@ -162,7 +224,7 @@ class Drafting:
         selection, committed = self._selection, len(self._text.tokens)
         if self._text.done or not self.enabled or selection.agreed < committed:
             return None
-        job = self.branching.job(self.active, selection.agreed, self._job_tokens, now)
+        job = self._tree.job(self.active, selection.agreed, self._job_tokens, now)
         if job is not None:
             selection.agreed = job.branch
             self.running, self._issued_in = job, self._text.turns
@@ -170,10 +232,75 @@ class Drafting:
 
     def merge(self, within_s: float) -> DraftJob | None:
         """Issue a job of at most `within_s` seconds to an idle drafter, for branches; None: there is none that pays."""
-        job = self.merging.job(within_s)
+        within_s = min(within_s, CHEAP_S)
+        if within_s <= 0 or self._selection.drafters < 2 or self._text.done:
+            return None
+        if not (self._tree and self._tree.takes_others):
+            return None
+        self._committed = len(self._text.tokens)
+        job = self._reading(within_s) or self._run(within_s)
         if job is not None:
+            self._selection.note_read(job.drafter, self._committed)
             self.running, self._issued_in = job, self._text.turns
         return job
+
+    def _reading(self, within_s: float) -> DraftJob | None:
+        """Return a job in which a drafter reads what it lacks of the text, and the chain."""
+        other = next((other for other in self._selection.idle if self._should_read(other, within_s)), None)
+        if other is None:
+            return None
+        agreed, committed, chain = self._selection.read(other), self._committed, self._tree.tokens
+        forced_from = max(1, self._selection.forced_from(committed, other))
+        return DraftJob(
+            truncate_to=agreed,
+            extend_with=(*self._text.tokens[agreed:], *chain),
+            count=0,
+            epoch=self._tree.epoch,
+            drafter=other,
+            skip=forced_from - agreed,
+            teacher_forced=committed + len(chain) - forced_from,
+        )
+
+    def _should_read(self, other: int, within_s: float) -> bool:
+        if self._tree.read_to.get(other, 0) >= self._committed + len(self._tree):
+            return False
+        worth = self._worth.setdefault(self._selection.names[other], Worth())
+        if self._tree.epoch < worth.rests_until or self._committed - self._selection.read(other) > MAX_UNREAD:
+            return False
+        return (worth.seconds.value or FIRST_S) <= within_s
+
+    def _run(self, within_s: float) -> DraftJob | None:
+        """Return a job in which a drafter goes on after its own token in place of a draft."""
+        found = self._tree.likeliest_other()
+        if found is None:
+            return None
+        chance, position, token, other = found
+        measured = self._meter.drafter(other)
+        token_s = measured.drafting_s.value or FIRST_S / RUN
+        count = min(RUN, int(within_s / token_s))
+        follows, active = measured.calibration.acceptance.rate, self._meter.drafter(self._selection.current)
+        if follows <= active.calibration.acceptance.rate:
+            return None  # the active drafter's own drafts are better than more of these
+        gain = chance * follows * (1 - follows**count) / (1 - follows)
+        if not count or not self._pays(gain, count * token_s):
+            return None
+        self._tree.branches[position, token].asked = True
+        committed, agreed = self._committed, self._selection.read(other)
+        forced = committed - max(1, self._selection.forced_from(committed, other))
+        return DraftJob(
+            truncate_to=agreed,
+            extend_with=(*self._text.tokens[agreed:], *self._tree.tokens[: position - committed], token),
+            count=count,
+            epoch=self._tree.epoch,
+            drafter=other,
+            skip=committed - forced - agreed if forced else 0,
+            teacher_forced=forced,
+            branch=position,
+        )
+
+    def _pays(self, gain: float, seconds: float) -> bool:
+        """Return whether so many tokens more in a step are worth the work of an idle drafter."""
+        return gain * self._meter.measurements.pace.token_s > seconds
 
     def catch_up(self) -> CatchUpJob | None:
         """Issue a job to an idle drafter; None: there is nothing worth reading, or the first Open has not left yet."""
@@ -204,14 +331,14 @@ class Drafting:
         this_turn = self._issued_in == text.turns
         if job.drafter != self.active:
             if this_turn:
-                self.merging.add(done, self._hits)
+                self._take_idle(done)
             return
         if this_turn:
-            self._hits.compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
+            self._compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
         if job.branch >= 0:
-            self.branching.add(done)
+            self._tree.add(done)
             return
-        if job.epoch != self._chain.epoch:
+        if job.epoch != self._tree.epoch:
             selection.agreed = min(selection.agreed, job.start)
             return
         text.statistics.drafted += len(drafts)
@@ -223,17 +350,17 @@ class Drafting:
         overtaken = max(0, min(len(drafts), len(text.tokens) - job.start))
         if not self._meet(drafts[:overtaken], job.start):
             return
-        room = max(0, self._stream.credit - len(self._chain))  # the credit may have shrunk meanwhile
-        self._chain.drafts += drafts[overtaken : overtaken + room]
+        room = max(0, self._stream.credit - len(self._tree))  # the credit may have shrunk meanwhile
+        self._tree.drafts += drafts[overtaken : overtaken + room]
         if drafts[overtaken:]:
-            selection.agreed = max(selection.agreed, len(text.tokens) + len(self._chain))
+            selection.agreed = max(selection.agreed, len(text.tokens) + len(self._tree))
 
     def _meet(self, drafts: tuple[DraftToken, ...], start: int) -> bool:
         """Compare drafts with the tokens that were committed meanwhile, from `start` on; return whether all agree."""
         if not drafts:
             return True
         committed = self._text.tokens[start : start + len(drafts)]
-        hits = self._hits.compare(self.active, start, drafts, committed)
+        hits = self._compare(start, drafts, committed)
         agree = hits == len(drafts)
         self._selection.agreed = start + hits
         self._choice_due = self._choice_due or not agree
@@ -249,7 +376,7 @@ class Drafting:
         self._meter.time_reading(job.drafter, done.seconds / len(job.tokens))
         text.statistics.read += len(job.tokens)
         self._selection.note_prompt(job.drafter, done.teacher_forced.log_q)
-        self._hits.compare_forced(job.drafter, job.start, done.teacher_forced)
+        self._compare_forced(job.drafter, job.start, done.teacher_forced)
         return True
 
     def fail(self, error: OutriderError, drafter: int) -> None:
@@ -262,6 +389,64 @@ class Drafting:
         if drafter == self.active:
             self.abandon()
 
+    def _take_idle(self, done: Drafted) -> None:
+        """Take in what an idle drafter has read of the chain, or the run of its branch."""
+        job, other, drafts = done.job, done.job.drafter, done.teacher_forced.drafts
+        known = min(len(drafts), self._committed - job.truncate_to - job.skip)
+        if known > 0:
+            self._compare_forced(other, self._committed - known, TeacherForced(drafts[:known]))
+        if job.count:
+            self._meter.time_drafting(other, done.seconds / max(1, len(done.drafts)))
+            self._tree.add(done)
+            return
+        self._text.statistics.read += len(job.extend_with)
+        worth = self._worth.setdefault(self._selection.names[other], Worth())
+        worth.seconds.add(done.seconds)
+        if job.epoch != self._tree.epoch:
+            return
+        self._tree.read_to[other] = job.start
+        worth.gain.add(self._tree.propose(other, self.active, self._committed, drafts[max(0, known) :]))
+        if not self._pays(worth.gain.value, worth.seconds.value):
+            worth.rests_until = self._tree.epoch + REST
+
+    # --- hits ---
+
+    def _compare(self, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int], borrowed: int = 0) -> int:
+        """Count the active drafter's drafts from `start` on, up to the first that misses; return the hits before it.
+
+        The first `borrowed` of them are another's, and say nothing of this one.
+        """
+        hits = next((i for i, draft in enumerate(drafts) if draft.id != tokens[i]), len(drafts))
+        compared = drafts[: hits + 1]
+        if not compared:
+            return 0
+        own = range(min(borrowed, len(compared)), len(compared))
+        if borrowed:
+            self._meter.forget_chances()
+        if own:
+            self._learn(self.active, start + own.start, [i < hits for i in own], compared[own.start :])
+        self._text.statistics.compared += len(compared)
+        self._text.statistics.hits += hits
+        return hits
+
+    def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
+        """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
+        known = max(0, self._selection.first_undecided(drafter) - start)
+        drafts, start = forced.drafts[known:], start + known
+        if not drafts:
+            return
+        committed = self._text.tokens[start : start + len(drafts)]
+        hits = [draft.id == token for draft, token in zip(drafts, committed, strict=True)]
+        self._learn(drafter, start, hits, drafts)
+
+    def _learn(self, drafter: int, start: int, hits: list[bool], drafts: Sequence[DraftToken]) -> None:
+        """Count the hits of a drafter's proposals for positions from `start` on."""
+        self._meter.compare(drafter, [draft.lead for draft in drafts], hits)
+        self._selection.note(drafter, start, hits)
+        counts = self._text.statistics.of(self._selection.names[drafter])
+        counts.compared += len(hits)
+        counts.hits += sum(hits)
+
     # --- the text goes on ---
 
     def begin_turn(self, kept: int, selection: Selection | None) -> None:
@@ -271,10 +456,9 @@ class Drafting:
         """
         if selection is not None:
             self.enabled = selection.take_over(self._selection)
-            self._selection = self.merging.selection = selection
+            self._selection = selection
             self._replaced_in = self._text.turns
             self._meter.take_drafters(selection.names)
-            self._hits = HitCounter(self._text, self._meter, selection)
             if self.enabled:
                 self._text.statistics.drafter_error = ""
         self._stalled = self._yields = False
@@ -286,25 +470,25 @@ class Drafting:
         """Forget all drafts in flight."""
         self._selection.agreed = min(self._selection.agreed, len(self._text.tokens))
         self._choice_due = True
-        self.branching.forget()
-        self._chain.abandon()
+        self._tree.abandon()
 
     def commit(self, commit: Commit, known: int, seconds: float) -> None:
         """Append the commit's tokens after the first `known`, which came after `seconds`, to text and chain."""
-        text, chain, position = self._text, self._chain, len(self._text.tokens)
+        text, tree, position = self._text, self._tree, len(self._text.tokens)
         tokens = token_ids(commit.tokens[known:])
         text.tokens += tokens
         met = 0
         while True:
             # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
-            drafts = chain.drafts[: len(tokens) - met]
-            hits = self._hits.compare(self.active, position + met, drafts, tokens[met:], chain.borrowed)
+            drafts = tree.drafts[: len(tokens) - met]
+            hits = self._compare(position + met, drafts, tokens[met:], tree.borrowed)
             if hits == len(drafts):
                 break
             met += hits + 1
-            self._miss(position + met - 1, drafts[hits], tokens[met - 1], commit.chain)
-        chain.advance(hits)
-        self.branching.advance()
+            self._choice_due = True
+            self._selection.agreed = min(self._selection.agreed, position + met - 1)
+            tree.miss(position + met - 1, drafts[hits], tokens[met - 1], commit.chain)
+        tree.advance(hits)
         self._verifier.take(commit)
         self._yields = self._verifier.is_better_than(self._meter.drafter(self.active).calibration.acceptance)
         self._choice_due = self._choice_due or self.rests  # a chain would be another drafter's, perhaps
@@ -317,15 +501,6 @@ class Drafting:
             agreement=math.nan if commit.reward is None else commit.reward,
             seconds=seconds,
         )
-
-    def _miss(self, position: int, draft: DraftToken, token: int, chain: int) -> None:
-        """Go on with the branch of `token`, if there is one; `chain` is the newest that the verifier knows."""
-        branch, taken = self.branching.take(position, draft, token), chain > self._chain.number
-        self.abandon()
-        self._selection.agreed = min(self._selection.agreed, position)
-        if branch:
-            self._chain.follow_branch(branch, chain if taken else 0, len(branch) if self.branching.borrowed else 0)
-            self._text.statistics.branches_taken += taken
 
     def resume(self) -> None:
         """Ask a drafter that had nothing to say again."""

@@ -16,12 +16,16 @@ since this machine's last event, and `measurements` of the machine are the newes
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import operator
 from collections.abc import Callable
 
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken, bounded_retry_s
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.session.chain import Chain, DrafterName
+from outrider.proto.policy.branches import BRANCH_BYTES
+from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush, worth_a_message
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
     CaughtUp,
@@ -37,25 +41,31 @@ from outrider.proto.session.events import (
     TurnBegun,
 )
 from outrider.proto.session.measuring import Meter
-from outrider.proto.session.selection import Selection
-from outrider.proto.session.sending import Sender
+from outrider.proto.session.selection import DrafterName, Selection
 from outrider.proto.session.steering import DrafterSteering, VectorKeeper
 from outrider.proto.session.stream import EdgeStream, RetryRules, check_terms
 from outrider.proto.session.text import EdgeStatistics, EdgeText
+from outrider.proto.session.tree import DraftTree
 from outrider.proto.types import (
     Cancel,
     CloudFrame,
     Commit,
+    DraftToken,
     FinishReason,
+    Goal,
     Goaway,
     Open,
     Opened,
     PromptLogprobs,
+    Report,
     Sampling,
     Steering,
+    token_ids,
 )
 
 log = logging.getLogger(__name__)
+
+_TOKENS_OF_A_BRANCH = BRANCH_BYTES // TOKEN_BYTES  # whose bytes it has
 
 
 class EdgeSession:
@@ -95,14 +105,20 @@ class EdgeSession:
         selection = selection or Selection.of_one()
         self._vectors = VectorKeeper(frame.steering, steering) if frame.steering and steering else None
         self._text = EdgeText(frame)
-        self._chain = Chain()
         self._stream = EdgeStream(self._text, retry or RetryRules())
         self._meter = Meter(selection.names, measurements or Measurements())
-        parts = self._text, self._chain, self._stream, self._meter
+        self._tree = DraftTree(self._text, self._stream, self._meter, battery)
         self._drafting = Drafting(
-            *parts, selection, window or Window(), vectors=self._vectors, battery=battery, job_tokens=job_tokens
+            self._text,
+            self._tree,
+            self._stream,
+            self._meter,
+            selection,
+            window or Window(),
+            vectors=self._vectors,
+            job_tokens=job_tokens,
         )
-        self._sender = Sender(*parts, self._drafting, self._vectors, send_q)
+        self._send_q = send_q
 
     # --- state that a shell may read ---
 
@@ -119,7 +135,7 @@ class EdgeSession:
     @property
     def in_flight(self) -> int:
         """Number of drafted tokens that no commit has met yet."""
-        return len(self._chain)
+        return len(self._tree)
 
     @property
     def sampling(self) -> Sampling:
@@ -215,7 +231,7 @@ class EdgeSession:
             case Drafted():
                 return self._drafted(event, now)
             case CaughtUp():
-                return self._sender.flush(now) if self._drafting.take_reading(event) else []
+                return self._flush(now) if self._drafting.take_reading(event) else []
             case Opened():
                 return self._opened(event, now)
             case StreamReady():
@@ -241,9 +257,9 @@ class EdgeSession:
         draft = self._drafting.draft()
         if draft is not None:
             return [draft]
-        held = [] if self.done else self._sender.flush(now)
+        held = [] if self.done else self._flush(now)
         job = self._drafting.merge(self._meter.idle_s(now)) or self._drafting.catch_up() or self._drafting.branch(now)
-        held += self._sender.send_branches(now, finished=job is None)
+        held += self._send_branches(now, finished=job is None)
         return held if job is None else [*held, job]
 
     # --- streams ---
@@ -254,9 +270,8 @@ class EdgeSession:
         steering = self._vectors.request(drafting=drafting) if self._vectors is not None else None
         frame = self._stream.open(ready.lease, now, drafting=drafting, steering=steering, expected=ready.expected)
         self._meter.open_stream(now)
-        self._chain.begin_stream()
-        self._drafting.branching.forget()  # this verifier has none
-        return [Send(frame), *self._sender.flush(now)]
+        self._tree.begin_stream()
+        return [Send(frame), *self._flush(now)]
 
     def _opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
         """Take up a stream, over which drafts may have gone before."""
@@ -271,9 +286,9 @@ class EdgeSession:
         self.statistics.steered = opened.steered and self._vectors is not None
         self._meter.time_open(self._stream.opened_at, now)
         self.statistics.round_trip_s = self.round_trip_s
-        if len(self._chain) > max(opened.credit, self._chain.sent):
+        if len(self._tree) > max(opened.credit, self._tree.sent):
             self._drafting.abandon()
-        return [*self._sender.flush(now), *self._sender.report()]
+        return [*self._flush(now), *self._report()]
 
     def _lose(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         """Abandon a stream, and the text with it where no other stream can help."""
@@ -310,8 +325,8 @@ class EdgeSession:
             return [Reopen(0.0, Unavailable("no verifier keeps the session"))]
         self._meter.begin_turn(now)
         changed = None if sampling == last else begun.sampling
-        frame = stream.begin_turn(begun.start, begun.prompt, changed, self._chain.number)
-        return [Send(frame), *self._sender.report()]
+        frame = stream.begin_turn(begun.start, begun.prompt, changed, self._tree.number)
+        return [Send(frame), *self._report()]
 
     # --- commits ---
 
@@ -326,7 +341,7 @@ class EdgeSession:
             return self._lose(error, now)
         tokens, since_s = commit.tokens[known:], now - self._meter.commit_at
         if tokens or commit.finish is not None:  # else a replay
-            if _measure(commit, now, text.statistics, self._chain, self._meter, self._vectors):
+            if _measure(commit, now, text.statistics, self._tree, self._meter, self._vectors):
                 self.statistics.round_trip_s = self.round_trip_s
             stream.credit, stream.covered = commit.credit, commit.covered
         instructions: list[EdgeInstruction] = []
@@ -339,7 +354,88 @@ class EdgeSession:
             return [*instructions, self._end(commit.finish)]
         self._drafting.resume()
         stream.forget_retries()
-        return [*instructions, *self._sender.report(), *self._sender.flush(now)]
+        return [*instructions, *self._report(), *self._flush(now)]
+
+    # --- messages ---
+
+    def _flush(self, now: float) -> list[EdgeInstruction]:
+        """Send the drafts when the chain is complete, or when waiting for more would miss a step."""
+        tree, stream, drafting = self._tree, self._stream, self._drafting
+        if not stream.takes_drafts:
+            return []
+        unsent = tree.unsent(stream.credit)  # it may have shrunk
+        if not unsent:
+            return self._say_complete(now)
+        if tree.sent and not self._may_wait_long() and not self._worth_a_message():
+            return []  # the verifier has the beginning of the chain; the rest goes after the next commit
+        allowance = drafting.allowance()
+        if allowance and not (len(tree) >= stream.terms.max_drafts > tree.sent or self._due(now)):
+            return []
+        return [self._send(unsent, now, complete=not (allowance or drafting.job_runs))]
+
+    def _send_branches(self, now: float, *, finished: bool) -> list[EdgeInstruction]:
+        """Send the branches made when no more are worth making, or when more would come too late."""
+        message = self._tree.message(now, finished=finished)
+        return [] if message is None else [Send(message)]
+
+    def _report(self) -> list[EdgeInstruction]:
+        """Report where measurements for the verifier's patience have changed by a quarter."""
+        if not self._stream.connected:
+            return []
+        drafting, meter = self._drafting, self._meter
+        mine = meter.drafter(drafting.active)
+        request = None
+        if self._vectors is not None and self._text.statistics.steered:
+            request = self._vectors.changed_request(drafting=drafting.enabled)
+        acceptance = mine.calibration.acceptance.rate
+        report = Report(drafting.enabled, mine.drafting_s.value, meter.round_trip_s, acceptance, request)
+        return [Send(report)] if self._stream.changed(report, wants_to_lead=drafting.should_lead) else []
+
+    def _say_complete(self, now: float) -> list[EdgeInstruction]:
+        """Send an empty end of the chain to a verifier that waits in vain."""
+        drafting = self._drafting
+        if not (self._stream.connected and drafting.enabled) or drafting.job_runs or self._tree.said_complete:
+            return []
+        if not self._may_wait_long() or drafting.allowance():
+            return []
+        return [self._send([], now, complete=True)]
+
+    def _may_wait_long(self) -> bool:
+        """Return whether the verifier may wait for long: not one that plans and has drafts or a long link."""
+        stream = self._stream
+        if not stream.credit:
+            return False  # it wants no drafts
+        if not stream.terms.planned or stream.terms.goal is Goal.EFFICIENCY:
+            return True
+        return not self._tree.sent and self._meter.round_trip_s < self._meter.measurements.step.mean
+
+    def _worth_a_message(self) -> bool:
+        measured = self._meter.measurements
+        survival = itertools.accumulate(self._tree.chances(self._drafting.active), operator.mul)
+        expected = sum(itertools.islice(survival, self._tree.sent, None))  # of the unsent drafts, accepted ones
+        return worth_a_message(expected, step_s=measured.step.mean, byte_s=measured.round_trip.slope)
+
+    def _due(self, now: float) -> bool:
+        meter = self._meter
+        return due_to_flush(
+            now,
+            commit_at=meter.commit_at,
+            round_trip_s=meter.round_trip_s,
+            step_s=meter.measurements.step.mean,
+            next_s=self._drafting.last_job_s,
+        )
+
+    def _send(self, drafts: list[DraftToken], now: float, *, complete: bool) -> Send:
+        confidence = [draft.confidence for draft in drafts]
+        with_q = self._send_q and not any(map(math.isnan, confidence))
+        ids = token_ids(drafts)
+        tokens = tuple(map(DraftToken, ids, confidence) if with_q else map(DraftToken, ids))
+        sent = self._tree.sent
+        branches = self._tree.leaves(self._drafting.active, sent) if drafts else ()
+        self._meter.send_draft(len(drafts) + _TOKENS_OF_A_BRANCH * len(branches), now)
+        self._text.statistics.messages += 1
+        self._text.statistics.sent_beside += len(branches)
+        return Send(self._tree.send(tokens, self._drafting.drafter, branches, complete=complete))
 
     # --- drafters ---
 
@@ -348,12 +444,12 @@ class EdgeSession:
             self._drafting.take(drafted)
         except UnknownToken as error:
             return self._drafter_failed(error, drafted.job.drafter)
-        return [] if self.done else self._sender.flush(now)
+        return [] if self.done else self._flush(now)
 
     def _drafter_failed(self, error: OutriderError, drafter: int) -> list[EdgeInstruction]:
         """Go on with the other drafters, or without drafts where it was the last, and report that."""
         self._drafting.fail(error, drafter)
-        return self._sender.report()
+        return self._report()
 
     def _end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> EdgeInstruction:
         self._stream.end_turn(error)
@@ -361,7 +457,7 @@ class EdgeSession:
 
 
 def _measure(
-    commit: Commit, now: float, statistics: EdgeStatistics, chain: Chain, meter: Meter, vectors: VectorKeeper | None
+    commit: Commit, now: float, statistics: EdgeStatistics, tree: DraftTree, meter: Meter, vectors: VectorKeeper | None
 ) -> bool:
     """Count and measure a commit; return whether it timed a round trip."""
     statistics.steps += 1
@@ -369,7 +465,7 @@ def _measure(
     statistics.verified_here += commit.verified_here
     statistics.verified_beside += commit.verified_beside
     statistics.drafting_here_s += commit.timing.drafting_s
-    chain.said_complete = False
+    tree.said_complete = False
     timed = meter.take_commit(commit, now, downlink=vectors is not None)
     if vectors is not None and statistics.steered:
         vectors.policy.after_commit(meter.steering_view())

@@ -13,8 +13,7 @@ from outrider.proto.policy.measures import TextCalibration
 from outrider.proto.policy.selection import ArmCosts, RoundCosts
 from outrider.proto.policy.steering import SteeringView, commit_bytes
 from outrider.proto.policy.window import TOKEN_BYTES
-from outrider.proto.session.chain import Chain
-from outrider.proto.types import Commit
+from outrider.proto.types import Commit, DraftToken
 
 DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
 UNMEASURED_S = 0.0005  # assumed time to draft a token
@@ -218,15 +217,15 @@ class Meter:
         if self._chances_of == drafter:
             self._chances_of = -1
 
-    def chances(self, chain: Chain, drafter: int) -> list[float]:
+    def chances(self, drafts: Sequence[DraftToken], epoch: int, drafter: int) -> list[float]:
         """Return for each draft of the drafter's chain the chance that it agrees, given that those before it do.
 
-        Chances of earlier calls are reused while calibration and chain stay the same.
+        Chances of earlier calls are reused while calibration and chain, which `epoch` numbers, stay the same.
         """
-        if self._chances_of != drafter or self._chances_in != chain.epoch:
-            self._chances_of, self._chances_in = drafter, chain.epoch
+        if self._chances_of != drafter or self._chances_in != epoch:
+            self._chances_of, self._chances_in = drafter, epoch
             self._chances, self._survival = [], 1.0
-        chances, drafts = self._chances, chain.drafts
+        chances = self._chances
         known = len(chances)
         if known < len(drafts):
             new = self._calibrations[drafter].chances([draft.lead for draft in drafts[known:]])
@@ -242,10 +241,10 @@ class Meter:
         """Compute the chances of the chain's drafts anew: the first of them are text, and said nothing of a drafter."""
         self._chances_of = -1
 
-    def survival(self, chain: Chain, drafter: int) -> float:
+    def survival(self, drafts: Sequence[DraftToken], epoch: int, drafter: int) -> float:
         """Return the chance that all drafts of the drafter's chain agree."""
-        if chain.drafts:
-            self.chances(chain, drafter)
+        if drafts:
+            self.chances(drafts, epoch, drafter)
             return self._survival
         return 1.0
 

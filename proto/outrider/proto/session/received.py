@@ -7,7 +7,7 @@ from collections import deque
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.policy.branches import MAX_BRANCHES
 from outrider.proto.policy.measures import Acceptance, Smoothed
-from outrider.proto.session.chain import NO_DRAFTER
+from outrider.proto.session.selection import NO_DRAFTER
 from outrider.proto.types import Branch, Branches, Draft, DraftToken
 
 MAX_COMMITS = 64  # commits whose times are kept

@@ -9,6 +9,9 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session.jobs import CatchUpJob
 
+DrafterName = tuple[str, str]  # name and version
+NO_DRAFTER: DrafterName = ("", "")
+
 READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
 READ_PROMPT_TOKENS = 64  # tokens of a job before the first choice, which reads what of a prompt shows nothing
 PROMPT_TOKENS = 64  # last tokens of a prompt, which show its subject before there is any text

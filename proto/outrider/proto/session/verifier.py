@@ -18,10 +18,10 @@ from outrider.proto.session.admission import (
     limited,
 )
 from outrider.proto.session.both_ends import BothEnds
-from outrider.proto.session.chain import DrafterName
 from outrider.proto.session.local import DraftingHere, LocalJob
 from outrider.proto.session.next_step import PROBE, PROBE_EVERY, NextStep
 from outrider.proto.session.received import ReceivedDrafts
+from outrider.proto.session.selection import DrafterName
 from outrider.proto.types import (
     BlockBranch,
     Branches,
