@@ -16,7 +16,7 @@ from outrider.cloud.config import MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving import batching
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.target.prompt_scores import score
+from outrider.cloud.target.sampling import token_facts
 from outrider.cloud.target.target import Target, load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto import codec
@@ -29,8 +29,8 @@ from outrider.proto.types import (
     Open,
     Opened,
     PromptLogprobs,
-    PromptToken,
     Sampling,
+    TokenFacts,
 )
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -64,7 +64,7 @@ class Stream:
 
     def __init__(self, engine: Engine, frame: Open, isolation: str = "") -> None:
         self.key = next(KEYS)
-        self.scores: list[PromptToken] = []
+        self.scores: list[TokenFacts] = []
         self.frames: list[PromptLogprobs] = []
         self.commits: list[Commit] = []
         self._engine, self._kept = engine, frame.keep_s > 0
@@ -124,7 +124,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(5, 8000) for _ in range(length))
 
 
-def assert_equal(scores: list[PromptToken], logp: torch.Tensor, prompt: tuple[int, ...], top: int = TOP) -> None:
+def assert_equal(scores: list[TokenFacts], logp: torch.Tensor, prompt: tuple[int, ...], top: int = TOP) -> None:
     assert len(scores) == len(prompt) - 1
     for row, token, said in zip(logp, prompt[1:], scores, strict=True):
         assert said.logprob == pytest.approx(float(row[token]), abs=CLOSE)
@@ -200,7 +200,7 @@ def test_a_text_that_asks_for_them_is_the_same_and_its_neighbours_too(bench) -> 
 
 
 def test_a_prompt_is_scored_over_streams_that_break_after_a_frame_each(bench, plain) -> None:
-    prompt, scores, streams = prompt_of(300, 9), list[PromptToken](), 0
+    prompt, scores, streams = prompt_of(300, 9), list[TokenFacts](), 0
     while len(scores) < len(prompt) - 1:
         streams += 1
         assert streams <= 2 * len(prompt) / batching.MAX_SCORED_ROWS, "it makes no progress"
@@ -269,7 +269,7 @@ def test_the_next_turn_of_a_kept_session_brings_none(bench) -> None:
 
 def test_tokens_of_no_probability_and_ties_have_their_rank() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -torch.inf]] * 3)
-    likeliest, tied, never = score(logits, (1, 2, 3), 2)
+    likeliest, tied, never = token_facts(logits, (1, 2, 3), 2)
     assert (likeliest.rank, tied.rank, never.rank) == (1, 1, 4)
     assert [token for token, _ in tied.top] == [1, 2], "the lower token comes first among equals"
     assert never.logprob == -torch.inf
@@ -291,7 +291,7 @@ def test_a_verifier_that_cannot_tell_them_refuses_the_session_by_name(bench) -> 
 
 
 def test_a_frame_of_them_is_far_below_the_limit_of_a_message() -> None:
-    tokens = (PromptToken(-1.0, 70_000, tuple((70_000, -2.0) for _ in range(MAX_TOP_LOGPROBS))),)
+    tokens = (TokenFacts(-1.0, 70_000, tuple((70_000, -2.0) for _ in range(MAX_TOP_LOGPROBS))),)
     frame = PromptLogprobs(1 << 20, tokens * MAX_PREFILL_ROWS)
     data = codec.encode_cloud_frame(frame)
     assert codec.decode_cloud_frame(data) == frame

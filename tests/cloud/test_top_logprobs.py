@@ -34,6 +34,7 @@ from outrider.proto.types import (
     Opened,
     Patience,
     Sampling,
+    TokenFacts,
     token_ids,
 )
 from outrider.proto.v1 import decoding_pb2 as pb
@@ -236,18 +237,17 @@ def test_a_commit_says_nothing_of_it_to_a_session_that_did_not_ask(engine):
 
 def test_a_commit_with_them_travels_whole():
     top = (((7, -0.5), (9, -1.5)), ((1, -0.25), (2, -2.0)), ((3, 0.0), (4, -8.0)))
-    commit = Commit(5, tuple(map(CommittedToken, (7, 2, 3), itertools.repeat(None), (-0.5, -2.0, 0.0), top)), 2, 10)
+    facts = map(TokenFacts, (-0.5, -2.0, 0.0), (1, 300, 1), top)
+    commit = Commit(5, tuple(map(CommittedToken, (7, 2, 3), itertools.repeat(None), facts)), 2, 10)
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
 
 
 def test_each_number_costs_four_bytes_and_each_token_two():
     def size(count: int) -> int:
         top = tuple(tuple((300 + i, -float(i)) for i in range(count)) for _ in range(4))
-        return len(
-            codec.encode_cloud_frame(
-                Commit(5, tuple(map(CommittedToken, (1, 2, 3, 4), itertools.repeat(None), (0.0,) * 4, top)), 4, 10)
-            )
-        )
+        facts = map(TokenFacts, (0.0,) * 4, (1,) * 4, top)
+        tokens = tuple(map(CommittedToken, (1, 2, 3, 4), itertools.repeat(None), facts))
+        return len(codec.encode_cloud_frame(Commit(5, tokens, 4, 10)))
 
     assert size(20) - size(10) - 4 * 10 * 6 in range(4)  # and lengths that grow
 

@@ -21,7 +21,7 @@ from tool_templates import FORMAT_OF, TEMPLATES
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 from outrider.edge.tool_calls.formats import FORMATS
-from outrider.proto.types import CommittedToken, Open
+from outrider.proto.types import CommittedToken, Open, TokenFacts
 
 EOS, MODEL = 1, "reference"
 ARGUMENTS = json.dumps({"city": "Paris"})
@@ -105,7 +105,7 @@ class SpeakingTarget:
         def tokens(frame: Open) -> Sequence[CommittedToken]:
             prompt = self._tokenizer.decode(list(frame.prompt), skip_special_tokens=False)
             written = self._tokenizer.encode(answer_to(self._form, prompt), add_special_tokens=False).ids
-            return [CommittedToken(token, -0.5, -0.5) for token in [*written, *[EOS] * 8]]
+            return [CommittedToken(token, -0.5, TokenFacts(-0.5, 1)) for token in [*written, *[EOS] * 8]]
 
         return tokens
 

@@ -17,7 +17,7 @@ from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.edge import Finished, FinishReason, Tokens
 from outrider.edge.decoding import Observer
 from outrider.proto.session import Done
-from outrider.proto.types import CommittedToken
+from outrider.proto.types import CommittedToken, TokenFacts
 
 FILE = tokenizer_file(target_folder("reference"))
 TOKENIZER = Tokenizer.from_file(str(FILE))
@@ -69,7 +69,10 @@ class Setting:
     def decode(self, ids: list[int], sizes: Sequence[int] = (), *, paced: bool = True, **options: Any) -> Text:
         """Decode these tokens in commits of these sizes; each has log probabilities of its own."""
         whole = [*ids, *BEYOND]
-        scripted = [CommittedToken(token, None, -0.25 * at, ((token, -0.25 * at),)) for at, token in enumerate(whole)]
+        scripted = [
+            CommittedToken(token, None, TokenFacts(-0.25 * at, 1, ((token, -0.25 * at),)))
+            for at, token in enumerate(whole)
+        ]
         self._channels.script, self._channels.sizes, self._channels.paced = lambda _: scripted, sizes, paced
         return self._runner.run(asyncio.wait_for(self._decode(options), 120))
 

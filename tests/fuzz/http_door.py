@@ -30,7 +30,7 @@ from outrider.edge.pool.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CommittedToken, FinishReason, PromptToken, Provenance
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, TokenFacts
 
 MAX_LENGTH = 2048
 ANSWER_WITHIN_S = 300.0
@@ -98,11 +98,11 @@ class ScriptedTexts:
 
     async def generate(self, prompt: tuple[int, ...], sampling: Any, **options: Any) -> AsyncGenerator[Event]:
         scored = options["prompt_logprobs"] is not None
-        scores = tuple(PromptToken(-0.5, 1, ((token, -0.5),)) for token in prompt[1:]) if scored else ()
+        scores = tuple(TokenFacts(-0.5, 1, ((token, -0.5),)) for token in prompt[1:]) if scored else ()
         for number, piece in enumerate(("w5", " w6")):
-            logprob = -0.5 if options["logprobs"] else None
             top = ((5 + number, -0.5),) if options["top_logprobs"] else ()
-            token = CommittedToken(5 + number, logprob, logprob, top)
+            facts = TokenFacts(-0.5, 1, top) if options["logprobs"] else None
+            token = CommittedToken(5 + number, facts and -0.5, facts)
             yield Tokens(len(prompt) + number, (token,), (Provenance.TARGET,), (piece,), scores)
         yield Finished(FinishReason.EOS, "", EdgeStatistics(), 0.1, 0.05)
 

@@ -110,11 +110,11 @@ EXAMPLES = {
     "log probabilities of a prompt": _cloud(
         t.PromptLogprobs(
             1,
-            (t.PromptToken(-0.5, 1, ((7, -0.5), (300, -1.5))), t.PromptToken(-9.0, 70000, ((9, -0.25), (3, -2.0)))),
+            (t.TokenFacts(-0.5, 1, ((7, -0.5), (300, -1.5))), t.TokenFacts(-9.0, 70000, ((9, -0.25), (3, -2.0)))),
             epoch=3,
         )
     ),
-    "log probabilities of a prompt without others": _cloud(t.PromptLogprobs(300, (t.PromptToken(-0.5, 1),))),
+    "log probabilities of a prompt without others": _cloud(t.PromptLogprobs(300, (t.TokenFacts(-0.5, 1),))),
     "ping": _edge(t.Ping(300)),
     "pong": _cloud(t.Pong(300, 3)),
     "opened of a later stream": _cloud(t.Opened(1, 64, 128, "v0", 4096, epoch=3)),
@@ -192,8 +192,11 @@ EXAMPLES = {
                     t.CommittedToken,
                     (7, 200, 70000),
                     (-0.5, -0.25, -2.0),
-                    (-0.75, -0.125, -4.0),
-                    (((7, -0.75), (8, -1.5)), ((200, -0.125), (3, -3.0)), ((1, -0.5), (70000, -4.0))),
+                    (
+                        t.TokenFacts(-0.75, 0, ((7, -0.75), (8, -1.5))),
+                        t.TokenFacts(-0.125, 0, ((200, -0.125), (3, -3.0))),
+                        t.TokenFacts(-4.0, 0, ((1, -0.5), (70000, -4.0))),
+                    ),
                 )
             ),
             accepted=2,
@@ -205,6 +208,14 @@ EXAMPLES = {
             chain=3,
             verified=4,
             turn=1,
+        )
+    ),
+    "commit with ranks": _cloud(
+        t.Commit(
+            9,
+            (t.CommittedToken(7, None, t.TokenFacts(-0.5, 1)), t.CommittedToken(8, None, t.TokenFacts(-9.0, 300))),
+            1,
+            64,
         )
     ),
     "commit with drafts of the verifier's own": _cloud(

@@ -132,9 +132,10 @@ def commits(draw):
     content = draw(some_tokens)
     n = len(content)
     of_each = st.just((None,) * n) | st.tuples(*(singles for _ in range(n)))
+    facts = st.just((None,) * n) | st.tuples(*(st.builds(t.TokenFacts, singles, counts) for _ in range(n)))
     return t.Commit(
         start=draw(counts),
-        tokens=tuple(map(t.CommittedToken, content, draw(of_each), draw(of_each))),
+        tokens=tuple(map(t.CommittedToken, content, draw(of_each), draw(facts))),
         accepted=draw(st.integers(0, n)),
         credit=draw(counts),
         reward=draw(st.none() | singles),

@@ -10,10 +10,10 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.session import Done, Emit, Reopen
-from outrider.proto.types import Commit, FinishReason, Opened, PromptLogprobs, PromptToken, Sampling
+from outrider.proto.types import Commit, FinishReason, Opened, PromptLogprobs, Sampling, TokenFacts
 
 OPENED = Opened(0, 64, 40, "v", 512, vocab_size=8)
-SCORES = tuple(PromptToken(-float(i), i, ((i, -0.5),)) for i in range(1, 6))  # of a prompt of six
+SCORES = tuple(TokenFacts(-float(i), i, ((i, -0.5),)) for i in range(1, 6))  # of a prompt of six
 FIRST = Commit(6, committed(1), 0, 64)
 
 
@@ -132,7 +132,7 @@ def test_the_next_turn_asks_for_none() -> None:
     edge = HandDrivenEdge(open_frame(prompt=(3, 1), prompt_logprobs=0, keep_s=10.0, sampling=Sampling(max_tokens=1)))
     edge.open_frame(b"", 0.0)
     edge.on_opened(replace(OPENED, max_tokens=1, keep_s=10.0), 0.1)
-    edge.handle(PromptLogprobs(1, (PromptToken(-1.0, 1),)), 0.2)
+    edge.handle(PromptLogprobs(1, (TokenFacts(-1.0, 1),)), 0.2)
     edge.on_commit(Commit(2, committed(1), 0, 64, finish=FinishReason.LENGTH), 0.3)
     edge.on_turn(3, (4, 5), Sampling(max_tokens=1), 0.4)
     (emitted, *_) = edge.on_commit(Commit(5, committed(2), 0, 64, turn=1, finish=FinishReason.LENGTH), 0.5)

@@ -48,6 +48,7 @@ from outrider.proto.types import (
     SteeringPrecision,
     SteeringRequest,
     Timing,
+    TokenFacts,
     token_ids,
 )
 from research.simulator.faults import Faults
@@ -270,6 +271,10 @@ def verifier_session(now=0.0, **changes):
     return VerifierSession(frame, rules(eos_tokens=frozenset({0}), **changes), now)
 
 
+def with_top(token: int, top: tuple[tuple[int, float], ...] = ()) -> CommittedToken:
+    return CommittedToken(token, None, TokenFacts(0.0, 1, top))
+
+
 def verify(session, *tokens, block=None, now=1.0):
     block = session.block() if block is None else block
     tokens = tokens + (6,) * (len(block) + 1 - len(tokens))
@@ -364,8 +369,8 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: Commit(0, (), 0, 1), "commit.tokens"),
         (lambda: Commit(0, committed(1), 2, 1), "commit.accepted"),
         (lambda: Commit(0, (CommittedToken(1, 0.0), CommittedToken(2)), 0, 1), "commit.logp"),
-        (lambda: Commit(0, (CommittedToken(1), CommittedToken(2, None, 0.0)), 0, 1), "commit.logprobs"),
-        (lambda: Commit(0, (CommittedToken(1, top=((1, 0.0),)), CommittedToken(2)), 0, 1), "commit.top_logprobs"),
+        (lambda: Commit(0, (CommittedToken(1), CommittedToken(2, None, TokenFacts(0.0, 1))), 0, 1), "commit.logprobs"),
+        (lambda: Commit(0, (with_top(1, ((1, 0.0),)), with_top(2)), 0, 1), "commit.top_logprobs"),
         (lambda: Window(-1), "window"),
     ],
 )

@@ -166,9 +166,9 @@ class Client:
             stop: strings that end the text and are not part of it.
             deadline_s: seconds for the whole text.
             observer: sees what happens and when (benchmarks, tracing).
-            logprobs: True: `CommittedToken.logprob` too, by the target's own distribution; False: no log probabilities
+            logprobs: True: `CommittedToken.facts` too, by the target's own distribution; False: no log probabilities
                 at all, which saves bytes; None: whatever `top_logprobs` needs and the config says.
-            top_logprobs: likeliest tokens of every position in `CommittedToken.top`, 0 to 20.
+            top_logprobs: likeliest tokens of every position in these facts, 0 to 20.
             request_id: prefix of the session's id, which logs on all sides show; letters, digits, - and _.
             prediction: text or token ids that the text may repeat, from which drafts are copied.
             shown: special tokens that the text has by their names; all others are left out.

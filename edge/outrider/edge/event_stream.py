@@ -13,7 +13,7 @@ from outrider.edge.decoding import Decoding
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.session import Done, EdgeStatistics, Emit
-from outrider.proto.types import CommittedToken, FinishReason, PromptToken, Provenance, token_ids
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, TokenFacts, token_ids
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Tokens:
 
     Attributes:
         position: absolute position of tokens[0].
-        tokens: [n] tokens, each with its id and the log probabilities that were asked for.
+        tokens: [n] tokens, each with its id and what was asked for of it.
         provenance: [n] whether each was an accepted draft or the target's own.
         pieces: [n] text that each adds for certain; late while a character, a run of byte tokens or a stop string may
             go on.
@@ -36,7 +36,7 @@ class Tokens:
     tokens: tuple[CommittedToken, ...]
     provenance: tuple[Provenance, ...]
     pieces: tuple[str, ...]
-    prompt: tuple[PromptToken, ...] = ()
+    prompt: tuple[TokenFacts, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class Completion:
     statistics: EdgeStatistics
     seconds: float
     first_token_s: float
-    prompt: tuple[PromptToken, ...] = ()
+    prompt: tuple[TokenFacts, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
     tokens: list[CommittedToken] = []
     provenance: list[Provenance] = []
     text = ""
-    prompt: tuple[PromptToken, ...] = ()
+    prompt: tuple[TokenFacts, ...] = ()
     async with aclosing(events):
         async for event in events:
             on_event(event)

@@ -22,17 +22,17 @@ from outrider.edge.pool.preparation import Ready
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CommittedToken, FinishReason, PromptToken, Provenance, Sampling, VersionStatus
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, TokenFacts, VersionStatus
 
 CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
-def scored(prompt: tuple[int, ...], top: int | None) -> tuple[PromptToken, ...]:
+def scored(prompt: tuple[int, ...], top: int | None) -> tuple[TokenFacts, ...]:
     """Log probabilities of a prompt: -i of the token at i, rank 3, and tokens 50, 51, ... above it."""
     if top is None:
         return ()
     likeliest = tuple((50 + j, -0.1 * (j + 1)) for j in range(top))
-    return tuple(PromptToken(-float(i), 3, likeliest) for i in range(1, len(prompt)))
+    return tuple(TokenFacts(-float(i), 3, likeliest) for i in range(1, len(prompt)))
 
 
 class ScriptedClient:
@@ -83,9 +83,9 @@ class ScriptedClient:
         try:
             await asyncio.sleep(0)
             for i, piece in enumerate(self.pieces):
-                logprob = -0.5 if options["logprobs"] else None
                 top = ((5 + i, -0.5), (7, -1.5)) if options["top_logprobs"] else ()
-                token = CommittedToken(5 + i, logprob, logprob, top)
+                facts = TokenFacts(-0.5, 1, top) if options["logprobs"] else None
+                token = CommittedToken(5 + i, facts and -0.5, facts)
                 of_prompt = scored(prompt, options["prompt_logprobs"]) if i == 0 else ()
                 yield Tokens(len(prompt) + i, (token,), (Provenance.TARGET,), (piece,), of_prompt)
             if self.error is not None:

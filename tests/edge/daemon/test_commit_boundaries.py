@@ -15,7 +15,7 @@ from loop_thread import LoopThread
 from scripted_cloud import EOS, ScriptedChannels, scripted_client
 from tokenizers import Tokenizer
 
-from outrider.proto.types import CommittedToken, Open
+from outrider.proto.types import CommittedToken, Open, TokenFacts
 
 WRITTEN = ("one two three", "a bé c🦉 bc", "b" * 6)
 
@@ -34,7 +34,7 @@ class Asked:
         tokens = [*self._texts[frame.sampling.seed % len(WRITTEN)], EOS]
         top = frame.top_logprobs
         return [
-            CommittedToken(token, None, -0.5 * at, ((token, -0.5 * at), (token + 1, -9.0))[:top])
+            CommittedToken(token, None, TokenFacts(-0.5 * at, 1, ((token, -0.5 * at), (token + 1, -9.0))[:top]))
             if frame.logprobs
             else CommittedToken(token)
             for at, token in enumerate(tokens)

@@ -16,7 +16,7 @@ import torch
 
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampling import Sampled
-from outrider.proto.types import BlockBranch, DraftToken, Guarantee, PromptToken, token_ids
+from outrider.proto.types import BlockBranch, DraftToken, Guarantee, TokenFacts, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class StepOutput:
     taps: torch.Tensor | None
     forwarded: float
     logits: torch.Tensor | None = None
-    scores: Sequence[tuple[PromptToken, ...]] = ()
+    scores: Sequence[tuple[TokenFacts, ...]] = ()
     followed: Mapping[int, int] = field(default_factory=dict)
 
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from outrider.cloud.target.backend import StepRow
-from outrider.cloud.target.sampling import likeliest
-from outrider.proto.types import PromptToken
+from outrider.cloud.target.sampling import token_facts
+from outrider.proto.types import TokenFacts
 
 
 def split_scored(
     rows: Sequence[StepRow], logits: torch.Tensor
-) -> tuple[list[tuple[PromptToken, ...]], torch.Tensor, list[int]]:
+) -> tuple[list[tuple[TokenFacts, ...]], torch.Tensor, list[int]]:
     """Return what the rows' scored tokens get, and the rest of the logits: those that verify.
 
     Args:
@@ -28,13 +28,13 @@ def split_scored(
     Returns:
         The scores, the logits [verified rows, vocab] and those of the branches, and the places that these had before.
     """
-    scores: list[tuple[PromptToken, ...]] = []
+    scores: list[tuple[TokenFacts, ...]] = []
     verified: list[int] = []
     first = 0
     for row in rows:
         verifies = 0 if row.verification is None else row.verification.rows
         if row.scored:
-            scores.append(score(logits[first : first + len(row.scored)], row.scored, row.top_logprobs))
+            scores.append(token_facts(logits[first : first + len(row.scored)], row.scored, row.top_logprobs))
         end = first + wanted_rows(row)
         verified += range(end - verifies, end)
         first = end
@@ -46,13 +46,3 @@ def wanted_rows(row: StepRow) -> int:
     """Return how many of a row's last positions need logits: all where it scores, else those that verify."""
     verifies = 0 if row.verification is None else row.verification.rows
     return len(row.tokens) + max(0, verifies - 1) if row.scored else verifies
-
-
-def score(logits: torch.Tensor, tokens: Sequence[int], top: int) -> tuple[PromptToken, ...]:
-    """Return what the model says of `tokens` [m] by the logits [m, vocab] float32 of the positions before them."""
-    log_sums = torch.logsumexp(logits, dim=-1, keepdim=True)
-    of_tokens = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    logprobs = (of_tokens - log_sums)[:, 0].tolist()
-    ranks = ((logits > of_tokens).sum(dim=-1) + 1).tolist()
-    tops = likeliest(logits, log_sums, top) if top else ((),) * len(tokens)
-    return tuple(map(PromptToken, logprobs, ranks, tops))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from outrider.cloud.target.distribution import (
 )
 from outrider.cloud.target.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import CommittedToken, Sampling, TopLogprobs, token_ids
+from outrider.proto.types import CommittedToken, Sampling, TokenFacts, TopLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class Sampled:
     """The results of a session's rows.
 
     Attributes:
-        tokens: [k + 1] the target's, with `logp`; the a drafts that agree and the token after them have `logprob` and
-            `top` too, where wanted.
+        tokens: [k + 1] the target's, with `logp`; the a drafts that agree and the token after them have `facts` too,
+            where wanted.
         reward: mean acceptance ratio of the drafts; None: no q.
     """
 
@@ -197,7 +198,7 @@ def _reward(logp_of_drafts: list[float], session: VerificationInput) -> float | 
 
 
 def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationInput) -> Sampled:
-    """Add log probabilities of the model's own distribution, softmax(logits), in the rows that matter.
+    """Add the facts by the model's own distribution, softmax(logits), in the rows that matter.
 
     That is what OpenAI's API and vLLM (`logprobs_mode=raw_logprobs`) call logprobs. It has a value for every token,
     also where the processed distribution is one point or excludes the rest.
@@ -209,16 +210,20 @@ def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationI
     """
     agreed = (draft.id == token.id for draft, token in zip(session.block, sampled.tokens, strict=False))
     count = sum(itertools.takewhile(bool, agreed)) + 1
-    rows = logits[:count]
-    log_sums = torch.logsumexp(rows, dim=-1, keepdim=True)
     committed, beyond = sampled.tokens[:count], sampled.tokens[count:]
-    ids = torch.tensor(token_ids(committed), device=logits.device)
-    logprobs = (rows.gather(1, ids[:, None]) - log_sums)[:, 0].tolist()
-    tops = likeliest(rows, log_sums, session.top_logprobs) if session.top_logprobs else ((),) * count
-    known = [
-        token._replace(logprob=logprob, top=top) for token, logprob, top in zip(committed, logprobs, tops, strict=True)
-    ]
+    facts = token_facts(logits[:count], token_ids(committed), session.top_logprobs)
+    known = [token._replace(facts=of_token) for token, of_token in zip(committed, facts, strict=True)]
     return replace(sampled, tokens=(*known, *beyond))
+
+
+def token_facts(logits: torch.Tensor, tokens: Sequence[int], top: int) -> tuple[TokenFacts, ...]:
+    """Return what the model says of `tokens` [m] by the logits [m, vocab] float32 of the positions before them."""
+    log_sums = torch.logsumexp(logits, dim=-1, keepdim=True)
+    of_tokens = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
+    logprobs = (of_tokens - log_sums)[:, 0].tolist()
+    ranks = ((logits > of_tokens).sum(dim=-1) + 1).tolist()
+    tops = likeliest(logits, log_sums, top) if top else ((),) * len(tokens)
+    return tuple(map(TokenFacts, logprobs, ranks, tops))
 
 
 def likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:

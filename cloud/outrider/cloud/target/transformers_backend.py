@@ -19,7 +19,7 @@ from outrider.cloud.target.prompt_scores import split_scored, wanted_rows
 from outrider.cloud.target.sampling import Sampled, Sampler
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.proto.session.acceptance import num_agreeing
-from outrider.proto.types import PromptToken, token_ids
+from outrider.proto.types import TokenFacts, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class TransformersBackend:
             if not are_numbers(logits):
                 raise FloatingPointError("the target's logits are not numbers")
             forwarded = time.monotonic()
-            scores: list[tuple[PromptToken, ...]] = []
+            scores: list[tuple[TokenFacts, ...]] = []
             places: Sequence[int] = range(len(logits))
             if any(row.scored for row in rows):
                 scores, logits, places = split_scored(rows, logits)

@@ -15,7 +15,7 @@ from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, PlainParser, Said, WrittenAnswer
 from outrider.proto.release import release
-from outrider.proto.types import CommittedToken, FinishReason, PromptToken
+from outrider.proto.types import FinishReason, TokenFacts
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for a probability of nearly 0
 
@@ -42,7 +42,7 @@ class Answer(ABC):
         self._texts_per_prompt = request.texts_per_prompt
         self._echo = request.echo
         self._prompts = [choice.prompt for choice in request.choices]
-        self._scores: list[tuple[PromptToken, ...]] = [()] * len(request.choices)
+        self._scores: list[tuple[TokenFacts, ...]] = [()] * len(request.choices)
         self._prompt_logprobs = request.prompt_logprobs
         self._cached_tokens: dict[int, int] = {}  # by prompt
         self._tokens = tokens
@@ -249,10 +249,11 @@ class ChatAnswer(Answer):
 
     def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:  # noqa: ARG002
         content = [
-            self._named(token.id, token.logprob) | {"top_logprobs": [self._named(*entry) for entry in token.top]}
+            self._named(token.id, token.facts.logprob)
+            | {"top_logprobs": [self._named(*entry) for entry in token.facts.top]}
             for event in events
             for token in event.tokens
-            if token.logprob is not None
+            if token.facts is not None
         ]
         return {"content": content, "refusal": None}
 
@@ -310,9 +311,9 @@ class CompletionAnswer(Answer):
                 self._put_prompt(made, choice)
             for token, piece in zip(event.tokens, event.pieces, strict=True):
                 made["tokens"].append(self._tokens.text(token.id))
-                if token.logprob is not None:
-                    made["token_logprobs"].append(_number(token.logprob))
-                made["top_logprobs"].append(self._top(token))
+                if token.facts is not None:
+                    made["token_logprobs"].append(_number(token.facts.logprob))
+                    made["top_logprobs"].append(self._top(token.id, token.facts))
                 made["text_offset"].append(offset)
                 offset += len(piece)
         return made
@@ -326,15 +327,13 @@ class CompletionAnswer(Answer):
         made["top_logprobs"].append(None)
         for token, said in zip(prompt[1:], self._scores[choice], strict=True):
             made["token_logprobs"].append(_number(said.logprob))
-            made["top_logprobs"].append(
-                self._top(CommittedToken(token, logprob=said.logprob, top=said.top[: self._top_logprobs]))
-            )
+            made["top_logprobs"].append(self._top(token, said._replace(top=said.top[: self._top_logprobs])))
 
-    def _top(self, token: CommittedToken) -> dict[str, float]:
+    def _top(self, token: int, facts: TokenFacts) -> dict[str, float]:
         """Return the likeliest tokens of the position of `token`, and the token itself where it is not among them."""
-        entries = list(token.top)
-        if token.logprob is not None and token.id not in dict(token.top):
-            entries.append((token.id, token.logprob))
+        entries = list(facts.top)
+        if token not in dict(facts.top):
+            entries.append((token, facts.logprob))
         named = {self._tokens.text(likely): _number(logprob) for likely, logprob in reversed(entries)}
         return dict(reversed(named.items()))
 

@@ -171,7 +171,7 @@ def _drafted_from_wire(wire: pb.Draft) -> tuple[t.DraftToken, ...]:
 
 
 def _commit_to_wire(commit: t.Commit) -> pb.Commit:
-    ids, logp, logprobs, top = zip(*commit.tokens, strict=True) if commit.tokens else ((), (), (), ())
+    ids, logp, facts = zip(*commit.tokens, strict=True) if commit.tokens else ((), (), ())
     wire = pb.Commit(
         start=commit.start,
         tokens=ids,
@@ -195,9 +195,7 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         verified_here=commit.verified_here,
         covered=commit.covered,
         epoch=commit.epoch,
-        logprobs=() if None in logprobs else logprobs,
-        top_tokens=[likely for entries in top for likely, _ in entries],
-        top_logp=[of_likely for entries in top for _, of_likely in entries],
+        **_facts_to_wire(() if None in facts else facts),
     )
     if commit.steering is not None:
         wire.steering.CopyFrom(STEERING.to_wire(commit.steering))
@@ -232,47 +230,46 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
 
 
 def _committed_from_wire(wire: pb.Commit) -> tuple[t.CommittedToken, ...]:
-    logp = _of_each(wire, wire.logp, "commit.logp")
-    logprobs = _of_each(wire, wire.logprobs, "commit.logprobs")
-    tops = _top_logprobs_from_wire(wire, len(wire.tokens), "commit.top_logprobs")
-    return tuple(map(t.CommittedToken, wire.tokens, logp, logprobs, tops))
+    if len(wire.logp) not in (0, len(wire.tokens)):
+        raise InvalidArgument("must hold one for each token, or none", field="commit.logp")
+    if len(wire.logprobs) not in (0, len(wire.tokens)):
+        raise InvalidArgument("must hold one for each token, or none", field="commit.logprobs")
+    facts = _facts_from_wire(wire, "commit.ranks", "commit.top_logprobs")
+    unasked = itertools.repeat(None)
+    return tuple(map(t.CommittedToken, wire.tokens, wire.logp or unasked, facts or unasked))
 
 
-def _of_each(wire: pb.Commit, numbers: Sequence[float], field: str) -> Iterable[float | None]:
-    if not numbers:
-        return itertools.repeat(None)
-    if len(numbers) != len(wire.tokens):
-        raise InvalidArgument("must hold one for each token, or none", field=field)
-    return numbers
+def _facts_to_wire(facts: Sequence[t.TokenFacts]) -> dict[str, Any]:
+    """Return the lists of facts, which a Commit and the log probabilities of a prompt have alike."""
+    logprobs, ranks, tops = zip(*facts, strict=True) if facts else ((), (), ())
+    return {
+        "logprobs": logprobs,
+        "ranks": ranks if any(ranks) else (),
+        "top_tokens": [likely for entries in tops for likely, _ in entries],
+        "top_logp": [of_likely for entries in tops for _, of_likely in entries],
+    }
 
 
-def _top_logprobs_from_wire(wire: pb.Commit | pb.PromptLogprobs, count: int, field: str) -> Iterable[t.TopLogprobs]:
-    if not wire.top_tokens and not wire.top_logp:
-        return itertools.repeat(())
+def _facts_from_wire(wire: pb.Commit | pb.PromptLogprobs, ranks: str, tops: str) -> list[t.TokenFacts]:
+    """Return one for each of `logprobs`; `ranks` and `tops` are names of fields, for errors."""
+    count = len(wire.logprobs)
+    if len(wire.ranks) not in (0, count):
+        raise InvalidArgument("must hold one for each of logprobs", field=ranks)
     each, odd = divmod(len(wire.top_tokens), max(1, count))
-    if odd or each == 0 or len(wire.top_logp) != len(wire.top_tokens):
-        raise InvalidArgument("must hold equally many tokens and numbers for each token", field=field)
+    if odd or len(wire.top_logp) != len(wire.top_tokens) or (wire.top_tokens and not count):
+        raise InvalidArgument("must hold equally many tokens and numbers for each of logprobs", field=tops)
     pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
-    return (tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
+    top = [tuple(pairs[first : first + each]) for first in range(0, count * each, each or 1)] or itertools.repeat(())
+    return list(map(t.TokenFacts, wire.logprobs, wire.ranks or itertools.repeat(0), top))
 
 
 def _prompt_logprobs_to_wire(frame: t.PromptLogprobs) -> pb.PromptLogprobs:
-    logprobs, ranks, top = zip(*frame.tokens, strict=True)
-    return pb.PromptLogprobs(
-        start=frame.start,
-        logprobs=logprobs,
-        ranks=ranks,
-        top_tokens=[likely for entries in top for likely, _ in entries],
-        top_logp=[of_likely for entries in top for _, of_likely in entries],
-        epoch=frame.epoch,
-    )
+    return pb.PromptLogprobs(start=frame.start, epoch=frame.epoch, **_facts_to_wire(frame.tokens))
 
 
 def _prompt_logprobs_from_wire(wire: pb.PromptLogprobs) -> t.PromptLogprobs:
-    if len(wire.ranks) != len(wire.logprobs):
-        raise InvalidArgument("must hold one for each of logprobs", field="prompt_logprobs.ranks")
-    tops = _top_logprobs_from_wire(wire, len(wire.logprobs), "prompt_logprobs.top_tokens")
-    return t.PromptLogprobs(wire.start, tuple(map(t.PromptToken, wire.logprobs, wire.ranks, tops)), wire.epoch)
+    facts = _facts_from_wire(wire, "prompt_logprobs.ranks", "prompt_logprobs.top_tokens")
+    return t.PromptLogprobs(wire.start, tuple(facts), wire.epoch)
 
 
 _EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {

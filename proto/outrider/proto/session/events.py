@@ -15,8 +15,8 @@ from outrider.proto.types import (
     EdgeFrame,
     FinishReason,
     Opened,
-    PromptToken,
     Sampling,
+    TokenFacts,
 )
 
 # --- instructions ---
@@ -39,7 +39,7 @@ class Emit:
     start: int
     tokens: tuple[CommittedToken, ...]
     drafted: tuple[bool, ...]
-    prompt: tuple[PromptToken, ...] = ()
+    prompt: tuple[TokenFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.session.events import Done, Emit
-from outrider.proto.types import Commit, FinishReason, Open, PromptLogprobs, PromptToken, Sampling
+from outrider.proto.types import Commit, FinishReason, Open, PromptLogprobs, Sampling, TokenFacts
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class EdgeText:
         self.turns = 0
         self.done = False
         self.finish: FinishReason | None = None
-        self.prompt: list[PromptToken] = []
+        self.prompt: list[TokenFacts] = []
 
     @property
     def generated(self) -> int:
@@ -164,7 +164,7 @@ class EdgeText:
 
     def emit(self, commit: Commit, known: int) -> Emit:
         """Count the commit's tokens after the first `known`, and return what hands them to the user."""
-        prompt: tuple[PromptToken, ...] = ()
+        prompt: tuple[TokenFacts, ...] = ()
         if not self.generated:  # a resumed text's is that of its first stream
             self.statistics.cached_tokens = min(commit.cached_tokens, self.prompt_length)
             prompt = tuple(self.prompt)

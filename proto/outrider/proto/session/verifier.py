@@ -47,7 +47,7 @@ class Verified:
 
     Attributes:
         block: [k] the drafts, or those along the branch that the target's tokens took.
-        tokens_by_target: [k + 1] the target's tokens; `logprob` and `top` are those of the a drafts that agree and the
+        tokens_by_target: [k + 1] the target's tokens; `facts` are those of the a drafts that agree and the
             token after them, where asked for.
         queue_s: time between being due and the step, in seconds.
         reward: mean of min(1, p / q) over the drafts; None: no q came.
@@ -340,7 +340,7 @@ class VerifierSession:
         cached_tokens, self.cached_tokens = self.cached_tokens, 0
         return Commit(
             start=start,
-            tokens=tokens if self._wants_logp else tuple([CommittedToken(t.id, None, *t[2:]) for t in tokens]),
+            tokens=tokens if self._wants_logp else tuple([token._replace(logp=None) for token in tokens]),
             accepted=accepted,
             credit=self.credit,
             reward=verified.reward,

@@ -56,7 +56,7 @@ from outrider.proto.types.decoding import (
     common_length,
     token_ids,
 )
-from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, PromptToken, TopLogprobs
+from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TokenFacts, TopLogprobs
 from outrider.proto.types.sampling import Grammar, GrammarKind, Sampling
 from outrider.proto.types.steering import Steering, SteeringPrecision, SteeringRequest
 
@@ -103,7 +103,6 @@ __all__ = [
     "Ping",
     "Pong",
     "PromptLogprobs",
-    "PromptToken",
     "Provenance",
     "RelayStatus",
     "RemoteFile",
@@ -114,6 +113,7 @@ __all__ = [
     "SteeringPrecision",
     "SteeringRequest",
     "Timing",
+    "TokenFacts",
     "TopLogprobs",
     "TrainerStatus",
     "VerifierStatus",

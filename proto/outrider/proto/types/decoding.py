@@ -20,7 +20,7 @@ from outrider.proto.types.checks import (
     require_chain,
     require_tokens,
 )
-from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TopLogprobs
+from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TokenFacts, TopLogprobs
 from outrider.proto.types.sampling import Sampling
 from outrider.proto.types.steering import Steering, SteeringRequest
 
@@ -222,16 +222,22 @@ class CommittedToken(NamedTuple):
 
     Attributes:
         logp: natural log of the processed probability that it was drawn with; None: not requested.
-        logprob: natural log of the model's own probability, before temperature, cuts, penalties, bias, allowed tokens
-            and grammar: what OpenAI's API and vLLM call logprob; None: not requested.
-        top: likeliest tokens of the position as (id, natural log of p) in the distribution of `logprob`, likeliest
-            first and the lower id first among equals; empty: not requested.
+        facts: the model's own word on it; None: not requested.
     """
 
     id: int
     logp: float | None = None
-    logprob: float | None = None
-    top: TopLogprobs = ()
+    facts: TokenFacts | None = None
+
+    @property
+    def logprob(self) -> float | None:
+        """Natural log of the model's own probability; None: not requested."""
+        return None if self.facts is None else self.facts.logprob
+
+    @property
+    def top(self) -> TopLogprobs:
+        """Likeliest tokens of the position; empty: not requested."""
+        return () if self.facts is None else self.facts.top
 
 
 def token_ids(tokens: Iterable[DraftToken | CommittedToken]) -> tuple[int, ...]:
@@ -428,11 +434,11 @@ class Commit:
         require(0 <= self.cached_tokens <= self.start, "commit.cached_tokens", "exceeds the tokens before the commit")
         require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
         if self.tokens:
-            _, logp, logprobs, top = zip(*self.tokens, strict=True)
+            _, logp, facts = zip(*self.tokens, strict=True)
             message = "must be there for each token, or for none"
             require(logp.count(None) in (0, len(logp)), "commit.logp", message)
-            require(logprobs.count(None) in (0, len(logprobs)), "commit.logprobs", message)
-            require(not any(top) or len(set(map(len, top))) == 1, "commit.top_logprobs", message)
+            require(facts.count(None) in (0, len(facts)), "commit.logprobs", message)
+            require(len({len(token.top) for token in self.tokens}) == 1, "commit.top_logprobs", message)
 
 
 @dataclass(frozen=True, slots=True)

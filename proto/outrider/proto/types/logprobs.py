@@ -1,4 +1,4 @@
-"""Log probabilities by the model's own distribution, before temperature, cuts, penalties, bias and grammar."""
+"""The model's word on tokens by its own distribution: before temperature, cuts, penalties, bias and grammar."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ MAX_TOP_LOGPROBS = 20
 TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
 
 
-class PromptToken(NamedTuple):
-    """The model's word on a token of the prompt, given those before it.
+class TokenFacts(NamedTuple):
+    """The model's word on a token of prompt or text, given those before it.
 
     Attributes:
-        logprob: natural log of its probability.
-        rank: 1 and the number of likelier tokens.
-        top: likeliest tokens of the position as (id, natural log of p), as in `CommittedToken`.
+        logprob: natural log of its probability: what OpenAI's API and vLLM call logprob.
+        rank: 1 and the number of likelier tokens; 0: a verifier of an older release did not say.
+        top: likeliest tokens of the position as (id, natural log of p), likeliest first and the lower id first among
+            equals; empty: not requested.
     """
 
     logprob: float
@@ -31,7 +32,7 @@ class PromptLogprobs:
     """The model's word on the prompt's tokens from position `start` on; nothing comes before its first token."""
 
     start: int
-    tokens: tuple[PromptToken, ...]
+    tokens: tuple[TokenFacts, ...]
     epoch: int = 0
 
     def __post_init__(self) -> None:
