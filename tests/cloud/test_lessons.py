@@ -19,7 +19,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning import lessons, sink
 from outrider.cloud.learning.inclusion import BURST_S, LessonKind
 from outrider.cloud.learning.lesson_budget import LessonBudget
-from outrider.cloud.learning.lessons import LessonCollector, Lost, may_teach
+from outrider.cloud.learning.lessons import LessonCollector, Lost
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching
 from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.sink import LessonSink
@@ -299,11 +299,11 @@ def test_constrained_turns_are_not_kept_and_free_ones_beside_them_are(engines, c
 
 
 def test_a_grammar_a_bias_allowed_tokens_and_min_tokens_keep_a_text_from_teaching() -> None:
-    assert may_teach(Sampling(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, frequency_penalty=1.0))
-    assert not may_teach(Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)))
-    assert not may_teach(Sampling(logit_bias=((1, 1.0),)))
-    assert not may_teach(Sampling(allowed_tokens=(1,)))
-    assert not may_teach(Sampling(min_tokens=1))
+    assert not Sampling(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, frequency_penalty=1.0).constrains
+    assert Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)).constrains
+    assert Sampling(logit_bias=((1, 1.0),)).constrains
+    assert Sampling(allowed_tokens=(1,)).constrains
+    assert Sampling(min_tokens=1).constrains
 
 
 # === texts know nothing of it ===================================================================================

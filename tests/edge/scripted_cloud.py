@@ -27,6 +27,7 @@ from outrider.proto.types import (
     Opened,
     token_ids,
 )
+from outrider.proto.types.sampling import LATER_SETTINGS
 
 EOS = 1
 VOCABULARY = CONTEXT = 8192
@@ -78,7 +79,7 @@ class ScriptedStream:
                     vocab_size=VOCABULARY,
                     keep_s=frame.keep_s,
                     epoch=frame.epoch,
-                    min_tokens=True,
+                    settings=LATER_SETTINGS,
                     eos_tokens=self._channels.eos_tokens,
                 )
             )

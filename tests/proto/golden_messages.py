@@ -162,7 +162,7 @@ EXAMPLES = {
     "cancel, least": _edge(t.Cancel()),
     "opened with a precision": _cloud(t.Opened(0, 64, 128, "v0", 4096, precision="bfloat16")),
     "opened by a verifier that knows min_tokens": _cloud(
-        t.Opened(0, 64, 128, "v0", 4096, min_tokens=True, eos_tokens=(2, 151645))
+        t.Opened(0, 64, 128, "v0", 4096, settings=("min_tokens",), eos_tokens=(2, 151645))
     ),
     "opened": _cloud(
         t.Opened(

@@ -13,11 +13,12 @@ from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.policy import Window
 from outrider.proto.session import Done, Send, VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
+from outrider.proto.types.sampling import LATER_SETTINGS
 from outrider.proto.v1 import decoding_pb2 as pb
 
 HELD = Sampling(max_tokens=8, min_tokens=5)
-OPENED = Opened(0, 64, 8, "v", 512, vocab_size=8, keep_s=9.0, min_tokens=True, eos_tokens=(0,))
-OLD = replace(OPENED, min_tokens=False, eos_tokens=())
+OPENED = Opened(0, 64, 8, "v", 512, vocab_size=8, keep_s=9.0, settings=LATER_SETTINGS, eos_tokens=(0,))
+OLD = replace(OPENED, settings=(), eos_tokens=())
 
 
 def edge_of(sampling):
@@ -44,12 +45,12 @@ def test_a_verifier_refuses_more_than_max_tokens_from_the_wire():
 
 def test_a_verifier_says_that_it_knows_the_field_and_names_its_ends():
     opened = VerifierSession(open_frame(), rules(eos_tokens=frozenset({7, 0})), 0.0).opened()
-    assert (opened.min_tokens, opened.eos_tokens) == (True, (0, 7))
+    assert (opened.settings, opened.eos_tokens) == (LATER_SETTINGS, (0, 7))
 
 
 def test_a_verifier_that_does_not_know_the_field_gets_no_text():
     wire = pb.CloudFrame.FromString(codec.encode_cloud_frame(OPENED))
-    wire.opened.ClearField("min_tokens")
+    wire.opened.ClearField("settings")
     wire.opened.ClearField("eos_tokens")
     old = codec.decode_cloud_frame(wire.SerializeToString())
     assert old == OLD

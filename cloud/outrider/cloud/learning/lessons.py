@@ -25,7 +25,7 @@ from outrider.cloud.learning.packing import KeptRows, StepRows, TextPart, pack, 
 from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
 from outrider.proto.salts import key_salt, salted
 from outrider.proto.session import Verified, VerifierSession
-from outrider.proto.types import Commit, Sampling
+from outrider.proto.types import Commit
 
 RECORD_TOKENS = 512  # of text, after which a record is made though the text goes on
 RECORD_ROWS = 2048
@@ -48,11 +48,6 @@ class Lost(Enum):
     PUSH = "a push failed, or was not answered"
     AGE = "it was too old"
     FORGOTTEN = "its key was to be forgotten"
-
-
-def may_teach(sampling: Sampling) -> bool:
-    """Return whether drafters can learn from such a text: one that nothing constrains, token by token."""
-    return not (sampling.grammar or sampling.logit_bias or sampling.allowed_tokens or sampling.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +227,7 @@ class LessonCollector(NoLessons):
     def _text(self, of: StepLessons) -> _Text | None:
         """Return the text that a session's rows belong to; None: nothing is kept of it."""
         salt, session = self._permits.get(of.key), of.session
-        if salt is None or session.learning is None or not may_teach(session.sampling):
+        if salt is None or session.learning is None or session.sampling.constrains:
             return None
         text = self._texts.get(of.key)
         if text is None or text.session is not session:

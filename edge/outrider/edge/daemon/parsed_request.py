@@ -30,10 +30,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
 SEED_BITS = 53  # a number that JavaScript too keeps whole
 _SEEDS = 1 << 64
-_SAME_IN_SAMPLING = {
-    *("temperature", "top_p", "min_p", "repetition_penalty"),
-    *("presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens"),
-}
+_SETTINGS = set(Request.model_fields) & set(Sampling.__dataclass_fields__)  # those of one name on both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +167,17 @@ def _parsed(
 ) -> ParsedRequest:
     seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % _SEEDS
     source = next(iter(request.grammars()), None)
-    given = request.model_dump(include=_SAME_IN_SAMPLING, exclude_none=True)
-    sampling = Sampling(
-        **{"temperature": 1.0, **given},
-        seed=seed,
-        top_k=max(0, request.top_k or 0),
-        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
-        max_tokens=min(max_tokens, CONTEXT_TOKENS),
-        stop_tokens=tuple(request.stop_token_ids or ()),
-        grammar=source.grammar() if source is not None else None,
-    )
+    given: dict[str, Any] = {
+        "temperature": 1.0,
+        **request.model_dump(include=_SETTINGS, exclude_none=True),
+        "seed": seed,
+        "top_k": max(0, request.top_k or 0),
+        "logit_bias": tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
+        "max_tokens": min(max_tokens, CONTEXT_TOKENS),
+        "stop_tokens": tuple(request.stop_token_ids or ()),
+        "grammar": source.grammar() if source is not None else None,
+    }
+    sampling = Sampling(**given)
     each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
     return ParsedRequest(
         choices=tuple(Choice(prompt, sampling) for prompt in prompts for sampling in each),

@@ -75,8 +75,7 @@ class OwnLearning:
     def ended(self, ready: Ready, session: str, machine: EdgeSession) -> None:
         """Hand a text over that has ended, if somebody learns from it."""
         sampling = machine.sampling
-        constrained = sampling.grammar or sampling.logit_bias or sampling.allowed_tokens or sampling.min_tokens
-        if self.trainer is None or constrained:
+        if self.trainer is None or sampling.constrains:
             return
         prompt = machine.transcript[: machine.prompt_length]
         kind = prompt_class(ready.decode(prompt[-TOKENS_LOOKED_AT:]))

@@ -21,6 +21,7 @@ from outrider.proto.types import (
     SteeringRequest,
     token_ids,
 )
+from outrider.proto.types.sampling import LATER_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class EdgeStream:
         """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
 
         Raises:
-            InvalidArgument: it took over another text, or does not know its `min_tokens`.
+            InvalidArgument: it took over another text, or does not know one of its settings.
             Unavailable: it computes in another precision than the text so far, or would end it elsewhere.
         """
         if self._opened_for != self._text.turns:
@@ -267,10 +268,12 @@ class EdgeStream:
 
 
 def check_terms(terms: Opened, sampling: Sampling) -> None:
-    """Raise `InvalidArgument` where a verifier would ignore `min_tokens` and might end the text before them."""
-    if sampling.min_tokens and not terms.min_tokens:
-        message = f"is not known to verifier {terms.verifier}; update it, or leave min_tokens out"
-        raise InvalidArgument(message, field="sampling.min_tokens")
+    """Raise `InvalidArgument` where a verifier would ignore a setting, and might write another text."""
+    usual = Sampling()
+    for name in LATER_SETTINGS:
+        if getattr(sampling, name) != getattr(usual, name) and name not in terms.settings:
+            message = f"is not known to verifier {terms.verifier}; update it, or leave {name} out"
+            raise InvalidArgument(message, field=f"sampling.{name}")
 
 
 def _may_heal(error: OutriderError) -> bool:

@@ -39,6 +39,7 @@ from outrider.proto.types import (
     Timing,
     token_ids,
 )
+from outrider.proto.types.sampling import LATER_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class VerifierSession:
             branches=True,
             precision=rules.precision,
             epoch=self.epoch,
-            min_tokens=True,
+            settings=LATER_SETTINGS,
             eos_tokens=tuple(sorted(self.eos_tokens)),
             trees=rules.trees,
         )

@@ -342,7 +342,7 @@ class Opened:
         branches: whether it takes Branches.
         precision: what decides its rounding, such as `bfloat16`; empty: unknown.
         epoch: that of the Open, as in every frame of the verifier: an edge ignores those of another.
-        min_tokens: whether it holds to `Sampling.min_tokens`, which verifiers of older releases do not know.
+        settings: names of the `LATER_SETTINGS` that it holds to.
         eos_tokens: ids that end a text of the target, by which drafters propose.
         trees: whether steps verify branches beside the chain, so that branches of one token are of use.
     """
@@ -364,7 +364,7 @@ class Opened:
     branches: bool = False
     precision: str = ""
     epoch: int = 0
-    min_tokens: bool = False
+    settings: tuple[str, ...] = ()
     eos_tokens: tuple[int, ...] = ()
     trees: bool = False
 

@@ -14,6 +14,7 @@ from outrider.proto.types.checks import require, require_text, require_tokens
 GROUP = "sampling"
 MAX_STOP_TOKENS = 256  # all are compared with every token
 MAX_GRAMMAR_BYTES = 1 << 16
+LATER_SETTINGS = ("min_tokens",)  # those that came after protocol 2, which verifiers of older releases would ignore
 
 
 class GrammarKind(Enum):
@@ -112,6 +113,11 @@ class Sampling:
             require(not self.ignore_eos, "sampling.ignore_eos", "cannot go with a grammar, whose texts end with EOS")
             message = "cannot go with a grammar, which decides what is allowed"
             require(not self.allowed_tokens, "sampling.allowed_tokens", message)
+
+    @property
+    def constrains(self) -> bool:
+        """Whether it rules on single tokens beyond penalties, so that drafters learn nothing from the text."""
+        return bool(self.grammar or self.logit_bias or self.allowed_tokens or self.min_tokens)
 
     @property
     def penalises(self) -> bool:
