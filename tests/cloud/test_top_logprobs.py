@@ -18,7 +18,7 @@ from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target import sampling as sampling_module
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampling import Sampler, token_facts
 from outrider.cloud.target.target import load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto import codec
@@ -75,6 +75,29 @@ def test_they_are_of_the_models_own_distribution_however_the_token_is_drawn(voca
     assert got.tokens[0].logprob == pytest.approx(own, abs=1e-5)
     if sampling.allowed_tokens:
         assert got.tokens[0].logp > own, "the processed one is another"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, allowed_tokens=(3, 9))])
+def test_rank_and_entropy_are_of_the_models_own_distribution_at_each_position(sampling):
+    logits = rows_of(5000, 3)
+    logits[2, 1000:] = -math.inf
+    best = tuple(map(DraftToken, logits[:2].argmax(dim=-1).tolist()))
+    (got,) = Sampler(CPU).sample(logits, [VerificationInput(sampling, [1, 2], 1, best, logprobs=True)])
+    logp = torch.log_softmax(logits.double(), dim=-1)
+    known = [token for token in got.tokens if token.facts is not None]
+    assert len(known) == (3 if sampling == GREEDY else 1)
+    for row, token in zip(logp, known, strict=False):
+        likely = row[row.isfinite()]
+        assert token.facts.entropy == pytest.approx(-float((likely.exp() * likely).sum()), abs=1e-4)
+        assert token.facts.rank == 1 + int((row > row[token.id]).sum())
+
+
+def test_the_entropy_of_a_sure_position_is_0_and_that_of_an_even_one_the_log_of_the_vocabulary():
+    sure, even = torch.full((1, 64), -math.inf), torch.zeros(1, 64)
+    sure[0, 5] = 1.0
+    facts = [token_facts(logits, (5,), 0)[0] for logits in (sure, even)]
+    assert [each.entropy for each in facts] == pytest.approx([0.0, math.log(64)], abs=1e-5)
+    assert [each.rank for each in facts] == [1, 1]
 
 
 def test_the_chosen_token_has_one_value_in_both_lists():
@@ -237,7 +260,7 @@ def test_a_commit_says_nothing_of_it_to_a_session_that_did_not_ask(engine):
 
 def test_a_commit_with_them_travels_whole():
     top = (((7, -0.5), (9, -1.5)), ((1, -0.25), (2, -2.0)), ((3, 0.0), (4, -8.0)))
-    facts = map(TokenFacts, (-0.5, -2.0, 0.0), (1, 300, 1), top)
+    facts = map(TokenFacts, (-0.5, -2.0, 0.0), (1, 300, 1), top, (0.5, 2.0, 0.0))
     commit = Commit(5, tuple(map(CommittedToken, (7, 2, 3), itertools.repeat(None), facts)), 2, 10)
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
 

@@ -132,7 +132,9 @@ def commits(draw):
     content = draw(some_tokens)
     n = len(content)
     of_each = st.just((None,) * n) | st.tuples(*(singles for _ in range(n)))
-    facts = st.just((None,) * n) | st.tuples(*(st.builds(t.TokenFacts, singles, counts) for _ in range(n)))
+    facts = st.just((None,) * n) | st.tuples(
+        *(st.builds(t.TokenFacts, singles, counts, st.just(()), singles) for _ in range(n))
+    )
     return t.Commit(
         start=draw(counts),
         tokens=tuple(map(t.CommittedToken, content, draw(of_each), draw(facts))),

@@ -57,6 +57,7 @@ class ScriptedClient:
         self.hold = False  # texts begin and never end
         self.reason = FinishReason.EOS
         self.stop_string: str | None = None
+        self.entropy: float | None = None
 
     async def prepare(self) -> None:
         if self.away is not None:
@@ -84,7 +85,7 @@ class ScriptedClient:
             await asyncio.sleep(0)
             for i, piece in enumerate(self.pieces):
                 top = ((5 + i, -0.5), (7, -1.5)) if options["top_logprobs"] else ()
-                facts = TokenFacts(-0.5, 1, top) if options["logprobs"] else None
+                facts = TokenFacts(-0.5, 1, top, self.entropy) if options["logprobs"] else None
                 token = CommittedToken(5 + i, facts and -0.5, facts)
                 of_prompt = scored(prompt, options["prompt_logprobs"]) if i == 0 else ()
                 yield Tokens(len(prompt) + i, (token,), (Provenance.TARGET,), (piece,), of_prompt)

@@ -134,3 +134,13 @@ def test_each_of_the_words_to_choose_from_is_matched_and_nothing_else(tokenizer_
         match = matcher.deep_copy()
         fits = match.consume_tokens(tokenizer.encode(word, add_special_tokens=False).ids) and match.is_accepting()
         assert fits == (word in words), word
+
+
+def test_a_chats_log_probabilities_have_the_entropy_of_each_position_where_it_is_known(live) -> None:
+    for known in (None, 1.25):
+        live.client.entropy = known
+        reply = live.chat(logprobs=True)
+        assert reply.status == 200, reply.body
+        said = reply.json["choices"][0]["logprobs"]["content"]
+        assert said
+        assert all(entry.get("entropy") == known and ("entropy" in entry) == (known is not None) for entry in said)

@@ -223,7 +223,8 @@ def token_facts(logits: torch.Tensor, tokens: Sequence[int], top: int) -> tuple[
     logprobs = (of_tokens - log_sums)[:, 0].tolist()
     ranks = ((logits > of_tokens).sum(dim=-1) + 1).tolist()
     tops = likeliest(logits, log_sums, top) if top else ((),) * len(tokens)
-    return tuple(map(TokenFacts, logprobs, ranks, tops))
+    entropies = torch.special.entr((logits - log_sums).exp_()).sum(dim=-1).tolist()
+    return tuple(map(TokenFacts, logprobs, ranks, tops, entropies))
 
 
 def likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:

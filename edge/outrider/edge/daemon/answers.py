@@ -251,6 +251,7 @@ class ChatAnswer(Answer):
         content = [
             self._named(token.id, token.facts.logprob)
             | {"top_logprobs": [self._named(*entry) for entry in token.facts.top]}
+            | ({} if token.facts.entropy is None else {"entropy": token.facts.entropy})
             for event in events
             for token in event.tokens
             if token.facts is not None

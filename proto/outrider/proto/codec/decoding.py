@@ -234,33 +234,37 @@ def _committed_from_wire(wire: pb.Commit) -> tuple[t.CommittedToken, ...]:
         raise InvalidArgument("must hold one for each token, or none", field="commit.logp")
     if len(wire.logprobs) not in (0, len(wire.tokens)):
         raise InvalidArgument("must hold one for each token, or none", field="commit.logprobs")
-    facts = _facts_from_wire(wire, "commit.ranks", "commit.top_logprobs")
+    facts = _facts_from_wire(wire, "commit", "commit.top_logprobs")
     unasked = itertools.repeat(None)
     return tuple(map(t.CommittedToken, wire.tokens, wire.logp or unasked, facts or unasked))
 
 
 def _facts_to_wire(facts: Sequence[t.TokenFacts]) -> dict[str, Any]:
     """Return the lists of facts, which a Commit and the log probabilities of a prompt have alike."""
-    logprobs, ranks, tops = zip(*facts, strict=True) if facts else ((), (), ())
+    logprobs, ranks, tops, entropies = zip(*facts, strict=True) if facts else ((), (), (), ())
     return {
         "logprobs": logprobs,
         "ranks": ranks if any(ranks) else (),
         "top_tokens": [likely for entries in tops for likely, _ in entries],
         "top_logp": [of_likely for entries in tops for _, of_likely in entries],
+        "entropies": () if None in entropies else entropies,
     }
 
 
-def _facts_from_wire(wire: pb.Commit | pb.PromptLogprobs, ranks: str, tops: str) -> list[t.TokenFacts]:
-    """Return one for each of `logprobs`; `ranks` and `tops` are names of fields, for errors."""
+def _facts_from_wire(wire: pb.Commit | pb.PromptLogprobs, where: str, tops: str) -> list[t.TokenFacts]:
+    """Return one for each of `logprobs`; `where` and `tops` name frame and field in errors."""
     count = len(wire.logprobs)
     if len(wire.ranks) not in (0, count):
-        raise InvalidArgument("must hold one for each of logprobs", field=ranks)
+        raise InvalidArgument("must hold one for each of logprobs", field=f"{where}.ranks")
+    if len(wire.entropies) not in (0, count):
+        raise InvalidArgument("must hold one for each of logprobs", field=f"{where}.entropies")
     each, odd = divmod(len(wire.top_tokens), max(1, count))
     if odd or len(wire.top_logp) != len(wire.top_tokens) or (wire.top_tokens and not count):
         raise InvalidArgument("must hold equally many tokens and numbers for each of logprobs", field=tops)
     pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
     top = [tuple(pairs[first : first + each]) for first in range(0, count * each, each or 1)] or itertools.repeat(())
-    return list(map(t.TokenFacts, wire.logprobs, wire.ranks or itertools.repeat(0), top))
+    ranks, entropies = wire.ranks or itertools.repeat(0), wire.entropies or itertools.repeat(None)
+    return list(map(t.TokenFacts, wire.logprobs, ranks, top, entropies))
 
 
 def _prompt_logprobs_to_wire(frame: t.PromptLogprobs) -> pb.PromptLogprobs:
@@ -268,7 +272,7 @@ def _prompt_logprobs_to_wire(frame: t.PromptLogprobs) -> pb.PromptLogprobs:
 
 
 def _prompt_logprobs_from_wire(wire: pb.PromptLogprobs) -> t.PromptLogprobs:
-    facts = _facts_from_wire(wire, "prompt_logprobs.ranks", "prompt_logprobs.top_tokens")
+    facts = _facts_from_wire(wire, "prompt_logprobs", "prompt_logprobs.top_tokens")
     return t.PromptLogprobs(wire.start, tuple(facts), wire.epoch)
 
 

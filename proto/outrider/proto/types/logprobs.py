@@ -20,11 +20,13 @@ class TokenFacts(NamedTuple):
         rank: 1 and the number of likelier tokens; 0: a verifier of an older release did not say.
         top: likeliest tokens of the position as (id, natural log of p), likeliest first and the lower id first among
             equals; empty: not requested.
+        entropy: entropy of the position's distribution, in nats; None: a verifier of an older release did not say.
     """
 
     logprob: float
     rank: int
     top: TopLogprobs = ()
+    entropy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

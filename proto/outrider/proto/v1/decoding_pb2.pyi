@@ -336,23 +336,25 @@ class Opened(_message.Message):
     def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[int] = ..., drafter_here: _Optional[str] = ..., branches: _Optional[bool] = ..., precision: _Optional[str] = ..., epoch: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., trees: _Optional[bool] = ..., settings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
-    __slots__ = ("start", "logprobs", "ranks", "top_tokens", "top_logp", "epoch")
+    __slots__ = ("start", "logprobs", "ranks", "top_tokens", "top_logp", "epoch", "entropies")
     START_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENTROPIES_FIELD_NUMBER: _ClassVar[int]
     start: int
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     top_tokens: _containers.RepeatedScalarFieldContainer[int]
     top_logp: _containers.RepeatedScalarFieldContainer[float]
     epoch: int
-    def __init__(self, start: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    entropies: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, start: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., epoch: _Optional[int] = ..., entropies: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered", "epoch", "verified_beside", "ranks")
+    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered", "epoch", "verified_beside", "ranks", "entropies")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +376,7 @@ class Commit(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_BESIDE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    ENTROPIES_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     accepted: int
@@ -395,7 +398,8 @@ class Commit(_message.Message):
     epoch: int
     verified_beside: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verified_here: _Optional[int] = ..., covered: _Optional[int] = ..., epoch: _Optional[int] = ..., verified_beside: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    entropies: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., verified_here: _Optional[int] = ..., covered: _Optional[int] = ..., epoch: _Optional[int] = ..., verified_beside: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., entropies: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Steering(_message.Message):
     __slots__ = ("scale", "values", "precision")
