@@ -74,7 +74,6 @@ class HitRecorder:
                     confidence=_rounded(draft.confidence for draft in forced),
                     ended=ended,
                     silent=silent if any(silent) else (),
-                    entropy=_rounded(draft.entropy for draft in forced),
                     perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
                     agreement=_rounded(_agreement(forced, chances)) if chances else (),
                     runner_up=_ranks(forced, tokens),

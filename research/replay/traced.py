@@ -161,13 +161,12 @@ class TracedText:
                 break
             before, hit = right, right == position and trace.hits[i]
             right += hit
-            entropy, perturbed, self._agreement[position] = (
-                measure[i] if measure else math.nan
-                for measure in (trace.entropy, trace.perturbed_probability, trace.agreement)
+            perturbed, self._agreement[position] = (
+                measure[i] if measure else math.nan for measure in (trace.perturbed_probability, trace.agreement)
             )
             token = self.tokens[position]
             runners_up = self._runners_up(trace, i, on_text=before == position)
-            drafts.append(DraftToken(token + (not hit), trace.confidence[i], entropy, perturbed, runners_up))
+            drafts.append(DraftToken(token + (not hit), trace.confidence[i], perturbed, runners_up))
         self._right[job.drafter] = right
         return tuple(drafts)
 

@@ -22,14 +22,13 @@ LISTS = (
     "hits",
     "confidence",
     "silent",
-    "entropy",
     "perturbed_probability",
     "agreement",
     "runner_up",
     "choices",
 )
 OPTIONAL_LISTS = LISTS[2:]  # these may be empty
-MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # these may hold NaN
+MEASURES = ("confidence", "perturbed_probability", "agreement")  # these may hold NaN
 
 
 def _nan_for_null(values: Any) -> Any:
@@ -48,7 +47,6 @@ def _below(most: float, what: str) -> AfterValidator:
 
 
 Chances = Annotated[tuple[Annotated[float, _below(1.0, "a probability")], ...], BeforeValidator(_nan_for_null)]
-Nats = Annotated[tuple[Annotated[float, _below(math.inf, "nats")], ...], BeforeValidator(_nan_for_null)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ class HitTrace:
         confidence: [n] the drafter's probability of its proposal; NaN: not known; empty: nowhere known.
         ended: whether the text ended by itself (EOS, its last token), not for its length.
         silent: [n] whether the drafter proposes nothing there; empty: nowhere.
-        entropy: [n] entropy of the drafter's processed distribution, in nats; NaN: not known; empty: not recorded.
-        perturbed_probability: [n] softmax of (log q + G) at its proposal, G the shared noise; NaN and empty as above.
+        perturbed_probability: [n] softmax of (log q + G) at its proposal, G the shared noise; NaN: not known; empty:
+            not recorded.
         agreement: [n] min(1, p / q) of its proposal, p the target's processed probability of it; NaN and empty as
             above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
         runner_up: [n] at a miss, the rank of tokens[i] among the drafter's runners-up, from 1 on; 0: it is none of
@@ -94,7 +92,6 @@ class HitTrace:
     confidence: Chances = ()
     ended: bool = False
     silent: tuple[bool, ...] = ()
-    entropy: Nats = ()
     perturbed_probability: Chances = ()
     agreement: Chances = ()
     runner_up: tuple[Annotated[int, Field(ge=0)], ...] = ()

@@ -92,7 +92,7 @@ def test_rank_and_entropy_are_of_the_models_own_distribution_at_each_position(sa
         assert token.facts.rank == 1 + int((row > row[token.id]).sum())
 
 
-def test_the_entropy_of_a_sure_position_is_0_and_that_of_an_even_one_the_log_of_the_vocabulary():
+def test_entropy_is_0_where_the_target_is_sure_and_largest_where_it_is_even():
     sure, even = torch.full((1, 64), -math.inf), torch.zeros(1, 64)
     sure[0, 5] = 1.0
     facts = [token_facts(logits, (5,), 0)[0] for logits in (sure, even)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafters import ProposalRule, find_package, proposals
+from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.graph_file import read_graph_file
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.edge.testing.tiny_drafter import (
@@ -64,9 +64,8 @@ def test_proposals_at_a_temperature_share_the_verifiers_noise(drafter):
         prefix.append(token)
 
 
-def test_a_greedy_session_asks_for_few_candidates_and_others_for_all_useful_ones(drafter, monkeypatch):
-    monkeypatch.setattr(proposals, "GREEDY_CANDIDATES", 3)
-    assert drafter.open(GREEDY)._candidate_tokens.shape == (3,)
+def test_a_greedy_session_asks_for_few_candidates_and_others_for_all_useful_ones(drafter):
+    assert drafter.open(ProposalRule(Sampling(), runners_up=2))._candidate_tokens.shape == (3,)
     for sampling in (Sampling(temperature=0.5), Sampling(repetition_penalty=1.2), Sampling(allowed_tokens=(1,))):
         assert drafter.open(ProposalRule(sampling))._candidate_tokens.shape == (CANDIDATES,)
 

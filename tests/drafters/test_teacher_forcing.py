@@ -44,8 +44,8 @@ BLOCK = st.lists(st.integers(0, VOCAB - 1), max_size=9)
 
 
 def numbers(drafts: Sequence[DraftToken]) -> np.ndarray:
-    """Return [n, 4] ids, confidence, entropy and perturbed probability."""
-    return np.array([draft[:4] for draft in drafts])
+    """Return [n, 3] ids, confidence and perturbed probability."""
+    return np.array([draft[:3] for draft in drafts])
 
 
 def rule_of(kind, prompt_length=3):
@@ -213,7 +213,7 @@ def test_forced_proposals_of_scripted_drafters_follow_their_script():
     forced = scripted.propose_forced((8, 1, 1))
     assert token_ids(forced) == (8, 7, -1)
     assert [draft.confidence for draft in forced[:2]] == [0.9, 0.9]
-    assert np.isnan([forced[2].confidence, *(sign for draft in forced for sign in draft[2:4])]).all()
+    assert np.isnan([forced[2].confidence, *(draft.perturbed_probability for draft in forced)]).all()
     garbage = GarbageDrafter(50, seed=1).open(GREEDY)
     garbage.extend((5,))
     proposed = token_ids(garbage.propose(6))

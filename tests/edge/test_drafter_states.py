@@ -57,7 +57,7 @@ WRONG = [
     (DraftToken(-2), DraftToken(6)),
     (DraftToken(1 << 40), DraftToken(6)),
     (DraftToken(5, confidence="x"), DraftToken(6)),  # type: ignore[arg-type]
-    (DraftToken(5, entropy=None), DraftToken(6)),  # type: ignore[arg-type]
+    (DraftToken(5, perturbed_probability=None), DraftToken(6)),  # type: ignore[arg-type]
     (DraftToken(5, runners_up=("x",)), DraftToken(6)),  # type: ignore[arg-type]
     (DraftToken(5, runners_up=[6]), DraftToken(6)),  # type: ignore[arg-type]
     (DraftToken(5),) * 3,
@@ -82,7 +82,7 @@ def test_scores_that_are_not_one_number_a_token_fail_in_the_drafters_job(scores:
 
 @pytest.mark.parametrize("number", [0.5, 1, np.float32(0.5), np.float64(0.5)])
 def test_proposals_and_scores_may_be_numpys_numbers(number: Any) -> None:
-    right = (DraftToken(np.int64(5), number, number, number, (6, 7)),)  # type: ignore[arg-type]
+    right = (DraftToken(np.int64(5), number, number, (6, 7)),)  # type: ignore[arg-type]
     drafted = states().do(DraftJob(0, (1,), 2, 0), AnyDrafter(right))
     assert drafted.drafts == right  # type: ignore[union-attr]
     caught_up = states().do(CatchUpJob(0, 0, (1, 2), 1, 1), AnyDrafter(np.array([number])))

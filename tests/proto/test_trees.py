@@ -219,7 +219,7 @@ def test_a_branch_of_both_ends_is_there_once_with_the_longer_run() -> None:
     session._next.received.acceptance = Acceptance(0.3 * 40, 40.0)  # so that the verifier's own chain leads
     session.on_draft(Draft(0, 3, drafts(1, 5), branches=(Branch(3, (4, 6, 7), 0.02),)), 0.0)
     job = session.ends.local.propose([], 2, 0.0).job
-    proposed = (DraftToken(2, 0.9, 0.0, 0.5, (4, 3)), DraftToken(3, 0.9, 0.0, 0.5, (4, 5)))
+    proposed = (DraftToken(2, 0.9, 0.5, (4, 3)), DraftToken(3, 0.9, 0.5, (4, 5)))
     session.ends.local.take(Drafted(job, proposed, 0.001))
     assert token_ids(session.block()) == (2, 3)
     found = [(branch.index, token_ids(branch.drafts)) for branch in session.branches]

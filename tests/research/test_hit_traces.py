@@ -31,7 +31,6 @@ FIELDS = {
     "confidence": (0.5, math.nan, 1.0, 0.25, 0.0),
 }
 MEASURED = {
-    "entropy": (1.5, 0.25, math.nan, 0.0, 4.0),
     "perturbed_probability": (0.5, math.nan, 1.0, 0.25, 0.0),
     "agreement": (1.0, 0.5, 0.25, math.nan, 0.0),
     "seed": 7,
@@ -147,7 +146,7 @@ def test_agreement_is_about_the_proposed_token_and_at_most_one() -> None:
 def test_the_beginning_of_a_trace_keeps_what_belongs_to_it() -> None:
     trace = HitTrace(**FIELDS | MEASURED).first(2)
     assert (trace.tokens, trace.hits, trace.silent, trace.seed) == (TEXT[:2], (True, False), (), 7)
-    assert (trace.entropy, trace.agreement) == ((1.5, 0.25), (1.0, 0.5))
+    assert trace.agreement == (1.0, 0.5)
 
 
 def test_a_file_from_before_there_were_measures_can_be_loaded(tmp_path) -> None:
@@ -173,8 +172,8 @@ def test_a_trace_without_confidence_can_be_loaded(tmp_path) -> None:
         ("tokens", "abcde", "trace.tokens: .*must be a list"),
         ("tokens", [20, 21, 22, 23, -1], r"trace.tokens\[4\]: .*must be 0 or more, not -1"),
         ("confidence", [0.5, 0.5, 0.5, 0.5, 1.5], r"trace.confidence\[4\]: .*must be a probability or null, not 1.5"),
-        ("entropy", [0.5], "trace.entropy: .*one entry for each token"),
-        ("entropy", [0.5, 0.5, 0.5, 0.5, -1], r"trace.entropy\[4\]: .*must be nats or null, not -1"),
+        ("agreement", [0.5], "trace.agreement: .*one entry for each token"),
+        ("entropy", [0.5] * 5, "trace.entropy: .*is unknown; remove it"),  # recorded before experiments ended
         (
             "perturbed_probability",
             [0.5, 0.5, 0.5, 0.5, 1.5],

@@ -174,8 +174,7 @@ class RetrievalState(TokenPrefix):
         if token == END:
             return None
         q = cursor.share * (cursor.run + 1) / (cursor.run + 2)
-        entropy = -q * math.log(q) - (1 - q) * (math.log(1 - q) - self._log_others)
-        return DraftToken(token, q, entropy, q)
+        return DraftToken(token, q, q)
 
     def _walk(self) -> _Cursor | None:
         """Return the cursor after the whole prefix."""

@@ -136,7 +136,7 @@ def test_each_of_the_words_to_choose_from_is_matched_and_nothing_else(tokenizer_
         assert fits == (word in words), word
 
 
-def test_a_chats_log_probabilities_have_the_entropy_of_each_position_where_it_is_known(live) -> None:
+def test_a_chats_log_probabilities_have_the_entropy_where_it_is_known(live) -> None:
     for known in (None, 1.25):
         live.client.entropy = known
         reply = live.chat(logprobs=True)

@@ -81,8 +81,8 @@ class _State(TokenPrefix):
         token = likely[0] if rng.random() < drafter.hits or len(likely) == 1 else rng.choice(likely[1:])
         others = [each for each in likely if each != token]
         rng.shuffle(others)
-        q, lead, chance = rng.choice((0.05, 0.5, 0.9)), rng.random() * 3, rng.choice((0.1, 0.5, 0.9))
-        return DraftToken(token, q, lead, chance, tuple(others[:2]))
+        q, chance = rng.choice((0.05, 0.5, 0.9)), rng.choice((0.1, 0.5, 0.9))
+        return DraftToken(token, q, chance, tuple(others[:2]))
 
     def score(self, tokens: Any) -> np.ndarray:
         self.extend(tokens)

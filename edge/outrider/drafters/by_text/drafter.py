@@ -247,7 +247,7 @@ class TextState(TokenPrefix):
             return ()
         self._inner.truncate(self._inner.length - proposed)
         self._inner.extend((token,))
-        return (DraftToken(token, 1.0, 0.0, 1.0),)
+        return (DraftToken(token, 1.0, 1.0),)
 
     def _first_ahead(self) -> int:
         """Return the number of drafted tokens whose text is known."""
@@ -299,12 +299,11 @@ class TextState(TokenPrefix):
 
     def _choice(self, token: int, end: int) -> DraftToken:
         """Return a proposal with the chances of the drafter tokens that begin in it."""
-        begins, confidence, perturbed, entropy = len(self._text), 1.0, 1.0, 0.0
+        begins, confidence, perturbed = len(self._text), 1.0, 1.0
         start = self._ahead_from
         for stop, draft in self._drafted:
             if (start >= begins or stop > begins >= start) and start < end:
                 confidence *= draft.confidence
                 perturbed *= draft.perturbed_probability
-                entropy += draft.entropy
             start = stop
-        return DraftToken(token, confidence, entropy, perturbed)
+        return DraftToken(token, confidence, perturbed)

@@ -149,7 +149,7 @@ class TextRule(ProposalRule):
         token, q = int(tokens[index]), min(1.0, float(np.exp(log_q[index])))
         if not self._drafter.piece(token):
             return NO_PROPOSAL
-        return DraftToken(token, q, float(-np.exp(log_q).dot(log_q)), min(1.0, perturbed))
+        return DraftToken(token, q, min(1.0, perturbed))
 
     def _agrees(self, piece: bytes) -> bool:
         """Return whether a token is text, and such as the known text begins with or goes on."""

@@ -86,5 +86,5 @@ def _check(drafts: tuple[DraftToken, ...], least: int, most: int) -> None:
             raise TypeError("the drafter's proposals are not all of type DraftToken")
         if not {type(draft.id), *map(type, draft.runners_up)} <= _IDS or not -1 <= draft.id <= MAX_TOKEN_ID:
             raise TypeError("the drafter's proposals are not all token ids")
-        if not {*map(type, draft[1:4])} <= _NUMBERS:
+        if not {*map(type, draft[1:3])} <= _NUMBERS:
             raise TypeError("the drafter's probabilities are not all numbers")

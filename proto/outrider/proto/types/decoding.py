@@ -198,7 +198,6 @@ class DraftToken(NamedTuple):
     Attributes:
         id: token id; -1 where nothing may be proposed.
         confidence: the drafter's probability of the token.
-        entropy: entropy of the drafter's distribution, in nats.
         perturbed_probability: softmax of log probability plus shared noise at the token, over the candidates: how far
             it leads under the very noise that the target will use; the confidence at temperature 0.
         runners_up: [r] the tokens that would have been proposed next, best first; they never travel.
@@ -206,7 +205,6 @@ class DraftToken(NamedTuple):
 
     id: int
     confidence: float = math.nan
-    entropy: float = math.nan
     perturbed_probability: float = math.nan
     runners_up: tuple[int, ...] = ()
 
