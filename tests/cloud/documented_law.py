@@ -30,6 +30,10 @@ def documented_law(
             factor = sampling.repetition_penalty
             score[t] = score[t] / factor if score[t] > 0 else score[t] * factor
         score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
+    if sampling.no_repeat_ngram_size:
+        n, whole = sampling.no_repeat_ngram_size, prompt + text
+        grams = {whole[at : at + n] for at in range(len(whole) - n + 1)}
+        score = {t: s for t, s in score.items() if (*whole[max(0, len(whole) - n + 1) :], t) not in grams} or score
     if sampling.temperature == 0:
         return {max(score, key=lambda t: score[t]): 1.0}
     score = {t: s / sampling.temperature for t, s in score.items()}

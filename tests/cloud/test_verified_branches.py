@@ -30,6 +30,7 @@ SAMPLINGS = {
     "greedy, penalised": Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.9),
     "temperature 1": Sampling(temperature=1.0),
     "penalised": Sampling(temperature=1.0, repetition_penalty=2.5, presence_penalty=0.8, frequency_penalty=0.7),
+    "n-grams": Sampling(temperature=1.0, no_repeat_ngram_size=2),
     "cut": Sampling(temperature=1.4, top_k=2, min_p=0.05, logit_bias=((1, 0.7),)),
 }
 

@@ -100,6 +100,7 @@ EXAMPLES = {
     "open that allows learning": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", learning=t.Learning(3))),
     "open of a later stream": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", committed=(7,), epoch=3)),
     "open with min_tokens": _edge(t.Open("m", HASH, (1,), t.Sampling(min_tokens=100), "s")),
+    "open that forbids n-grams": _edge(t.Open("m", HASH, (1,), t.Sampling(no_repeat_ngram_size=3), "s")),
     "open that asks for the prompt's log probabilities": _edge(
         t.Open("m", HASH, (1, 2), t.Sampling(), "s", prompt_logprobs=5)
     ),

@@ -144,3 +144,11 @@ def test_a_chats_log_probabilities_have_the_entropy_where_it_is_known(live) -> N
         said = reply.json["choices"][0]["logprobs"]["content"]
         assert said
         assert all(entry.get("entropy") == known and ("entropy" in entry) == (known is not None) for entry in said)
+
+
+def test_the_length_of_ngrams_reaches_the_sampling_and_is_refused_beyond_its_bounds(live) -> None:
+    assert live.chat(no_repeat_ngram_size=3).status == 200
+    assert live.client.asked[-1][1].no_repeat_ngram_size == 3
+    for wrong in (-1, 65, 2.5):
+        reply = live.complete(no_repeat_ngram_size=wrong)
+        assert (reply.status, reply.json["error"]["param"]) == (400, "no_repeat_ngram_size")

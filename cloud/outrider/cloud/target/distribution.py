@@ -128,15 +128,17 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
     """Return [k + 1, vocab] float64 logits after the adjustments of single tokens, which only some sessions ask for.
 
     They come in this order: grammar, allowed tokens, `min_tokens`, bias, repetition penalty (Keskar et al. 2019,
-    section 4.1), presence and frequency penalty. Raises `FloatingPointError` where they are no numbers.
+    section 4.1), presence and frequency penalty, n-grams. Raises `FloatingPointError` where they are no numbers.
     """
     sampling = session.sampling
     scores = masked(logits.double(), session)
     if sampling.logit_bias:
         biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
         scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
-    if sampling.penalises:
+    if sampling.has_penalties:
         _penalise(scores, session)
+    if sampling.no_repeat_ngram_size:
+        _forbid_repeats(scores, session)
     if not are_numbers(scores):
         raise FloatingPointError("a session's settings make scores of its logits that are no numbers")
     return scores
@@ -198,6 +200,27 @@ def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor,
         columns = torch.where(seen, torch.where(columns > 0, columns / factor, columns * factor), columns)
     in_text = in_text.double()  # a float times integers would be float32
     return columns - sampling.presence_penalty * (in_text > 0).double() - sampling.frequency_penalty * in_text
+
+
+def _forbid_repeats(scores: torch.Tensor, session: VerificationInput) -> None:
+    """Exclude, in place, the tokens of each row that would complete an n-gram of the tokens before it once more.
+
+    A row where nothing else may come keeps its tokens: some token must come.
+    """
+    n = session.sampling.no_repeat_ngram_size
+    tokens = np.array([*session.transcript, *token_ids(session.block)], dtype=np.int64)
+    for row, length in zip(scores, range(len(session.transcript), len(tokens) + 1), strict=True):
+        if length < n:
+            continue
+        before = tokens[:length]
+        follow = np.arange(n - 1, length)  # places of tokens that end an n-gram
+        for back in range(1, n):
+            follow = follow[before[follow - back] == before[-back]]
+        repeated = before[follow]
+        columns = torch.from_numpy(repeated[repeated < scores.shape[1]]).to(scores.device)
+        kept = row.index_fill(0, columns, -math.inf)
+        if kept.amax() > -math.inf:
+            row.copy_(kept)
 
 
 def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -35,6 +35,7 @@ SETTINGS = {
     "cut": Sampling(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01),
     "adjusted": Sampling(temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, logit_bias=((7, 1.5),)),
     "restricted": Sampling(temperature=1.0, allowed_tokens=tuple(range(3, 30))),
+    "without repeats": Sampling(temperature=0.7, no_repeat_ngram_size=2),
     "held on": Sampling(temperature=1.0, min_tokens=9, stop_tokens=tuple(range(20, 60))),
 }
 

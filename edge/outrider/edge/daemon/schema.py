@@ -421,6 +421,7 @@ class Request(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
     min_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
+    no_repeat_ngram_size: Annotated[int | None, within("no_repeat_ngram_size")] = None  # of transformers
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaText = None
     guided_regex: str | None = None

@@ -71,5 +71,6 @@ BOUNDS: Mapping[str, NumberRange] = {
     "top_k": NumberRange(0, MAX_TOKEN_ID),
     "max_tokens": NumberRange(1, MAX_TOKEN_ID),
     "min_tokens": NumberRange(0, MAX_TOKEN_ID),
+    "no_repeat_ngram_size": NumberRange(0, 64),  # each row compares so many tokens with all before
 }
 """NumberRange by the name of the setting in `Sampling`; those of `logit_bias` are of each value."""

@@ -14,7 +14,8 @@ from outrider.proto.types.checks import require, require_text, require_tokens
 GROUP = "sampling"
 MAX_STOP_TOKENS = 256  # all are compared with every token
 MAX_GRAMMAR_BYTES = 1 << 16
-LATER_SETTINGS = ("min_tokens",)  # those that came after protocol 2, which verifiers of older releases would ignore
+# Those that came after protocol 2, which verifiers of older releases would ignore.
+LATER_SETTINGS = ("min_tokens", "no_repeat_ngram_size")
 
 
 class GrammarKind(Enum):
@@ -59,12 +60,14 @@ def _number(name: str, default: float, about: str, metavar: str = "") -> Any:
 class Sampling:
     """Processing of the target's distribution.
 
-    The order is: grammar, allowed tokens, `min_tokens`, bias, repetition, presence and frequency penalty, temperature,
-    top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken.
+    The order is: grammar, allowed tokens, `min_tokens`, bias, repetition, presence and frequency penalty, n-grams,
+    temperature, top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken.
 
     Attributes:
         min_tokens: tokens of text before which EOS and the stop tokens have no chance, also with `ignore_eos`; where
             nothing else may come, as after a complete grammar, they keep it.
+        no_repeat_ngram_size: length of n-grams of prompt and text that may not come twice; where nothing else may come,
+            they may.
     """
 
     temperature: float = _number("temperature", 0.0, "temperature; 0: greedy", "T")
@@ -81,6 +84,12 @@ class Sampling:
     allowed_tokens: tuple[int, ...] = ()
     max_tokens: int = _number("max_tokens", 128, "limit of generated tokens")
     min_tokens: int = _number("min_tokens", 0, "tokens before which neither EOS nor a stop ends the text; 0: none")
+    no_repeat_ngram_size: int = _number(
+        "no_repeat_ngram_size",
+        0,
+        "length of runs of tokens that may not come twice, prompt included; 0: any may",
+        "N",
+    )
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
@@ -117,9 +126,15 @@ class Sampling:
     @property
     def constrains(self) -> bool:
         """Whether it rules on single tokens beyond penalties, so that drafters learn nothing from the text."""
-        return bool(self.grammar or self.logit_bias or self.allowed_tokens or self.min_tokens)
+        single = self.grammar or self.logit_bias or self.allowed_tokens or self.min_tokens
+        return bool(single or self.no_repeat_ngram_size)
 
     @property
     def penalises(self) -> bool:
-        """Whether the processing depends on the tokens before, as repetition, presence and frequency penalties do."""
+        """Whether the processing depends on which tokens came before, as penalties and n-grams do."""
+        return self.has_penalties or self.no_repeat_ngram_size > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether there is a repetition, presence or frequency penalty."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
