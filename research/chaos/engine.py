@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from outrider.cloud.serving.batching import Batch, Batching
-from outrider.cloud.serving.core import EngineCore
 from outrider.cloud.serving.local_source import NoSource
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.slots import Slot
 from outrider.proto.session import Verified, VerifierRules
 from outrider.proto.types import Commit, common_length, token_ids
-from research.chaos.pages import CountedPages, toy_facts
 from research.chaos.steps import StepFault, StepTrouble, ToyRunner
-from research.chaos.target import CONTEXT, EOS, VOCAB
+from research.chaos.target import CONTEXT, EOS, TOKENIZER, VOCAB
 from research.chaos.world import LocalClock, Violation, World
+from research.simulator.engine import VirtualEngine
+from research.simulator.pages import CountedPages, toy_facts
 
+IDLE_S = 0.5  # between turns of the engine's thread in which nothing happens
 MAX_WAITING = 400  # events of all sessions of a schedule; more would be a queue without bound
 Watch = Callable[[str], None]
 
@@ -39,14 +39,8 @@ class Shape(NamedTuple):
     threads: int = 1
 
 
-@cache
-def shared_metrics() -> VerifierMetrics:
-    """Return metrics that nobody reads, for all verifiers: making them takes longer than a schedule."""
-    return VerifierMetrics("toy", "simulated")
-
-
-class SimulatedEngine(EngineCore):
-    """The shipped engine on a counted KV cache and a virtual clock, on which its steps take time.
+class SimulatedEngine(VirtualEngine):
+    """The shipped engine on a counted KV cache, which may stand still, and whose steps may fail.
 
     Attributes:
         trouble: what goes wrong in its steps.
@@ -79,27 +73,23 @@ class SimulatedEngine(EngineCore):
             on_failure: called when no step succeeds any more.
         """
         self.trouble = StepTrouble()
-        self.pages = CountedPages(shape.pages, toy_facts(VOCAB, EOS, CONTEXT), world.rng)
-        self._toy = ToyRunner(world, clock, self.pages, self.trouble)
+        self.pages = CountedPages(shape.pages, toy_facts(TOKENIZER, VOCAB, CONTEXT, frozenset({EOS})), world.rng)
         super().__init__(
             self.pages,
-            self._toy,
+            ToyRunner(world, clock, self.pages, self.trouble),
             rules,
             shape.max_sessions,
             Batching(),
-            shared_metrics(),
-            self._rung,
-            on_failure,
             source,
-            clock=clock.monotonic,
+            clock.monotonic,
+            clock.after,
+            on_failure,
+            idle_s=IDLE_S,
         )
         self._world = world
-        self._local_clock = clock
         self._watch = watch
         self._awake = awake
         self._still_until = still_until
-        self._busy = False
-        self._alarm_at = math.inf
 
     @property
     def stands_still(self) -> bool:
@@ -116,36 +106,11 @@ class SimulatedEngine(EngineCore):
         if not (self._busy or self.stands_still):
             self.heart.beat()
 
-    def run(self) -> None:
-        """Take the events that wait, then begin a step if one is due, as the engine's thread does."""
-        if self._busy or self.stands_still:
-            return
-        self._busy = True
-        batch = self.handle()
-        while self.inbox and not batch.shares:
-            batch = self.handle()
-        if batch.shares:
-            self._local_clock.after(self._toy.seconds(batch), partial(self._end_step, batch))
-            return
-        self._busy = False
-        if len(self.slots):
-            self._set_alarm(batch.wake_at)
-
     def _rung(self) -> None:
         if len(self.inbox) > MAX_WAITING:
             raise Violation(f"{len(self.inbox)} events wait for the engine of {self.rules.name}")
         self._awake()
         self.run()
-
-    def _set_alarm(self, at: float) -> None:
-        if at < self._alarm_at:
-            self._alarm_at = at
-            self._local_clock.after(at - self._local_clock.monotonic(), partial(self._ring, at))
-
-    def _ring(self, at: float) -> None:
-        if at == self._alarm_at:
-            self._alarm_at = math.inf
-            self.run()
 
     def _end_step(self, batch: Batch[Slot]) -> None:
         until = self._still_until()
@@ -154,8 +119,7 @@ class SimulatedEngine(EngineCore):
                 self._world.clock.at(until, partial(self._end_step, batch))
             return
         self.step(batch)
-        self._busy = False
-        self.run()
+        self._go_on()
 
     def _note_defect(self, what_failed: str, error: Exception) -> None:
         if not isinstance(error, StepFault | MemoryError | FloatingPointError):

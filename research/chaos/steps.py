@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from outrider.cloud.serving.batching import Batch, Share
 from outrider.cloud.serving.runner import StepResult
 from outrider.cloud.serving.slots import Slot
-from outrider.cloud.serving.step_timing import StepTimes
-from outrider.proto.session import Verified
-from outrider.proto.session.acceptance import branch_taken
-from outrider.proto.types import token_ids
-from research.chaos.pages import CountedPages
+from outrider.proto.session import VerifierSession
+from outrider.proto.types import CommittedToken, DraftToken
 from research.chaos.world import LocalClock, World
+from research.simulator.engine import TimedRunner
+from research.simulator.pages import CountedPages
 
 SLOW_STEP_S = 1.6  # above the least time of a slow step, and far above ten times the usual one
 
@@ -47,34 +46,23 @@ class StepTrouble:
             raise FloatingPointError("the logits of a text are no numbers")
 
 
-class ToyRunner:
-    """Runs batches on the toy target."""
+class ToyRunner(TimedRunner):
+    """Runs batches on the toy target, or lets them fail."""
 
     def __init__(self, world: World, clock: LocalClock, pages: CountedPages, trouble: StepTrouble) -> None:
+        super().__init__(pages, clock.monotonic)
         self._world = world
-        self._clock = clock
-        self._pages = pages
         self._trouble = trouble
 
     def seconds(self, batch: Batch[Slot]) -> float:
         """Return the time that a batch takes."""
         return SLOW_STEP_S if self._trouble.slow else 0.004 + 0.001 * batch.num_rows
 
+    def after(self, session: VerifierSession, block: tuple[DraftToken, ...]) -> tuple[CommittedToken, ...]:
+        """Return the toy target's tokens."""
+        return self._world.targets.of(session.sampling).after(session.transcript, block)
+
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
-        """Compute every share's rows and verify its drafts at once; the engine has waited for their time."""
+        """Verify the drafts of a step whose time is over, unless it is to fail."""
         self._trouble.meet(shares, self._world.poisoned)
-        now, verified = self._clock.monotonic(), []
-        verify_s = self.seconds(Batch(shares))
-        for share in shares:
-            path = share.block or ()
-            if share.block is not None:
-                session = share.slot.session
-                target = self._world.targets.of(session.sampling)
-                tokens = target.after(session.transcript, share.block)
-                if (branch := branch_taken(share.block, share.branches, token_ids(tokens))) is not None:
-                    path = (*share.block[: branch.index], *branch.drafts)
-                    tokens = target.after(session.transcript, path)
-                beside = share.num_drafts - len(path)
-                verified.append((share.slot, Verified(path, tokens, verify_s=verify_s, beside=beside)))
-            self._pages.compute(share.slot.handle, share.num_tokens + len(path))
-        return StepResult(verified, StepTimes(now - verify_s, now, now, now), None)
+        return super().run(shares)

@@ -20,11 +20,12 @@ from outrider.proto.plumbing.loop_watch import LOOK_S
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import CloudFrame, Commit, Continue, EdgeFrame, Goaway, Open, Opened, Ping, Pong
 from research.chaos.call import SimulatedCall
-from research.chaos.engine import Shape, SimulatedEngine, Watch, shared_metrics
+from research.chaos.engine import Shape, SimulatedEngine, Watch
 from research.chaos.own_drafter import OwnDrafting
 from research.chaos.quota import CountedMeters, StreamCost
 from research.chaos.target import CONTEXT, EOS, MODEL, SECRET, TOKENIZER, VOCAB
 from research.chaos.world import Event, LocalClock, Violation, World
+from research.simulator.engine import shared_metrics
 
 HEALTH = HealthRules(first_s=6.0, lost_s=6.0, forget_s=5.0)  # shorter than by default: schedules are short
 HUNG_WITHIN_S = 40.0  # true time after which a hung process must be gone: its clock may be slow for a while

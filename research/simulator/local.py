@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from outrider.cloud.serving.batching import Batching, Share
+from outrider.cloud.serving.local_source import NoSource, Post
+from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.slots import Slot, Slots
 from outrider.proto.session import Drafted, DrafterFailed, DraftJob, VerifierSession
 from outrider.proto.session.local import DraftingHere, LocalJob
 from outrider.proto.types import DraftToken
@@ -28,15 +32,14 @@ class _Work:
 
     session: VerifierSession
     job: LocalJob
-    answer: Callable[[VerifierSession, Drafted | DrafterFailed, float], None]
     asked_at: float
     began_at: float = 0.0
     result: Drafted | DrafterFailed | None = None
     seconds: float = 0.0
 
 
-class LocalThreads:
-    """The threads of a verifier that draft.
+class LocalThreads(NoSource):
+    """The threads of a verifier that draft, as a source of its engine.
 
     Attributes:
         here: what its sessions have measured of the drafter.
@@ -47,7 +50,7 @@ class LocalThreads:
         self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], LocalDrafter], threads: int = 1
     ) -> None:
         """Draft by the drafter that `drafter_of` gives for the id of a session, in so many threads."""
-        self.here = here
+        self.here: DraftingHere | None = here
         self.busy_s = 0.0
         self._clock = clock
         self._drafter_of = drafter_of
@@ -55,15 +58,26 @@ class LocalThreads:
         self._waiting: deque[_Work] = deque()
         self._running: list[_Work] = []
 
-    def submit(
-        self,
-        session: VerifierSession,
-        job: LocalJob,
-        answer: Callable[[VerifierSession, Drafted | DrafterFailed, float], None],
-    ) -> None:
-        """Do a job when a thread is free, then call `answer` with its result and the seconds that it waited."""
-        self._waiting.append(_Work(session, job, answer, self._clock.now))
-        self._begin()
+    def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:  # noqa: ARG002
+        """Draft for the sessions of one engine."""
+        self._slots, self._batching, self._post = slots, batching, post
+
+    def drive(self, now: float) -> None:
+        """Begin the jobs that are due."""
+        for slot in self._slots.running():
+            self._ask(slot.session, now, None)
+
+    def begin(self, shares: Sequence[Share[Slot]], now: float) -> None:
+        """Begin the jobs of the sessions that take part in a step."""
+        for share in shares:
+            if share.block is not None:
+                self._ask(share.slot.session, now, share.block)
+
+    def _ask(self, session: VerifierSession, now: float, block: tuple[DraftToken, ...] | None) -> None:
+        job = session.local_job(self._batching.base_s, self._batching.row_s, now, block)
+        if job is not None:
+            self._waiting.append(_Work(session, job, self._clock.now))
+            self._begin()
 
     def recall(self) -> None:
         """End the jobs that should not go on, with the drafts that they have."""
@@ -108,8 +122,15 @@ class LocalThreads:
         self._running.remove(work)
         self._free += 1
         self.busy_s += self._clock.now - work.began_at
-        work.answer(work.session, result, work.began_at - work.asked_at)
+        self._post(partial(_take, work.session, result, work.began_at - work.asked_at))
         self._begin()
+
+
+def _take(session: VerifierSession, result: Drafted | DrafterFailed, waited_s: float) -> None:
+    if isinstance(result, DrafterFailed):
+        session.draft_here_no_more()
+    elif session.ends is not None:
+        session.ends.take(result, waited_s)
 
 
 def _goes_on(work: _Work) -> bool:

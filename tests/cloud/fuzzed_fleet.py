@@ -46,6 +46,7 @@ SLOWEST_S = 0.4  # more than a piece of a task of drafting takes
 NOTICED_S = 0.4
 BROKEN_PLAN = "broken-plan"  # begins the names of sessions whose plans fail
 STEP_S, ROW_S = 0.005, 0.0002
+IDLE_S = 0.5
 MAX_LOOKS = 1000  # at one moment
 
 
@@ -448,7 +449,7 @@ class FuzzedVerifier:
         if self.engine.inbox:
             self._poke()
         elif self.engine.slots.num_running:
-            self._look_at(max(wake_at, self._busy_until))
+            self._look_at(max(min(wake_at, fleet.clock.now + IDLE_S), self._busy_until))
 
     def drain(self) -> None:
         """Send everybody away, and be replaced when they are gone."""

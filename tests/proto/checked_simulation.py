@@ -14,7 +14,7 @@ from outrider.proto.policy.selection import Selector
 from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
 from outrider.proto.session import verifier as session_verifier
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
-from research.simulator import verifier as simulated_verifier
+from research.simulator import engine as simulated_engine
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.faults import Faults, FaultySimulation
 from research.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
@@ -50,7 +50,7 @@ def open_frame(**changes) -> Open:
 
 def take_branches_for_text(monkeypatch) -> None:
     """Plant a defect: a step follows a branch whether its first token is the target's or not."""
-    rightly, really = simulated_verifier.branch_taken, session_verifier.accept_drafts
+    rightly, really = simulated_engine.branch_taken, session_verifier.accept_drafts
 
     def take(block, branches, tokens):
         return rightly(block, branches, tokens) or next(iter(branches), None)
@@ -59,7 +59,7 @@ def take_branches_for_text(monkeypatch) -> None:
         said, _, finish = really(block, (*committed(*token_ids(block)), tokens[-1]), **rest)
         return said, len(block), finish
 
-    monkeypatch.setattr(simulated_verifier, "branch_taken", take)
+    monkeypatch.setattr(simulated_engine, "branch_taken", take)
     monkeypatch.setattr(session_verifier, "accept_drafts", accept)
 
 
@@ -90,17 +90,17 @@ class CheckedVerifier(SimulatedVerifier):
         self._queues_while_busy = queues_while_busy
 
     def receive(self, stream, frame) -> None:
+        super().receive(stream, frame)
         if self._busy and not self._queues_while_busy:
-            self.take(stream, frame, self._clock.now)
-        else:
-            super().receive(stream, frame)
+            self._take(self.inbox.take())
 
-    def credit(self) -> int:
-        return self._rng.randint(1, self.rules.max_credit) if self._fickle_credit else super().credit()
-
-    def verify(self, slot, block, began, branches=()) -> Commit:
+    def _commit(self, slot, verified) -> Commit:
         before = tuple(slot.session.transcript)
-        commit = super().verify(slot, block, began, branches)
+        if self._fickle_credit:
+            credit = self._rng.randint(1, self.rules.max_credit)
+            self.sessions._rules = replace(self.rules, max_credit=credit, max_drafts=1)
+        commit = super()._commit(slot, verified)
+        self.sessions._rules = self.rules
         assert tuple(slot.session.transcript) == before + token_ids(commit.tokens), "a commit appends and nothing else"
         self.runs[commit.start] = token_ids(slot.session._next.received.tokens)
         return commit

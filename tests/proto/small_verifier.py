@@ -40,7 +40,7 @@ from outrider.proto.types import (
     Open,
     token_ids,
 )
-from research.chaos.pages import CountedPages, toy_facts
+from research.simulator.pages import CountedPages, toy_facts
 
 
 class AtOnce(Executor):
@@ -95,7 +95,7 @@ class SmallTarget(CountedPages):
     """A KV cache that counts, and a target that says one text."""
 
     def __init__(self) -> None:
-        facts = replace(toy_facts(len(LETTERS) + 1, END, 64), verifies_branches=True)
+        facts = replace(toy_facts("ab" * 32, len(LETTERS) + 1, 64, frozenset({END})), verifies_branches=True)
         super().__init__(64, facts, None)  # type: ignore[arg-type]
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> Any:

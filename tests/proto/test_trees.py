@@ -14,7 +14,7 @@ from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhaus
 from outrider.proto.policy.branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.trees import Run, Tree, best_tree
-from outrider.proto.session import Drafted, Verified, VerifierSession
+from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.local import DraftingHere
 from outrider.proto.session.step_tree import StepTree
@@ -295,11 +295,11 @@ LINKS = {
 }
 
 
-def simulated(seed: int, link: Faults) -> CheckedSimulation:
+def simulated(seed: int, link: Faults, verifier: VerifierRules = TREES) -> CheckedSimulation:
     oracle = hashing_oracle(seed, eos_odds=0.0)
     frame = open_frame(sampling=Sampling(max_tokens=60, ignore_eos=True), trees=True)
     drafter = drafter_of(oracle, seed, 0.6, confidence="telling", runners_up=2, silent=0.1 * (seed % 2))
-    simulation = CheckedSimulation(frame, oracle, drafter, link=link, seed=seed, max_per_job=4, verifier=TREES)
+    simulation = CheckedSimulation(frame, oracle, drafter, link=link, seed=seed, max_per_job=4, verifier=verifier)
     simulation.frame = frame
     return simulation
 
@@ -325,8 +325,7 @@ def test_trees_take_fewer_steps_than_chains() -> None:
     _, with_trees = decode_all(LINKS["near"])
     steps = 0
     for seed in range(12):
-        simulation = simulated(seed, LINKS["near"])
-        simulation.verifier.rules = rules()
+        simulation = simulated(seed, LINKS["near"], rules())
         simulation.run()
         steps += simulation.edge.statistics.steps
         assert simulation.edge.statistics.verified_beside == 0

@@ -28,19 +28,19 @@ ORACLE = hashing_oracle(7, eos_odds=0.0)
 RULES = VerifierRules("v", "m", HASH, 8, 4096, frozenset({0}))
 
 
-class CheckedVerifier(SimulatedVerifier):
+class CheckedThreads(LocalThreads):
     """Checks before each step that the local chain follows the transcript in the drafter's own prefix."""
 
     prefixes: dict[str, ScriptedDrafters]
 
-    def _begin(self, batch) -> None:
-        for share in batch.shares:
+    def begin(self, shares, now) -> None:
+        for share in shares:
             session = share.slot.session
             if session.ends is not None and session.ends.local.running is None and session.ends.local.tokens:
                 chain = [*session.transcript, *(draft.id for draft in session.ends.local.tokens)]
                 agreed = session.ends.local._agreed
                 assert list(self.prefixes[session.id].prefixes[0][:agreed]) == chain[:agreed]
-        super()._begin(batch)
+        super().begin(shares, now)
 
 
 def decode(
@@ -60,9 +60,9 @@ def decode(
     drafters: dict[str, ScriptedDrafters] = defaultdict(
         lambda: ScriptedDrafters([drafter_of(ORACLE, 1, right, dies_after=dies_after)], here_s, rng)
     )
-    local = LocalThreads(clock, here, drafters.__getitem__)
-    verifier = CheckedVerifier(clock, RULES, OracleTarget(ORACLE), Costs(), local=local)
-    verifier.prefixes = drafters
+    local = CheckedThreads(clock, here, drafters.__getitem__)
+    local.prefixes = drafters
+    verifier = SimulatedVerifier(clock, RULES, OracleTarget(ORACLE), Costs(), local=local)
     simulations = []
     for i in range(edges):
         frame = Open(

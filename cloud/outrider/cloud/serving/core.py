@@ -29,7 +29,6 @@ from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
 from outrider.proto.types import Cancel, Commit, EdgeFrame, Open
 
-IDLE_S = 0.5
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
 
 T = TypeVar("T")
@@ -152,7 +151,7 @@ class EngineCore:
         self.heart.beat()
         self._take(self.inbox.take())
         if self.failed:
-            return Batch(wake_at=self._clock() + IDLE_S)
+            return Batch()
         batch = self._guarded("the engine met a defect", self._begin_next)
         return Batch(wake_at=self._clock() + BACKLOG_S) if batch is None else batch
 
@@ -229,8 +228,8 @@ class EngineCore:
             self.metrics.batching_delays.inc()
         self._delayed_until = batch.wake_at if batch.delayed else now
         if not batch.shares:
-            look_s = BACKLOG_S if len(asked) + len(ready) < len(running) else IDLE_S
-            return replace(batch, wake_at=min(batch.wake_at, now + look_s))
+            backlogged = len(asked) + len(ready) < len(running)
+            return replace(batch, wake_at=min(batch.wake_at, now + BACKLOG_S)) if backlogged else batch
         shares = self._masks.applied(batch.shares, now)
         return Batch(shares) if len(shares) == len(batch.shares) else Batch(wake_at=masks_by_of(running))
 

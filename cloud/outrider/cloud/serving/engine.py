@@ -18,6 +18,8 @@ from outrider.cloud.target.backend import Backend
 from outrider.cloud.target.steering import Projection
 from outrider.proto.session import VerifierRules
 
+IDLE_S = 0.5
+
 
 class Engine(EngineCore):
     """An engine on a target, in a thread of its own, which is the one that calls the target."""
@@ -71,7 +73,7 @@ class Engine(EngineCore):
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wait(self.turn())
+            self._wait(min(self.turn(), self._clock() + IDLE_S))
 
     def _wait(self, until: float) -> None:
         """Wait for an event, until a time at most; the bell may still ring for one that has been taken."""

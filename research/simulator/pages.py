@@ -10,7 +10,6 @@ import torch
 
 from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
 from outrider.proto.errors import ResourceExhausted
-from research.chaos.target import TOKENIZER
 
 PAGE_SIZE = 4
 FORGOTTEN = 0.7  # chance that nothing is
@@ -32,8 +31,8 @@ class CountedPages:
         held: pages that sequences hold now.
     """
 
-    def __init__(self, pages: int, facts: TargetFacts, rng: random.Random) -> None:
-        """Hold `pages` pages; chance decides whether a sequence finds the beginning of its text computed."""
+    def __init__(self, pages: int, facts: TargetFacts, rng: random.Random | None = None) -> None:
+        """Hold `pages` pages; `rng` decides whether a sequence finds its beginning computed; None: it never does."""
         self.facts = facts
         self.held = 0
         self._pages = pages
@@ -47,7 +46,7 @@ class CountedPages:
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> CountedSequence:  # noqa: ARG002 - the port's
         """Open a sequence; whole pages of it may be computed already."""
         found = min((len(tokens) - 1) // PAGE_SIZE, self.capacity.free_pages) if tokens else 0
-        if found <= 0 or self._rng.random() < FORGOTTEN:
+        if found <= 0 or self._rng is None or self._rng.random() < FORGOTTEN:
             return CountedSequence()
         self.held += found
         return CountedSequence(found * PAGE_SIZE, found)
@@ -98,6 +97,6 @@ def _counted(handle: Handle) -> CountedSequence:
     return handle
 
 
-def toy_facts(vocab_size: int, eos: int, context_length: int) -> TargetFacts:
+def toy_facts(tokenizer_sha256: str, vocab_size: int, context_length: int, eos_tokens: frozenset[int]) -> TargetFacts:
     """Return the facts of a target without a model."""
-    return TargetFacts("", TOKENIZER, vocab_size, context_length, frozenset({eos}), 1, 1, torch.device("cpu"))
+    return TargetFacts("", tokenizer_sha256, vocab_size, context_length, eos_tokens, 1, 1, torch.device("cpu"))
