@@ -181,8 +181,8 @@ def all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     On a busy machine rows can look so dear that no draft is verified at all. Drafts can still come too late there: a
     test that needs some to be accepted gives its session patience too.
     """
-    monkeypatch.setattr("outrider.proto.session.next_step.best_block", lambda view: view.max_drafts)
-    monkeypatch.setattr("outrider.proto.session.next_step.overtakes", lambda view: True)
+    monkeypatch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.max_drafts)
+    monkeypatch.setattr("outrider.proto.session.verifier.overtakes", lambda view: True)
 
 
 @pytest.fixture(scope="session")

@@ -128,7 +128,7 @@ class SimulatedEngine(VirtualEngine):
     def _commit(self, slot: Slot, verified: Verified) -> Commit:
         """Commit; fail where that is anything but an append, or drafts stay that do not follow or exceed the credit."""
         session = slot.session
-        received = session._next.received
+        received = session.received
         chain, drafts = received.chain, token_ids(received.tokens)
         commit = super()._commit(slot, verified)
         if commit.start + len(commit.tokens) != len(session.transcript):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, VerifierRules
-from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Open, Sampling
 from research.replay.texts import PoolText, joined
 from research.replay.traced import DrafterArm, Policy, TracedText

@@ -26,7 +26,7 @@ from outrider.proto.session import (
     VerifierRules,
     VerifierSession,
 )
-from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
 from research.replay.traces import HitTrace
 from research.simulator.clock import Costs, VirtualClock

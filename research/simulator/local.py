@@ -13,7 +13,7 @@ from outrider.cloud.serving.local_source import NoSource, Post
 from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.slots import Slot, Slots
 from outrider.proto.session import Drafted, DrafterFailed, DraftJob, VerifierSession
-from outrider.proto.session.local import DraftingHere, LocalJob
+from outrider.proto.session.both_ends import DraftingHere, LocalJob
 from outrider.proto.types import DraftToken
 from research.simulator.clock import VirtualClock
 
@@ -135,4 +135,4 @@ def _take(session: VerifierSession, result: Drafted | DrafterFailed, waited_s: f
 
 def _goes_on(work: _Work) -> bool:
     ends = work.session.ends
-    return ends is not None and work.session.finish is None and ends.local.goes_on(work.job)
+    return ends is not None and work.session.finish is None and ends.goes_on(work.job)

@@ -94,7 +94,7 @@ def test_one_that_is_late_does_not_hold_up_a_crowd() -> None:
         slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8, 9)))), 0.0)
         slot.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
     batching = measured()
-    expected_s = late.session._next._planned(batching.base_s, batching.row_s).expected_s
+    expected_s = late.session._planned(batching.base_s, batching.row_s).expected_s
     assert not batching.plan([late, *crowd], expected_s).delayed
     assert batching.plan([late, *crowd[:1]], expected_s).delayed, "negative control: for one it waits"
 
@@ -278,7 +278,7 @@ def test_no_step_exceeds_the_limit_and_everybody_takes_part_in_turn(rows) -> Non
             if share.block is None:
                 share.slot.num_uncomputed_tokens -= share.num_tokens
             else:
-                share.slot.num_uncomputed_tokens, share.slot.session._next.ready_since = 1, now
+                share.slot.num_uncomputed_tokens, share.slot.session.ready_since = 1, now
         now += 1.0
     assert min(took_part.values()) > 0
     decoding = [took_part[slot] for slot in slots]

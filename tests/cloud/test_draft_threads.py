@@ -13,7 +13,7 @@ from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.session import DraftJob
-from outrider.proto.session.local import LocalJob
+from outrider.proto.session.both_ends import LocalJob
 from outrider.proto.types import DraftToken, Sampling, token_ids
 
 RULE = ProposalRule(Sampling(), prompt_length=0)

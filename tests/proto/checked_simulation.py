@@ -102,7 +102,7 @@ class CheckedVerifier(SimulatedVerifier):
         commit = super()._commit(slot, verified)
         self.sessions._rules = self.rules
         assert tuple(slot.session.transcript) == before + token_ids(commit.tokens), "a commit appends and nothing else"
-        self.runs[commit.start] = token_ids(slot.session._next.received.tokens)
+        self.runs[commit.start] = token_ids(slot.session.received.tokens)
         return commit
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from outrider.proto.session import DraftJob
-from outrider.proto.session.local import LocalDrafts
+from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.types import DraftToken, Open, Opened, Sampling
 
 # Classes that decide nothing here: constants, counts, and what has been measured.
@@ -28,11 +28,9 @@ UNSEEN_FIELDS = {
     "DraftTree": "epoch _job_s",
     "Commit": "verified verified_here verified_beside cached_tokens accepted_here accepted",
     "Verified": "beside",
-    "VerifierSession": "_newest_arrival _messages_received cached_tokens",
-    "NextStep": "ready_since _plan",
+    "VerifierSession": "ready_since _plan _newest_arrival _messages_received cached_tokens",
     "ReceivedDrafts": "since_miss missed_at _commits branched branch_drafts",
-    "BothEnds": "_idle _kept _view _division",
-    "LocalDrafts": "seconds missed _epoch",
+    "BothEnds": "_idle _kept _view _division seconds _missed _epoch",
     "LocalJob": "chance survival min_survival",
     "Slot": "ready_since began masks_by",
     "GrammarMatcher": "_fresh _threads _left_s",
@@ -156,10 +154,10 @@ class Canon:
             known = FROZEN[id(value)] = value, (value.__class__.__name__, self.of(held))
         return known[1]
 
-    def local(self, local: LocalDrafts) -> Any:
+    def local(self, local: BothEnds) -> Any:
         """Return the chain of a verifier's own drafter."""
         self._epochs.append(local._epoch)
-        found = _by_dict(LocalDrafts)(self, local)
+        found = _by_dict(BothEnds)(self, local)
         self._epochs.pop()
         return found
 
@@ -182,7 +180,7 @@ def form_of(kind: type) -> Callable[[Canon, Any], Any] | None:
         Opened: Canon.frozen,
         Sampling: Canon.frozen,
         DraftJob: Canon.job,
-        LocalDrafts: Canon.local,
+        BothEnds: Canon.local,
     }
     if kind in special:
         return special[kind]

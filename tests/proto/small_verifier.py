@@ -26,7 +26,7 @@ from outrider.cloud.target.sampling import Sampled
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import Drafted, Verified
 from outrider.proto.session.acceptance import branch_taken
-from outrider.proto.session.local import DraftingHere, LocalJob
+from outrider.proto.session.both_ends import DraftingHere, LocalJob
 from outrider.proto.types import (
     BlockBranch,
     Branches,
@@ -224,7 +224,7 @@ class SmallVerifier:
         slot = self.slots.get(key)
         if slot is None or self.held or slot.session.finish is not None:
             return None
-        received = slot.session._next.received
+        received = slot.session.received
         return (slot.session.transcript, received.chain, token_ids(received.tokens)) if received._alive else None
 
     def _dies(self) -> None:
@@ -265,7 +265,7 @@ class SmallVerifier:
         shares = []
         for slot in self.slots.running():
             if (ends := slot.session.ends) is not None:
-                ends.leads = CHOICES.of(2) if len(ends.local.tokens) and len(slot.session._next.received) else 0
+                ends.leads = CHOICES.of(2) if len(ends.tokens) and len(slot.session.received) else 0
             block = slot.session.block()
             shares.append(Share(slot, slot.num_uncomputed_tokens, block, slot.session.branches))
             self._check_tree(block, slot.session.branches)
@@ -298,7 +298,7 @@ class SmallVerifier:
         assert slot is not None
         ends = slot.session.ends
         assert ends is not None
-        self.jobs[key] = slot.session, ends._propose(ends.chain()[0], self.rules.own, 0.0)
+        self.jobs[key] = slot.session, ends.propose(ends.chain()[0], self.rules.own, 0.0)
 
     def _own(self, key: int, tokens: tuple[int, ...]) -> None:
         """Take what the own drafter proposes."""
@@ -309,7 +309,7 @@ class SmallVerifier:
         """Return whether the own drafter may go on with a text now."""
         if not self.rules.own or slot.key in self.jobs or slot.session.finish is not None:
             return False
-        ends, block = slot.session.ends, None if self.step is None else len(slot.session._next.newest_block)
+        ends, block = slot.session.ends, None if self.step is None else len(slot.session.newest_block)
         room = slot.session.sampling.max_tokens - slot.session.generated - 1
         return ends is not None and ends.may_draft(block) and room > len(ends.chain()[0])
 

@@ -349,8 +349,8 @@ def test_what_was_measured_and_the_credit_of_opening_go_on_into_the_next_turn():
     session.on_cancel()
     later = session.continued(Continue(3, (1,)), 1.0)
     assert later.credit == 20
-    assert later._next.report.drafting_s == 0.001
-    assert later._next.received.acceptance.rate == pytest.approx(0.95)
+    assert later.report.drafting_s == 0.001
+    assert later.received.acceptance.rate == pytest.approx(0.95)
 
 
 # === the edge's half ============================================================================================

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.proto.policy.both_ends import Division, ExpectedCosts
 from outrider.proto.session import Drafted, VerifierRules, VerifierSession
-from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Draft, DraftToken, Open, Sampling
 
 RULES = VerifierRules("v", "m", "ab" * 32, 100, 400, frozenset({0}))
@@ -22,7 +22,7 @@ def session_with(edge: int, here: int, drafts_here: int | None = None) -> Verifi
     if edge:
         session.on_draft(Draft(0, 2, tuple(DraftToken(10 + i) for i in range(edge))), 0.0)
     if here:
-        job = ends.local.propose(ends.chain()[0], here, 0.0)
+        job = ends.propose(ends.chain()[0], here, 0.0)
         ends.take(Drafted(job.job, tuple(DraftToken(50 + i, 0.3) for i in range(here)), 0.001 * here))
     ends._division = Division(4, True, True, 0.0, ExpectedCosts(TOKEN_S, TOKEN_S, 0.0))
     return session
@@ -41,7 +41,7 @@ def test_fewer_drafts_are_verified_the_dearer_a_row(edge, here) -> None:
 def test_the_chances_of_the_drafts_decide() -> None:
     ends = session_with(0, 6).ends
     assert ends is not None
-    survival = [ends.local.survival(n) for n in range(1, 7)]
+    survival = [ends.survival(n) for n in range(1, 7)]
     for index, chance in enumerate(survival):
         assert ends.worth_their_rows(chance * TOKEN_S * 0.999) == index + 1
         assert ends.worth_their_rows(chance * TOKEN_S * 1.001) == index

@@ -16,8 +16,7 @@ import pytest
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
 from outrider.proto.session import verifier as verifier_module
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.session.both_ends import BothEnds
-from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob
+from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.types import CommittedToken, Continue, Draft, DraftToken, Open, Report, Sampling, token_ids
 from research.simulator.scripted import hashing_oracle
 
@@ -75,7 +74,7 @@ class DrivenText:
         drafts: list[DraftToken] = []
         ends = self.session.ends
         assert ends is not None
-        while not self.job.is_enough(drafts) and ends.local.goes_on(self.job) and self.rng.random() < 0.95:
+        while not self.job.is_enough(drafts) and ends.goes_on(self.job) and self.rng.random() < 0.95:
             draft = DraftToken(self.proposal(self.prefix, self.right), self.rng.choice((math.nan, 0.5, 0.99)))
             drafts.append(draft)
             self.prefix.append(draft.id)
@@ -85,7 +84,7 @@ class DrivenText:
         ends = self.session.ends
         assert ends is not None
         if self.result is not None:
-            self.counts["stale"] += self.job is not None and not ends.local.goes_on(self.job)
+            self.counts["stale"] += self.job is not None and not ends.goes_on(self.job)
             ends.take(self.result, self.rng.choice((0.0, 0.002)))
             self.job = self.result = None
 
@@ -199,16 +198,16 @@ def test_the_drafter_always_continues_the_text_and_the_text_is_the_targets() -> 
 
 def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     """A miss leaves the prefix as it is."""
-    monkeypatch.setattr(LocalDrafts, "_miss", lambda self, _: self._abandon(0))
+    monkeypatch.setattr(BothEnds, "_miss", lambda self, _: self._abandon(0))
 
 
 def dropped_as_if_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalDrafts, "drop", lambda self: setattr(self, "running", None))
+    monkeypatch.setattr(BothEnds, "drop", lambda self, _: setattr(self, "running", None))
 
 
 def old_prefix_in_a_new_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LocalDrafts.begin_turn
-    monkeypatch.setattr(LocalDrafts, "begin_turn", lambda self, text, _: right(self, text, len(text)))
+    right = BothEnds.begin_turn
+    monkeypatch.setattr(BothEnds, "begin_turn", lambda self, sent, text, _: right(self, sent, text, len(text)))
 
 
 def miscounted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,14 +242,14 @@ def test_a_defect_is_found_soon(defect, monkeypatch) -> None:
 
 def test_a_stale_chain_that_is_verified_changes_no_text(monkeypatch) -> None:
     """Drafts are only proposals: where they come from decides nothing."""
-    right = LocalDrafts.take
+    right = BothEnds.take
 
-    def take(self: LocalDrafts, done: Drafted) -> None:
-        right(self, done)
+    def take(self: BothEnds, done: Drafted, waited_s: float) -> None:
+        right(self, done, waited_s)
         if not self.tokens:
             self.tokens, self._own = list(done.drafts), [True] * len(done.drafts)
 
-    monkeypatch.setattr(LocalDrafts, "take", take)
+    monkeypatch.setattr(BothEnds, "take", take)
     monkeypatch.setattr(
         DrivenText,
         "ask",

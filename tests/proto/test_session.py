@@ -626,7 +626,7 @@ def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_held_it(lat
     for each in (early, late, deaf):
         verify(each, 4, now=1.0 + 0.03 * late_by, block=())
     assert late.ready_at(0.03) == early.ready_at(0.03)
-    views = [each._next._view(0.03, 0.0, 2.0) for each in (early, late, deaf)]
+    views = [each._view(0.03, 0.0, 2.0) for each in (early, late, deaf)]
     assert views[0] == views[1] != views[2]
     assert (views[1].since_miss, views[1].since_miss_s) == (late_by, pytest.approx(1.0))
 

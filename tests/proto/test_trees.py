@@ -16,7 +16,7 @@ from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.trees import Run, Tree, best_tree
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
-from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.step_tree import StepTree
 from outrider.proto.types import (
     BlockBranch,
@@ -216,15 +216,15 @@ def test_a_branch_of_both_ends_is_there_once_with_the_longer_run() -> None:
     for _ in range(60):
         here.calibration.acceptance.add(True)
     session = VerifierSession(open_frame(sampling=Sampling(max_tokens=100), trees=True), TREES, 0.0, here)
-    session._next.received.acceptance = Acceptance(0.3 * 40, 40.0)  # so that the verifier's own chain leads
+    session.received.acceptance = Acceptance(0.3 * 40, 40.0)  # so that the verifier's own chain leads
     session.on_draft(Draft(0, 3, drafts(1, 5), branches=(Branch(3, (4, 6, 7), 0.02),)), 0.0)
-    job = session.ends.local.propose([], 2, 0.0).job
+    job = session.ends.propose([], 2, 0.0).job
     proposed = (DraftToken(2, 0.9, 0.5, (4, 3)), DraftToken(3, 0.9, 0.5, (4, 5)))
-    session.ends.local.take(Drafted(job, proposed, 0.001))
+    session.ends.take(Drafted(job, proposed, 0.001))
     assert token_ids(session.block()) == (2, 3)
     found = [(branch.index, token_ids(branch.drafts)) for branch in session.branches]
     assert sorted(found) == [(0, (3,)), (0, (4, 6)), (1, (4,)), (1, (5,))]
-    assert session._next.tree.of_edge == 1
+    assert session.tree.of_edge == 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from outrider.cloud.serving.slots import Slots
 from outrider.coordinator.admission import CallerAdmission
 from outrider.coordinator.places import KeyPlaces
 from outrider.proto.plumbing.loop_watch import Stillness
-from outrider.proto.session.local import LocalDrafts
+from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
@@ -191,11 +191,11 @@ def keep_texts_in_the_own_drafter(patch: pytest.MonkeyPatch) -> None:
 def draft_after_a_miss_as_if_it_had_hit(patch: pytest.MonkeyPatch) -> None:
     """The verifier's own drafter keeps the drafts that the target has contradicted."""
 
-    def miss(self: LocalDrafts, position: int) -> None:
-        self.missed = True
+    def miss(self: BothEnds, position: int) -> None:
+        self._missed = True
         self._abandon(0)
 
-    patch.setattr(LocalDrafts, "_miss", miss)
+    patch.setattr(BothEnds, "_miss", miss)
 
 
 # Each with the faults that bring it to light.

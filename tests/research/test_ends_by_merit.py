@@ -9,7 +9,7 @@ import pytest
 
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.session import EdgeSession, EdgeStatistics, Selection, VerifierRules, VerifierSession
-from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
@@ -166,7 +166,7 @@ def test_a_resting_edges_word_counts_and_a_drafting_ones_is_checked() -> None:
         session = VerifierSession(frame, RULES, 0.0, DraftingHere("here@1"))
         assert session.ends is not None
         session.ends.edge_rests = rests
-        received = session._next.received.acceptance
+        received = session.received.acceptance
         received.restate(0.5)
         session.on_report(Report(True, 0.001, 0.01, 0.9))
         assert received.rate == pytest.approx(rate)

@@ -11,7 +11,7 @@ import pytest
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy.both_ends import division_of
 from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
-from outrider.proto.session.local import DraftingHere, LocalDrafts
+from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from outrider.proto.types import Open, Sampling
 from research.replay.lengths import tokens_per_second
 from research.replay.traced import Policy, replay
@@ -36,9 +36,9 @@ class CheckedThreads(LocalThreads):
     def begin(self, shares, now) -> None:
         for share in shares:
             session = share.slot.session
-            if session.ends is not None and session.ends.local.running is None and session.ends.local.tokens:
-                chain = [*session.transcript, *(draft.id for draft in session.ends.local.tokens)]
-                agreed = session.ends.local._agreed
+            if session.ends is not None and session.ends.running is None and session.ends.tokens:
+                chain = [*session.transcript, *(draft.id for draft in session.ends.tokens)]
+                agreed = session.ends._agreed
                 assert list(self.prefixes[session.id].prefixes[0][:agreed]) == chain[:agreed]
         super().begin(shares, now)
 
@@ -153,13 +153,13 @@ def test_a_fixed_number_of_drafts_is_made_before_every_step() -> None:
 def test_prefixes_that_are_not_cut_back_at_a_miss_are_found(monkeypatch) -> None:
     """A planted defect: the drafter goes on after tokens that the target has contradicted."""
 
-    def miss(self: LocalDrafts, position: int) -> None:
-        self.missed = True
+    def miss(self: BothEnds, position: int) -> None:
+        self._missed = True
         agreed = self._agreed
         self._abandon(0)
         self._agreed = agreed
 
-    monkeypatch.setattr(LocalDrafts, "_miss", miss)
+    monkeypatch.setattr(BothEnds, "_miss", miss)
     with pytest.raises(AssertionError):
         decode()
 

@@ -125,8 +125,8 @@ class Play:
         patch.setattr(server, "local_source", lambda _, facts: self._own_source())
         if world.pays:
             really = step_tree.best_tree
-            patch.setattr("outrider.proto.session.next_step.best_block", lambda view: view.max_drafts)
-            patch.setattr("outrider.proto.session.next_step.overtakes", lambda view: True)
+            patch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.max_drafts)
+            patch.setattr("outrider.proto.session.verifier.overtakes", lambda view: True)
             patch.setattr(BothEnds, "edge_pays", property(lambda _: True, lambda *_: None), raising=False)
             patch.setattr(step_tree, "best_tree", lambda *given, row_share=0.0, **named: really(*given, **named))
         handle, ages = EdgeSession.handle, Counter[int]()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.drafters import Drafter, DraftState, ProposalRule
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import DraftJob
-from outrider.proto.session.local import LocalJob
+from outrider.proto.session.both_ends import LocalJob
 from outrider.proto.types import DraftToken
 
 

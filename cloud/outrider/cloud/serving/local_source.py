@@ -22,7 +22,7 @@ from outrider.drafters import ProposalRule
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.branches import RUNNERS_UP
 from outrider.proto.session import VerifierSession
-from outrider.proto.session.local import DraftingHere
+from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import DraftToken
 
 MAX_FAILURES = 3  # texts in a row in which the drafter fails before it is given up
@@ -166,7 +166,7 @@ class LocalSource(NoSource):
         try:
             followed, due_since = self._texts.get(slot), 0.0
             if followed is not None and (task := followed.task) is not None:
-                if ends.local.goes_on(task.job) or not self._threads.drop(task):
+                if ends.goes_on(task.job) or not self._threads.drop(task):
                     if task.is_stuck(now):
                         raise TimeoutError(f"has been at it for more than {STUCK_S:g} s")
                     return
@@ -181,7 +181,7 @@ class LocalSource(NoSource):
                 followed.text,
                 job,
                 followed.rule,
-                ends.local.goes_on,
+                ends.goes_on,
                 self._answered,
                 due_since=due_since,
                 clock=self._clock,

@@ -8,7 +8,8 @@ transcript; it dies at the first draft that contradicts a committed token, and i
 whose next draft equals the target's own token lives on. Where the verifier keeps a session after its text, the edge
 begins another *turn* by naming the tokens that are new; both halves are then as after a fresh Open.
 
-The verifier's half is in `verifier`, `admission`, `received` and `acceptance`; all other modules are the edge's.
+The edge's half is `edge`, with its drafts in `tree` and their makers in `drafting`. The verifier's half is `verifier`,
+with the edge's drafts in `received`, its own in `both_ends`, a step's in `step_tree`, and `admission` and `acceptance`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Drafts of one text from both ends: the edge's chain, and that of the verifier's own drafter."""
+"""Drafts of one text from both ends: the verifier's own drafter, an edge at round trip zero, beside the edge's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from outrider.proto.policy.both_ends import Division, EndsView, division_of, edge_wait_s, is_overdue
-from outrider.proto.policy.measures import TextCalibration
+from outrider.proto.policy.branches import MissShares
+from outrider.proto.policy.measures import Calibration, Smoothed, TextCalibration
 from outrider.proto.policy.patience import LATE, MARGIN_S, Plan, VerifierView
 from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
-from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob
+from outrider.proto.session.jobs import DraftJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.verifier_arm import BETTER
 from outrider.proto.types import DraftToken, Patience, common_length, token_ids
@@ -19,14 +22,72 @@ HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even
 MAX_COVERED = 255
 KEPT_TOKENS = 16  # for which a division is kept: another takes 3 ms, and measurements of many sessions never rest
 PROBE_EVERY, PROBE = 64, 1  # tokens without a job, after which a few drafts show what they cost now
+FIRST_DRAFTING_S = 0.001  # assumed time of a drafted token, before one is measured
+
+
+@dataclass(slots=True, eq=False)
+class DraftingHere:
+    """A verifier's own drafter, with what its sessions have measured of it.
+
+    Attributes:
+        name: name@version.
+        price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.both_ends`).
+        calibration: its hits by lead, over all texts.
+        drafting_s: time of a drafted token, in seconds.
+        waiting_s: time that a job waits for a free thread, in seconds.
+        job_s: time of a job, in seconds.
+    """
+
+    name: str
+    price: float | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    drafting_s: Smoothed = field(default_factory=lambda: Smoothed(FIRST_DRAFTING_S))
+    waiting_s: Smoothed = field(default_factory=Smoothed)
+    job_s: Smoothed = field(default_factory=Smoothed)
+
+    @property
+    def num_sharing(self) -> float:
+        """Number of jobs that share a thread, a new one and those that it finds there: it waits for their time."""
+        return 1 + self.waiting_s.value / self.job_s.value if self.job_s.value else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJob:
+    """A drafting job for the verifier's own drafter, which ends early where its chain has become hopeless.
+
+    Whoever does it lets the drafter truncate and extend its prefix in any case, also where nothing is proposed.
+
+    Attributes:
+        job: prefix, and most tokens to propose.
+        survival: chance that the drafts before its first all agree.
+        min_survival: chance below which another draft is not worth its time.
+        chance: function from the lead of a draft to the chance that it agrees.
+    """
+
+    job: DraftJob
+    survival: float
+    min_survival: float
+    chance: Callable[[float], float]
+
+    def is_enough(self, drafts: Sequence[DraftToken]) -> bool:
+        """Return whether no further draft is worth its time after `drafts` [n]."""
+        survival = self.survival
+        for draft in drafts:
+            survival *= self.chance(draft.lead)
+        return len(drafts) >= self.job.count or survival < self.min_survival
 
 
 class BothEnds:
-    """The division of drafting in one text.
+    """The division of drafting in one text, and the chain of the verifier's own drafter.
 
     Attributes:
         here: the verifier's own drafter.
-        local: its chain.
+        tokens: its drafts that follow the transcript, those of the edge that it continues included.
+        running: job that no result has answered yet.
+        stopped: whether the newest job ended early, so that nothing more comes before the next commit.
+        seconds: drafting since the last commit, in seconds.
+        calibration: hits of the drafter in this text.
+        shares: shares of its misses by runner-up, in this text.
         edge_pays: whether the edge's drafts are worth their while.
         edge_rests: whether the edge has been told to make none for now.
         awaits_edge: whether the next step waits for the edge's drafts.
@@ -43,10 +104,21 @@ class BothEnds:
             fixed: drafts made here before every step, none during one; None: as the policy divides them.
         """
         self.here = here
-        self.local = LocalDrafts(transcript, TextCalibration(here.calibration))
+        self.tokens: list[DraftToken] = []
+        self.running: LocalJob | None = None
+        self.stopped = False
+        self.seconds = 0.0
+        self.calibration = TextCalibration(here.calibration)
+        self.shares = MissShares()
         self.edge_pays = True
         self.awaits_edge = self.edge_rests = False
         self.covered = 0
+        self._own: list[bool] = []  # of the tokens: whether the drafter proposed it
+        self._transcript = transcript
+        self._epoch = 0  # chains abandoned
+        self._recalled: LocalJob | None = None  # a job that hands over what it has
+        self._agreed = 0  # tokens of the drafter's prefix that equal transcript and chain
+        self._missed = False  # whether one of its drafts missed in the newest commit
         self._idle = 0  # tokens committed since the newest job
         self._kept = 0  # and since the newest division
         self._received = received
@@ -56,7 +128,13 @@ class BothEnds:
 
     def begin_turn(self, received: ReceivedDrafts, transcript: list[int], kept: int) -> None:
         """Go on with another turn, whose transcript begins with the first `kept` tokens of the last."""
-        self.local.begin_turn(transcript, kept)
+        self._abandon(0)
+        self._transcript = transcript
+        self._agreed = min(self._agreed, kept)
+        self.seconds = 0.0
+        self.stopped = False
+        self.calibration = TextCalibration(self.here.calibration)
+        self.shares = MissShares()
         self._received = received
         self.edge_pays, self.covered = True, 0
 
@@ -68,7 +146,7 @@ class BothEnds:
         The edge's chain leads, and the verifier's continues it. Where they part, the edge's leads unless its drafts
         have missed more often.
         """
-        edge, own = self._received.tokens, self.local.tokens
+        edge, own = self._received.tokens, self.tokens
         same = common_length(token_ids(edge), token_ids(own))
         if same == len(edge):
             return own if len(own) > same else edge, same
@@ -84,7 +162,7 @@ class BothEnds:
         chain, of_edge = self.chain()
         if self._fixed is not None or self._division is None:
             return len(chain)
-        edge, own = self._received.acceptance, self.local.calibration
+        edge, own = self._received.acceptance, self.calibration
         survival, token_s = 1.0, self._division.costs.token_s
         for index, draft in enumerate(chain):
             survival *= edge.rate if index < of_edge else own.chance(draft.lead)
@@ -95,11 +173,11 @@ class BothEnds:
     @property
     def drafts_here(self) -> bool:
         """Whether the verifier's own drafter is at work on this text."""
-        return self.local.running is not None
+        return self.running is not None
 
     def acceptance(self, *, edge_drafts: bool) -> float:
         """Return the chance that a draft agrees, given that all before it in its chain did."""
-        own, edge = self.local.calibration.common.acceptance.rate, self._received.acceptance.rate
+        own, edge = self.calibration.common.acceptance.rate, self._received.acceptance.rate
         return max(own, edge) if edge_drafts and not self._is_better_here() else own
 
     def take(self, done: Drafted, waited_s: float = 0.0, read_s: float = 0.0) -> None:
@@ -115,12 +193,27 @@ class BothEnds:
             if done.drafts:
                 self.here.drafting_s.add((done.seconds - read_s) / len(done.drafts))
                 self.here.job_s.add(done.seconds - read_s)
-        self.local.take(done)
+        recalled = self.running is self._recalled
+        self.running = self._recalled = None
+        self.seconds += done.seconds
+        if done.job.epoch != self._epoch:
+            self._agreed = min(self._agreed, done.job.start)
+            return
+        self.stopped = len(done.drafts) < done.job.count and not recalled
+        overtaken = max(0, min(len(done.drafts), len(self._transcript) - done.job.start))
+        for position, draft in enumerate(done.drafts[:overtaken], done.job.start):
+            if not self._compare(position, draft, self._transcript[position]):
+                return
+        self.tokens += done.drafts[overtaken:]
+        self._own += [True] * (len(done.drafts) - overtaken)
+        self._agreed = max(self._agreed, done.job.start + len(done.drafts))
 
     def drop(self, waited_s: float) -> None:
         """Forget the running job, for which no thread was free in `waited_s` seconds."""
         self.here.waiting_s.add(max(waited_s, self.here.waiting_s.value))
-        self.local.drop()
+        if self.running is not None:
+            self._agreed = min(self._agreed, self.running.job.truncate_to)
+            self.running = self._recalled = None
 
     def commit(self, tokens: tuple[int, ...], now: float) -> float:
         """Compare the verifier's own drafts with `tokens`, which now end the transcript.
@@ -128,13 +221,87 @@ class BothEnds:
         Returns:
             Time that its drafter has worked since the commit before, in seconds.
         """
-        drafting_s = self.local.commit(tokens)
+        drafting_s, self.seconds = self.seconds, 0.0
+        self._missed = self.stopped = False
+        self._recalled = self.running
+        self._follow(tokens)
         self._idle += len(tokens)
         self._kept += len(tokens)
-        if self.local.missed:
+        if self._missed:
             self._received.note_miss(now)
         self.covered = self._covered()
         return drafting_s
+
+    # --- the own drafter's chain ---
+
+    def survival(self, drafts: int) -> float:
+        """Return the chance that the first `drafts` drafts all agree."""
+        survival = 1.0
+        for draft in self.tokens[:drafts]:
+            survival *= self.calibration.chance(draft.lead)
+        return survival
+
+    def propose(self, chain: Sequence[DraftToken], count: int, min_survival: float) -> LocalJob:
+        """Issue a job of at most `count` drafts after `chain` [n], which follows the transcript.
+
+        Its own drafts that the chain contradicts are dropped.
+        """
+        same = common_length(token_ids(self.tokens), token_ids(chain))
+        if same < len(self.tokens):
+            self._abandon(same)
+        self.tokens += chain[same:]
+        self._own += [False] * (len(chain) - same)
+        end = len(self._transcript) + len(self.tokens)
+        after = (
+            *self._transcript[self._agreed :],
+            *token_ids(self.tokens[max(0, self._agreed - len(self._transcript)) :]),
+        )
+        job = DraftJob(self._agreed, after, count, self._epoch)
+        self._agreed = end
+        self._idle = 0
+        self.stopped = False
+        self.running = LocalJob(job, self.survival(len(self.tokens)), min_survival, self.calibration.chance)
+        return self.running
+
+    def goes_on(self, job: LocalJob) -> bool:
+        """Return whether a job should propose further drafts; may be asked by any thread.
+
+        It should not where its chain is dead, and where a commit has come: then it hands over what it has.
+        """
+        return job.job.epoch == self._epoch and job is not self._recalled
+
+    def _follow(self, tokens: tuple[int, ...]) -> None:
+        for position, token in enumerate(tokens, len(self._transcript) - len(tokens)):
+            if not self.tokens:
+                return  # a running job may be proposing this position, and is compared when it is done
+            if self._own[0]:
+                hit = self._compare(position, self.tokens[0], token)
+            elif not (hit := self.tokens[0].id == token):
+                self._miss(position)
+            if not hit:
+                return
+            del self.tokens[0], self._own[0]
+
+    def _compare(self, position: int, draft: DraftToken, token: int) -> bool:
+        """Count a proposal that was compared with the token at `position`; a miss ends the chain."""
+        hit = draft.id == token
+        self.calibration.add(draft.lead, hit)
+        if not hit:
+            if draft.runners_up:
+                self.shares.add(draft.runners_up, token)
+            self._miss(position)
+        return hit
+
+    def _miss(self, position: int) -> None:
+        self._missed = True
+        self._agreed = min(self._agreed, position)
+        self._abandon(0)
+
+    def _abandon(self, kept: int) -> None:
+        """Drop the drafts after the first `kept`."""
+        self._agreed = min(self._agreed, len(self._transcript) + kept)
+        del self.tokens[kept:], self._own[kept:]
+        self._epoch += 1
 
     # --- who drafts ---
 
@@ -173,25 +340,21 @@ class BothEnds:
             if lacking <= 0 or hopeless or self.awaits_edge:
                 return None
             if self._fixed is not None:
-                return self._propose(chain, lacking, 0.0)
+                return self.propose(chain, lacking, 0.0)
             if division is None:
-                return self._propose(chain, lacking, FIRST_SURVIVAL)
+                return self.propose(chain, lacking, FIRST_SURVIVAL)
             price_s = (self.here.num_sharing + division.price) * here_s + view.row_s
-            return self._propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
+            return self.propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
         if division is None or self._fixed is not None:
             return None
         if not division.ahead or lacking + block + 1 <= 0:
-            return self._propose(chain, PROBE, 0.0) if self._idle >= PROBE_EVERY else None
+            return self.propose(chain, PROBE, 0.0) if self._idle >= PROBE_EVERY else None
         count = view.max_drafts + block + 1 - len(chain)
-        return self._propose(chain, count, max(HOPELESS, division.price * here_s / division.costs.token_s))
+        return self.propose(chain, count, max(HOPELESS, division.price * here_s / division.costs.token_s))
 
     def may_draft(self, block: int | None) -> bool:
         """Return whether `job` could have a job now; its `block` says whether a step begins."""
-        return self.local.running is None and not (self.local.stopped and block is None)
-
-    def _propose(self, chain: list[DraftToken], count: int, min_survival: float) -> LocalJob:
-        self._idle = 0
-        return self.local.propose(chain, count, min_survival)
+        return self.running is None and not (self.stopped and block is None)
 
     def _needed(self, view: VerifierView, *, edge_drafts: bool) -> int:
         """Return the drafts that the next step waits for."""
@@ -213,7 +376,7 @@ class BothEnds:
         same_ends = before is not None and math.isinf(before.edge_s) == math.isinf(edge_s)
         if same_ends and kept is not None and self._kept < KEPT_TOKENS:
             return kept
-        own = self.local.calibration.common.acceptance.rate
+        own = self.calibration.common.acceptance.rate
         acceptance = self.acceptance(edge_drafts=edge_s < math.inf)
         now = EndsView(
             acceptance=acceptance,
@@ -242,7 +405,7 @@ class BothEnds:
         return self._division.waits_for_edge(lacking, view.since_miss, view.since_miss_s, self._view)
 
     def _is_better_here(self) -> bool:
-        own, edge = self.local.calibration.common.acceptance, self._received.acceptance
+        own, edge = self.calibration.common.acceptance, self._received.acceptance
         return own.rate > edge.rate + BETTER
 
     def _covered(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from outrider.proto.policy.trees import Run, best_tree
-from outrider.proto.session.local import LocalDrafts
+from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import BlockBranch, DraftToken, token_ids
 
@@ -60,7 +60,7 @@ def step_tree(
     chain: Sequence[DraftToken],
     of_edge: int,
     received: ReceivedDrafts,
-    own: LocalDrafts | None,
+    own: BothEnds | None,
     *,
     depth: int,
     room: int,
@@ -113,7 +113,7 @@ def _of_edge(received: ReceivedDrafts, chain: Sequence[DraftToken], of_edge: int
 
 
 def _of_own(
-    own: LocalDrafts, chain: Sequence[DraftToken], of_edge: int, chances: Sequence[float], depth: int
+    own: BothEnds, chain: Sequence[DraftToken], of_edge: int, chances: Sequence[float], depth: int
 ) -> list[_Candidate]:
     """Return the runners-up of the verifier's own drafts."""
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.proto.policy.branches import (
@@ -150,8 +150,7 @@ class DraftTree:
             self.shares.add(draft.runners_up, token)
         for other, proposal in self._proposed.get(position, ()):
             self._meter.drafter(other).beside.add(proposal.lead, proposal.id == token)
-        beside = self.branches.get((position, token))
-        return beside.run or () if beside is not None else ()
+        return self._run((position, token))
 
     def abandon(self) -> None:
         """Forget all drafts and begin another chain."""
@@ -307,7 +306,7 @@ class DraftTree:
             # Confidence means something else with another drafter.
             beside.run = tuple([DraftToken(draft.id) for draft in done.drafts])
             return
-        beside.run = (*(beside.run or ()), *done.drafts)
+        beside.run = (*self._run(key), *done.drafts)
         index = job.branch - len(self._text.tokens)
         if self.verified_beside and beside.other < 0 and token in (runners_up := self.drafts[index].runners_up):
             beside.chance = (1 - self.chances(job.drafter)[index]) * self.shares.of(runners_up.index(token))
@@ -385,7 +384,7 @@ class DraftTree:
         )
         return Branches(self.number, self._send(unsent)) if finished or due else None
 
-    def _send(self, keys: Sequence[Key] | dict[Key, Beside]) -> tuple[Branch, ...]:
+    def _send(self, keys: Iterable[Key]) -> tuple[Branch, ...]:
         messages = []
         for key in keys:
             beside = self.branches[key]

@@ -1,4 +1,4 @@
-"""The verifier's half of a session: committed tokens, and the drafts that may follow them."""
+"""The verifier's half of a session: committed tokens, the drafts that may follow, and whether to wait for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.measures import Acceptance
-from outrider.proto.policy.patience import Prospect
+from outrider.proto.policy.patience import (
+    LATE,
+    MARGIN_S,
+    Plan,
+    Prospect,
+    VerifierView,
+    best_block,
+    expected_tokens,
+    overtakes,
+    plan_for,
+)
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.admission import (
     VerifierRules,
@@ -17,11 +27,10 @@ from outrider.proto.session.admission import (
     check_open,
     limited,
 )
-from outrider.proto.session.both_ends import BothEnds
-from outrider.proto.session.local import DraftingHere, LocalJob
-from outrider.proto.session.next_step import PROBE, PROBE_EVERY, NextStep
+from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.selection import DrafterName
+from outrider.proto.session.step_tree import StepTree, step_tree
 from outrider.proto.types import (
     BlockBranch,
     Branches,
@@ -31,6 +40,7 @@ from outrider.proto.types import (
     Draft,
     DraftToken,
     FinishReason,
+    Goal,
     Open,
     Opened,
     Report,
@@ -40,6 +50,9 @@ from outrider.proto.types import (
     token_ids,
 )
 from outrider.proto.types.sampling import LATER_SETTINGS
+
+PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
+PROBE_RARELY_EVERY = 48  # where the verifier drafts itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,20 @@ class Verified:
 
 
 class VerifierSession:
-    """One text as the verifier sees it: committed tokens, and the drafts that may follow them."""
+    """One text as the verifier sees it: committed tokens, and the drafts that may follow them.
+
+    Attributes:
+        received: drafts of the edge.
+        ends: drafts of both ends, where the verifier has a drafter of its own.
+        report: newest report of the edge.
+        drafting: whether the edge drafts.
+        ready_since: time from which the next step could begin, in seconds.
+        pays: whether the edge's drafts are worth their while.
+        max_drafts: most drafts of a step.
+        newest_block: [k] drafts of the newest step's chain.
+        of_edge: drafts of it that the edge made, which come first.
+        tree: all drafts of that step.
+    """
 
     def __init__(self, frame: Open, rules: VerifierRules, now: float, here: DraftingHere | None = None) -> None:
         """Take the session, or refuse it before any compute.
@@ -101,11 +127,22 @@ class VerifierSession:
         self.prompt_logprobs, self.prompt_logprobs_from = frame.prompt_logprobs, max(1, frame.prompt_logprobs_from)
         self._rules, self._wants_logp = rules, frame.logp
         self._resumed = len(frame.committed)
-        received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
-        ends = None
+        self.received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
+        self.ends: BothEnds | None = None
         if here is not None and frame.drafts_here != 0:
-            ends = BothEnds(here, received, self.transcript, frame.drafts_here)
-        self._next = NextStep(frame, rules, received, ends, now)
+            self.ends = BothEnds(here, self.received, self.transcript, frame.drafts_here)
+        self.report = Report(frame.drafting)
+        self.drafting = frame.drafting
+        self.ready_since = now
+        self.pays = True
+        self.max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
+        self.newest_block: tuple[DraftToken, ...] = ()
+        self.of_edge = 0
+        self.tree = StepTree(0)
+        self._trees = rules.trees and frame.trees
+        self._patience = frame.patience or rules.patience
+        self._window = frame.window or rules.max_credit
+        self._plan: Plan | None = None
         self._messages_received, self._newest_arrival = 0, now
         self._steering = frame.steering
         self._without_vector = math.inf  # commits since the last with a vector of this projection
@@ -123,8 +160,8 @@ class VerifierSession:
             guarantee=rules.guarantee,
             vocab_size=rules.vocab_size,
             goal=rules.goal,
-            max_drafts=self._next.max_drafts,
-            planned=self._next.planned,
+            max_drafts=self.max_drafts,
+            planned=self._patience is None,
             keep_s=self.keep_s,
             release=rules.release,
             steered=self.steered,
@@ -158,7 +195,7 @@ class VerifierSession:
                 prompt=prompt,
                 committed=(),
                 sampling=frame.sampling or self._frame.sampling,
-                drafting=self._next.drafting,
+                drafting=self.drafting,
                 steering=self._steering,
                 prompt_logprobs=None,
                 prompt_logprobs_from=0,
@@ -170,13 +207,11 @@ class VerifierSession:
         session.turn = self.turn + 1
         session.credit = session._granted = self._granted
         session._first_chain = frame.chain
-        session._next.go_on_from(self._next, session.transcript, frame, now)
+        session.received = self.received.continued(session.transcript, frame.chain, now)
+        session.report, session.ends = self.report, self.ends
+        if session.ends is not None:
+            session.ends.begin_turn(session.received, session.transcript, frame.start)
         return session
-
-    @property
-    def ends(self) -> BothEnds | None:
-        """Drafts of both ends, where the verifier has a drafter of its own for this text."""
-        return self._next.ends
 
     @property
     def generated(self) -> int:
@@ -186,22 +221,31 @@ class VerifierSession:
     @property
     def chain(self) -> int:
         """Number of the newest chain; -1 before the first."""
-        return self._next.received.chain
+        return self.received.chain
 
     @property
     def drafter(self) -> DrafterName:
         """Name and version of the drafter of the edge's newest drafts, as the edge says; empty: it says none."""
-        return self._next.received.drafter
+        return self.received.drafter
 
     @property
     def own_drafter(self) -> str:
         """The verifier's own drafter in this text, as name@version; empty: there is none."""
         return self.ends.here.name if self.ends is not None else ""
 
+    def drafts(self) -> tuple[list[DraftToken], int]:
+        """Return the drafts that follow the transcript, and how many of the first are the edge's."""
+        if self.ends is not None:
+            return self.ends.chain()
+        return self.received.tokens, len(self.received)
+
     @property
     def waits_for_drafts(self) -> bool:
         """Whether more drafts of the chain may come before the next commit."""
-        return self._next.waits_for_drafts
+        from_edge = self.drafting and not self.received.complete
+        if self.ends is None:
+            return from_edge
+        return self.ends.drafts_here or (self.ends.awaits_edge and from_edge)
 
     @property
     def steered(self) -> bool:
@@ -223,34 +267,76 @@ class VerifierSession:
             step_s: time of a step beside its rows, in seconds; 0: unknown, verify all.
             row_s: time of a row of every session in the step, in seconds: they all wait for the rows of each.
         """
+        room, view = self.max_useful_drafts, self._view(step_s, row_s, self.ready_since)
+        worthwhile = best_block(view)
+        pays = overtakes(view) if self.ends is None else self.ends.edge_pays
+        self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
+        drafts, of_edge = self.drafts()
+        if self.ends is not None and len(drafts) > of_edge:
+            worthwhile = self.ends.worth_their_rows(row_s)
         probe = self.generated % PROBE_EVERY == 0  # a rise of acceptance shows only where drafts are verified
-        return self._next.block(step_s, row_s, self.max_useful_drafts, probe=probe)
+        self.tree = StepTree(min(max(0, min(worthwhile or int(probe), room)), len(drafts)))
+        if self._trees and worthwhile and room > 0:
+            tree = step_tree(
+                drafts,
+                of_edge,
+                self.received,
+                self.ends,
+                depth=room,
+                room=self.max_drafts,
+                row_share=row_s / step_s if step_s else 0.0,
+            )
+            beside = tree.num_drafts - tree.chain
+            self.tree = tree._replace(chain=min(self.tree.chain, self.max_drafts - beside)).pruned()
+        block = drafts[: self.tree.chain]
+        self.of_edge = of_edge
+        # The edge's drafter is rewarded for its own drafts alone.
+        self.newest_block = (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
+        return self.newest_block
 
     @property
     def branches(self) -> tuple[BlockBranch, ...]:
         """Branches that the step of the newest block verifies beside it."""
-        return self._next.tree.branches
+        return self.tree.branches
 
     @property
     def max_useful_drafts(self) -> int:
         """Drafts that one step can verify at most, as the session and the room that its text has left allow."""
-        return min(self._next.max_drafts, self.sampling.max_tokens - self.generated - 1)
+        return min(self.max_drafts, self.sampling.max_tokens - self.generated - 1)
 
     def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
         """Return the time by which the next step should begin, on the clock of `now`; infinite: at the next event.
 
         The arguments are those of `block`.
         """
-        return self._next.ready_at(step_s, row_s, self.max_useful_drafts, self.credit)
+        patience = self._patience or self._planned(step_s, row_s).patience
+        from_edge = self.ends is None or not self.ends.drafts_here  # what is made here no credit bounds
+        enough = min(patience.drafts, self.max_useful_drafts, *((self._window, self.credit) if from_edge else ()))
+        if not self.waits_for_drafts or len(self.drafts()[0]) >= enough:
+            return self.ready_since
+        return self.ready_since + min(patience.seconds, self._rules.max_patience_s)
 
     @property
     def joins_any_step(self) -> bool:
         """Whether the session joins any step that begins for others, with drafts or without, at the price of a row."""
-        return self._next.joins_any_step
+        return self._patience is None and self._rules.goal is Goal.LATENCY
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
-        """Return the expected tokens of a step now, and of one after the drafts that are due."""
-        return self._next.prospect(step_s, row_s, now)
+        """Return the expected tokens of a step now, and of one after the drafts that are due.
+
+        Drafts of the edge that are not here at the expected time may still be on their way: from then on they are
+        expected at the end of a margin, and after that no more.
+        """
+        plan = self._planned(step_s, row_s)
+        acceptance = self._acceptance()
+        here = len(self.drafts()[0])
+        tokens_now = expected_tokens(acceptance, min(here, self.max_drafts))
+        wait_s = self.ready_since + plan.expected_s - now
+        if self.ends is None and wait_s <= MARGIN_S:
+            wait_s += (LATE - 1) * plan.expected_s + MARGIN_S
+        if not self.waits_for_drafts or (self.ends is None and wait_s <= 0):
+            return Prospect(0.0, tokens_now, tokens_now)
+        return Prospect(max(0.0, wait_s), tokens_now, expected_tokens(acceptance, max(plan.drafts, here)))
 
     def local_job(
         self, step_s: float, row_s: float, now: float, block: tuple[DraftToken, ...] | None = None
@@ -263,15 +349,44 @@ class VerifierSession:
             now: present time, in seconds.
             block: drafts that the step which begins now verifies; None: none begins.
         """
-        full = self.sampling.max_tokens - self.generated - 1 <= len(self._next.chain()[0])
-        if self.finish is not None or full:
+        full = self.sampling.max_tokens - self.generated - 1 <= len(self.drafts()[0])
+        length = len(block) if block is not None else None
+        if self.finish is not None or full or self.ends is None or not self.ends.may_draft(length):
             return None
-        return self._next.local_job(step_s, row_s, now, len(block) if block is not None else None)
+        if block is None:
+            self._planned(step_s, row_s)
+        return self.ends.job(self._view(step_s, row_s, now), length, edge_drafts=self.drafting)
 
     def draft_here_no_more(self) -> None:
         """Go on without the verifier's own drafter, which is broken."""
-        self._next.ends = None
-        self._next.change_plans()
+        self.ends = self._plan = None
+
+    def _planned(self, step_s: float, row_s: float) -> Plan:
+        """Return the plan for the drafts received when the session became ready; later ones do not change it."""
+        if self._plan is None:
+            view = self._view(step_s, row_s, self.ready_since)
+            self._plan = plan_for(view) if self.ends is None else self.ends.plan(view, edge_drafts=self.drafting)
+        return self._plan
+
+    def _acceptance(self) -> float:
+        """Return the chance that a draft of the next step agrees, given that all before it did."""
+        if self.ends is None:
+            return self.received.acceptance.rate
+        return self.ends.acceptance(edge_drafts=self.drafting)
+
+    def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
+        return VerifierView(
+            acceptance=self._acceptance(),
+            step_s=step_s,
+            row_s=row_s,
+            drafting_s=self.report.drafting_s,
+            round_trip_s=self.report.round_trip_s,
+            max_drafts=self.max_drafts,
+            received=len(self.received),
+            since_miss=self.received.since_miss,
+            since_miss_s=now - self.received.missed_at,
+            goal=self._rules.goal,
+        )
 
     # --- events ---
 
@@ -287,8 +402,8 @@ class VerifierSession:
         check_draft(draft, self.prompt_length, self._rules)
         self._messages_received += 1
         self._newest_arrival = now
-        if self._next.received.receive(draft):
-            self._next.change_plans()  # what it waits for will not come
+        if self.received.receive(draft):
+            self._plan = None  # what it waits for will not come
 
     def on_branches(self, frame: Branches) -> None:
         """Keep what follows likely misses of the newest chain; stale branches are ignored.
@@ -298,11 +413,14 @@ class VerifierSession:
         """
         if frame.chain >= self._first_chain:
             check_branches(frame, self.prompt_length, self._rules)
-            self._next.received.receive_branches(frame)
+            self.received.receive_branches(frame)
 
     def on_report(self, report: Report) -> None:
         """Replace the last report, and the request for vectors where this one has another."""
-        self._next.take_report(report)
+        self.report, self.drafting = report, report.drafting
+        if report.acceptance:
+            acceptance, resting = self.received.acceptance, self.ends is not None and self.ends.edge_rests
+            (acceptance.restate if resting else acceptance.believe)(report.acceptance)
         if report.steering is not None:
             if self._steering is None or report.steering.projection != self._steering.projection:
                 self._without_vector = math.inf  # the edge's vector is of another projection
@@ -325,17 +443,17 @@ class VerifierSession:
             eos_tokens=self.eos_tokens,
         )
         start, ids = len(self.transcript), token_ids(tokens)
-        ends, verified_here = self.ends, self._next.made_here(token_ids(verified.block))
+        ends = self.ends
+        verified_here = self.tree.made_here(token_ids(verified.block), self.newest_block, self.of_edge)
         self.transcript.extend(ids)
-        if not self._next.pays:
-            probe = min(PROBE, self._rules.max_credit)
-            self.credit = probe if self.generated % self._next.probe_every < len(tokens) else 0
-        self._next.received.commit(ids, now)
+        if not self.pays:
+            probe, every = min(PROBE, self._rules.max_credit), PROBE_EVERY if ends is None else PROBE_RARELY_EVERY
+            self.credit = probe if self.generated % every < len(tokens) else 0
+        self.received.commit(ids, now)
         drafting_s = 0.0
         if ends is not None:
             drafting_s, ends.edge_rests = ends.commit(ids, now), not self.credit
-        self._next.ready_since = now
-        self._next.change_plans()
+        self.ready_since, self._plan = now, None
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
         self._without_vector = self._without_vector + 1 if steering is None else 0
         cached_tokens, self.cached_tokens = self.cached_tokens, 0
