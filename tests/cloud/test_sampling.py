@@ -189,7 +189,7 @@ def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
     logits = random_logits(6, 5)
     sampling = Sampling(temperature=temperature, seed=4)
     (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0], 1, (DraftToken(0),) * 4)])
-    assert list(got.tokens) == [(token, 0.0, None, ()) for token in logits.argmax(dim=-1).tolist()]
+    assert list(got.tokens) == [(token, 0.0, None) for token in logits.argmax(dim=-1).tolist()]
 
 
 def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position():
