@@ -124,7 +124,7 @@ def test_what_was_learned_from_another_parent_is_left_alone(tmp_path: Path) -> N
     older = tmp_path / "here" / "drafters" / "general" / "1"
     older.parent.mkdir(parents=True)
     newer = write_adapter_package(parent.folder, tmp_path / "newer", head, sequence=1, learned_from=learned)
-    write_adapter_package(parent.folder, older, head, sequence=1, learned_from=learned, more={"training": "here"})
+    write_adapter_package(parent.folder, older, head, sequence=1, learned_from=LearnedFrom(2, 1, {}))
     learner = Learner(settings(tmp_path / "here", drafter=str(newer), loss="cce"))
     assert learner.newest.folder == newer
     candidate = learner.trainer.write_candidate()

@@ -14,14 +14,11 @@ from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 from safetensors.torch import load_file
 from transformers import MistralConfig, MistralForCausalLM
 
-from outrider.cloud.export import export_drafter
 from outrider.cloud.models.family_index import load_tokenizer
 from outrider.cloud.testing import tiny_llama
-from outrider.cloud.training.adapter import train_adapter
 from outrider.cloud.training.drafter import train_drafter
 from outrider.cloud.training.loss import forward_kl, kl_of_best
 from outrider.cloud.training.settings import (
-    AdapterTraining,
     DrafterShape,
     DrafterTraining,
     SteerTraining,
@@ -385,23 +382,8 @@ def test_a_low_rank_head_is_fitted_on_the_tokens_of_a_folder(target: Path, teach
     assert load_file(train_drafter(config).folder / "model.safetensors")["lm_head.down.weight"].shape == (6, 64)
 
 
-def test_an_adapter_and_steering_learn_from_a_folder(target: Path, teacher: Path, tmp_path: Path) -> None:
+def test_steering_learns_from_a_folder(target: Path, teacher: Path, tmp_path: Path) -> None:
     drafter = train_drafter(drafter_of(target, teacher, tmp_path / "drafter", steps=20)).folder
-    export_drafter(drafter, tmp_path / "package", name="tiny", target_id="big", candidates=16)
-    config = AdapterTraining(
-        target=str(target),
-        teacher=teacher,
-        output=tmp_path / "adapter",
-        parent=str(tmp_path / "package"),
-        name="lines",
-        steps=60,
-        block=32,
-        warm_up_steps=2,
-        other_lr=0.001,
-    )
-    after = train_adapter(config).acceptance
-    before = train_adapter(replace(config, steps=1, other_lr=1e-9, output=tmp_path / "still")).acceptance
-    assert after["mean"].kl < before["mean"].kl
     steer = SteerTraining(
         target=str(target),
         teacher=teacher,

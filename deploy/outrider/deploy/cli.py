@@ -65,9 +65,6 @@ COMMANDS = {
     "train": Entry("train drafters"),
     "train teacher": Entry("write what a target says, for its drafters to learn", f"{TRAINING}:TRAIN_TEACHER", "train"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),
-    "train adapter": Entry(
-        "distil a low-rank update of a drafter, for texts of one subject", f"{TRAINING}:TRAIN_ADAPTER", "train"
-    ),
     "train steer": Entry(
         "teach a drafter to take vectors of the target's hidden states (SD2)", f"{TRAINING}:TRAIN_STEER", "steer"
     ),

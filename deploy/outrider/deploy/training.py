@@ -8,7 +8,6 @@ from typing import Any
 
 from outrider.cloud.models.family_index import find_target
 from outrider.cloud.training.settings import (
-    AdapterTraining,
     DrafterShape,
     DrafterTraining,
     SteerTraining,
@@ -58,23 +57,6 @@ def train_teacher(given: Given) -> int:
     print(f"{tokens:,} tokens of the target in {writing.output}")
     words = ["outrider", "train", "drafter", "--target", given.values["target"], "--teacher", str(writing.output)]
     print("next:", shlex.join([*words, "--output", "DRAFTER", "--steps", "N"]))
-    return 0
-
-
-def train_adapter(given: Given) -> int:
-    """Run `outrider train adapter`."""
-    with waiting("starting"):
-        from outrider.cloud.training.adapter import PACKAGE, train_adapter
-
-    rate = given(RateSettings).rate
-    training = given(AdapterTraining, other_lr=rate * AdapterTraining.other_lr, **_common(given, AdapterTraining))
-    with StopAtStep().listening() as stop:
-        result = train_adapter(training, on_step=stop.stepped, stopping=stop.stopping)
-    package = training.output / PACKAGE
-    size = sum(path.stat().st_size for path in package.glob("adapter.*"))
-    print(f"{size / 1e3:.0f} kB of {training.parent} after {result.tokens_seen:,} tokens, in {package}")
-    words = shlex.join(["outrider", "generate", "--drafter", str(package), "PROMPT"])
-    print(f"next: {words}, or put it into a folder of a coordinator's --drafters")
     return 0
 
 

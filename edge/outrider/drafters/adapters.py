@@ -40,7 +40,6 @@ from outrider.drafters.packages import (
 from outrider.drafters.tensor_file import read_tensors, write_tensors
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.plumbing.files import sha256_of
-from outrider.proto.types.checks import NAME
 
 MAX_RELATIVE_NORM = 0.5  # of B A to W: beyond, it is another drafter or a broken one, and no update
 
@@ -131,8 +130,6 @@ def write_adapter_package(
     *,
     sequence: int,
     learned_from: LearnedFrom,
-    name: str = "",
-    more: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the package of an adapter; it appears under its name whole, after everything was checked.
 
@@ -142,10 +139,8 @@ def write_adapter_package(
         folder: folder to make, whose name must not be taken; `.../drafters/NAME/SEQUENCE`, say.
         matrices: A [rank, columns] and B [rows, rank] for each changed matrix, by its name in `weights_of`; all of one
             rank. They are rounded to float16.
-        sequence: place among the versions of its name: more than the parent's, where that has the same name.
+        sequence: place among the versions of its name, more than the parent's.
         learned_from: what it was trained on.
-        name: name of the drafter; empty: the parent's.
-        more: further entries of the manifest, such as `training`.
 
     Returns:
         `folder`. Its manifest has the version, a hash of graph and adapter.
@@ -156,10 +151,9 @@ def write_adapter_package(
         NotFound, DataLoss: the parent is broken.
     """
     package = load_package(parent)
-    name = name or package.name
-    _check_arguments(package, folder, matrices, name, sequence)
+    _check_arguments(package, folder, matrices, sequence)
     rounded = {target: (a.astype(np.float16), b.astype(np.float16)) for target, (a, b) in matrices.items()}
-    check_adapter(rounded, graph_matrices(read_graph_file(package.model_path, package.name)), name)
+    check_adapter(rounded, graph_matrices(read_graph_file(package.model_path, package.name)), package.name)
     unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")  # hidden: a catalogue passes it over
     unfinished.mkdir(parents=True)
     try:
@@ -172,12 +166,10 @@ def write_adapter_package(
             | {f"{target}.B": b for target, (_, b) in rounded.items()},
         )
         manifest = _manifest(package, unfinished) | {
-            "name": name,
             "parent": package.version,
             "sequence": sequence,
             "learned_from": asdict(learned_from),
             "adapter": {"rank": len(next(iter(rounded.values()))[0]), "targets": list(rounded)},
-            **(more or {}),
         }
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         unfinished.rename(folder)
@@ -186,12 +178,8 @@ def write_adapter_package(
     return folder
 
 
-def _check_arguments(
-    parent: DrafterPackage, folder: Path, matrices: Mapping[str, LowRank], name: str, sequence: int
-) -> None:
-    if not NAME.fullmatch(name):
-        raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 - _", field="name")
-    if sequence < (parent.sequence + 1 if name == parent.name else 0):
+def _check_arguments(parent: DrafterPackage, folder: Path, matrices: Mapping[str, LowRank], sequence: int) -> None:
+    if sequence <= parent.sequence:
         raise InvalidArgument(f"{sequence} does not follow the parent's {parent.sequence}", field="sequence")
     if folder.exists():
         raise InvalidArgument(f"{folder} is there already; a version never changes", field="folder")

@@ -127,10 +127,6 @@ class AdaptedDrafter(nn.Module):
             for change in self._changes.values():
                 change.active = True
 
-    def head(self) -> torch.Tensor:
-        """Return the head with its change, float32 [known or vocab, hidden]; logits are `hidden @ head.T`."""
-        return self._embedding + self._head.B @ self._head.A
-
     def learned(self) -> list[nn.Parameter]:
         """Return what learns: A and B of each matrix, in the graph's order."""
         return list(self._parameters_of_changes.parameters())

@@ -204,18 +204,6 @@ class DrafterTraining(Training):
             raise ConfigError(f"{self.block} exceeds the context, {self.shape.context}", field="block")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterTraining(Training):
-    """The distillation of a low-rank update of a drafter, from its package; AdamW at `other_lr` learns all of it."""
-
-    parent: str = option("general", "drafter to update: an embedded name, or the folder of a package", metavar="NAME")
-    name: str = option(REQUIRED, "name of the new drafter, by which edges ask for it", metavar="NAME")
-    rank: int = option(8, "rank of the update of each matrix", check=at_least(1))
-    decay_fraction: float = option(
-        0.4, "last share of the budget, over which the learning rate falls to zero", check=between(0, 1)
-    )
-
-
 @dataclass(frozen=True)
 class TrainingArm:
     """A way to train the drafter; all arms of a run learn from the same sequences.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cloud.training.settings import (
-    AdapterTraining,
     DrafterShape,
     DrafterTraining,
     SteerTraining,
@@ -76,10 +75,6 @@ TRAIN_DRAFTER = Command(
 )
 TRAIN_TEACHER = Command(
     "outrider.deploy.training:train_teacher", (part(TeacherWriting, defaults={"target": "reference"}),)
-)
-TRAIN_ADAPTER = Command(
-    "outrider.deploy.training:train_adapter",
-    (part(AdapterTraining, *TRAINING, *PACE, "parent", "name", "rank", defaults=DEFAULTS), part(RateSettings)),
 )
 TRAIN_STEER = Command(
     "outrider.deploy.training:train_steer",
