@@ -8,7 +8,7 @@ from outrider.deploy import cli
 from outrider.deploy.arguments import Given
 from outrider.deploy.cli import Entry, Program
 
-SETTINGS = "research.settings"
+SETTINGS = "research.research_settings"
 
 RESEARCH = Program(
     "python -m research",

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
-from outrider.bench.benchmark.table import by_condition, by_link, fastest, mode_name
+from outrider.bench.bench_metrics import grouped
+from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun
+from outrider.bench.benchmark.bench_table import by_condition, by_link, fastest, mode_name
 from outrider.bench.links import link_name
-from outrider.bench.metrics import grouped
 from outrider.bench.record import from_json
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 from outrider.deploy.arguments import Given, read_text
 from outrider.proto.errors import ConfigError
-from research.settings import CostSettings
+from research.research_settings import CostSettings
 
 HEADINGS = ("link", "mode", "steps", "rows", "step s", "drafting s", "core s", "/ cloud", "edge s")
 TOKENS = 1000

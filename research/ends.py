@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
-from outrider.bench.benchmark.table import tables
+from outrider.bench.bench_settings import check_once
+from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun
+from outrider.bench.benchmark.bench_table import tables
 from outrider.bench.environment import environment_of_replay
 from outrider.bench.links import BenchLink, link_name, links_of
 from outrider.bench.record import check_file, save
-from outrider.bench.settings import check_once
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Goal
@@ -23,7 +23,7 @@ from research.outputs import progress
 from research.recording import load_recording
 from research.replay.lengths import colocated
 from research.replays import Replays
-from research.settings import EndsSettings
+from research.research_settings import EndsSettings
 
 
 def ends(given: Given) -> int:

@@ -13,8 +13,8 @@ from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Sampling
 from outrider.proto.policy import Line
 from outrider.proto.types import FinishReason
-from research.replay.record import HitRecorder
-from research.replay.traces import HitTrace
+from research.replay.hit_recorder import HitRecorder
+from research.replay.hit_traces import HitTrace
 from research.simulator.clock import Costs
 
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
-from outrider.bench.metrics import grouped
+from outrider.bench.bench_metrics import grouped
+from outrider.bench.bench_settings import check_once
 from outrider.bench.record import RECORD, Metric, from_json, one_of
-from outrider.bench.settings import check_once
 from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
-from research.replay.texts import PoolText, texts_of
-from research.replay.traces import HitTrace, load_traces
+from research.replay.hit_traces import HitTrace, load_traces
+from research.replay.pool_texts import PoolText, texts_of
 from research.simulator.clock import Costs
 
 FORMAT = "outrider-trace-costs/1"

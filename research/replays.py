@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.bench.benchmark.record import BenchmarkRun
+from outrider.bench.bench_metrics import latencies, pooled, work_per_token
+from outrider.bench.bench_settings import WARM_UP_TOKENS
+from outrider.bench.benchmark.bench_record import BenchmarkRun
 from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.metrics import latencies, pooled, work_per_token
-from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.proto.types import Goal
-from research.metrics import bytes_per_token
+from research.intervals import bytes_per_token
+from research.replay.hit_traces import HitTrace
 from research.replay.lengths import best_length, colocated
 from research.replay.traced import Policy, ReplayOutcome, replay
-from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.edge import Client, EdgeConfig, Tokens
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.cloud.target.text_writer import TextVectors
-from outrider.proto.steering import decode, encode
+from outrider.proto.steering_vector import decode, encode
 from outrider.proto.types import SteeringPrecision
 
 

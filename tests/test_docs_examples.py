@@ -36,15 +36,15 @@ class Cluster:
         raise AssertionError("the daemon does not find the cloud")
 
     async def _start(self, tokenizer_json: str, cache: Path) -> None:
-        from outrider.cloud.config import VerifierConfig
         from outrider.cloud.models.family_index import chat_template_json
-        from outrider.cloud.serving.server import VerifierServer
-        from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-        from outrider.coordinator.server import CoordinatorServer
-        from outrider.deploy.local.cluster import embedded_drafters
+        from outrider.cloud.serving.verifier_server import VerifierServer
+        from outrider.cloud.verifier_config import VerifierConfig
+        from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+        from outrider.coordinator.coordinator_server import CoordinatorServer
+        from outrider.deploy.local.local_cluster import embedded_drafters
         from outrider.edge import Client, EdgeConfig
         from outrider.edge.daemon import DaemonConfig
-        from outrider.edge.daemon.server import Daemon
+        from outrider.edge.daemon.http_server import Daemon
 
         self.verifier = VerifierServer(VerifierConfig(threads=1), SECRET)
         address = await self.verifier.start()

@@ -8,6 +8,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def imports(path: Path) -> set[str]:
 ROOMS = {room: folder for room, folder in lines.ROOMS.items() if room != "tests"}
 # What runs a command; the settings, the tables and the machines that they share are other modules.
 COMMANDS = {
-    *("deploy.certs", "deploy.control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
+    *("deploy.certs", "deploy.fleet_control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
     *("deploy.models", "deploy.submit", "deploy.training"),
     *("research.capacity", "research.costs", "research.ends", "research.engine", "research.learning"),
     "research.traces",
@@ -113,7 +114,7 @@ def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
     graph = import_graph(root)
     loading = "cloud.serving.backends"  # which of the two to load
     serving = {name for name in graph if name.startswith(("cloud.serving.", "cloud.grammar.", "cloud.drafting."))}
-    serving |= {"cloud.target.steering", "cloud.target.steering_vectors"}
+    serving |= {"cloud.target.projection", "cloud.target.steering_vectors"}
     behind = {"cloud.target.recorded.straight_pass"}
     behind |= {
         f"cloud.target.{name}" for name in ("attention", "kv_cache", "packed_linear", "target", "transformers_backend")
@@ -189,7 +190,7 @@ def test_only_the_codec_and_the_rpc_errors_know_the_generated_code(root) -> None
         if "v1" not in path.parts and any(name.startswith("outrider.proto.v1") for name in imports(path))
     }
     contract = "proto/outrider/proto"
-    codec = {f"{contract}/codec/{name}.py" for name in ("control", "decoding")}
+    codec = {f"{contract}/codec/{name}.py" for name in ("control_codec", "decoding_codec")}
     assert users == {*codec, f"{contract}/rpc_errors.py"}
 
 
@@ -273,7 +274,7 @@ def test_no_embedded_graph_holds_a_large_weight_twice(root) -> None:
 
 def test_what_is_shipped_for_tests_needs_no_test_runner_and_is_light() -> None:
     shipped = {"outrider.proto.testing", "outrider.edge.testing.tiny_drafter", "outrider.cloud.testing"}
-    shipped |= {"outrider.edge.testing", "outrider.coordinator.testing"}
+    shipped |= {"outrider.edge.testing", "outrider.coordinator.fake_cluster"}
     program = f"import sys, {', '.join(sorted(shipped))}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert shipped <= set(loaded)
@@ -310,3 +311,8 @@ def test_a_skip_says_what_the_test_needs(root) -> None:
     marks = [(path, ast.unparse(call)) for path, call in calls if ast.unparse(call.func).startswith("pytest.mark.skip")]
     assert marks
     assert [each for each in marks if not re.search(r"reason=f?.needs ", each[1])] == []
+
+
+def test_no_two_files_have_one_name(root) -> None:
+    names = Counter(path.name for folder in ROOMS.values() for path in (root / folder).rglob("*.py"))
+    assert {name for name, count in names.items() if count > 1} <= {"__init__.py", "__main__.py"}

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.fleet_view import FleetView
+from outrider.coordinator.lease_admission import Caller, CallerAdmission
 from outrider.coordinator.roster import Roster
 from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Key
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
-from research.chaos.target import MODEL, SECRET, TOKENIZER
-from research.chaos.verifier import Verifier
+from research.chaos.chaos_target import MODEL, SECRET, TOKENIZER
+from research.chaos.chaos_verifier import Verifier
 from research.chaos.world import LocalClock, OneWay, Path, World
 
 POLL_S = 1.0

@@ -10,9 +10,9 @@ from functools import partial
 
 from outrider.proto.errors import Unavailable
 from research.chaos.call import SimulatedCall
+from research.chaos.chaos_edge import Edge
+from research.chaos.chaos_verifier import Verifier
 from research.chaos.coordinator import Coordinator
-from research.chaos.edge import Edge
-from research.chaos.verifier import Verifier
 from research.chaos.world import KEEPALIVE_S, World
 
 

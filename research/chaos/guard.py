@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from outrider.edge.link.silence import ANSWER_WITHIN_S
+from outrider.edge.link.silence_guard import ANSWER_WITHIN_S
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules
 from outrider.proto.session.silence import SilenceWatch, Silent
 from outrider.proto.types import CloudFrame, Lease, LeaseRequest, Ping
+from research.chaos.chaos_verifier import Verifier
 from research.chaos.coordinator import CoordinatorCalls
-from research.chaos.verifier import Verifier
 from research.chaos.world import LocalClock, OneWay, Path, World
 
 

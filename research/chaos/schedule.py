@@ -12,13 +12,13 @@ from outrider.proto.errors import Internal, LeaseExpired, OutriderError, Resourc
 from outrider.proto.plumbing.access import Key
 from outrider.proto.session import RetryRules
 from outrider.proto.types import Patience, Sampling
+from research.chaos.chaos_edge import Edge, Habits
+from research.chaos.chaos_engine import Shape
+from research.chaos.chaos_target import VOCAB
+from research.chaos.chaos_turns import Turn
+from research.chaos.chaos_verifier import Process, Verifier
 from research.chaos.coordinator import Coordinator, CoordinatorCalls
-from research.chaos.edge import Edge, Habits
-from research.chaos.engine import Shape
 from research.chaos.faults import PAIRS, AimedFault, Injector, State, state_of
-from research.chaos.target import VOCAB
-from research.chaos.turns import Turn
-from research.chaos.verifier import Process, Verifier
 from research.chaos.world import LocalClock, Path, Violation, World
 
 BOUND_S = 120.0  # after the last fault, within which every session ends

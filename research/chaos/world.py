@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 
-from research.chaos.target import ToyTargets
+from research.chaos.chaos_target import ToyTargets
 from research.simulator.clock import VirtualClock
 
 KEEPALIVE_S = (20.0, 30.0)  # the silence of a connection after which an end of it gives up, as gRPC's options have it

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import Outbox
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import DeadlineExceeded, OutriderError
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import (
@@ -26,7 +26,7 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
-from research.engine.steps import Case
+from research.engine.timed_steps import Case
 
 _DEADLINE_S = 600.0
 _MAX_GAP_S = 60.0  # so that all have read their prompts before the first has ended its text

@@ -19,23 +19,23 @@ from outrider.bench.environment import command_line
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import check_file, save
 from outrider.bench.table import Grid, draw
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.target.text_writer import TextRequest
 from outrider.cloud.training.corpus import domain_name
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.process.termination import temporary_folder
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import MANIFEST, DrafterPackage, find_package, load_package, read_manifest
 from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Completion, EdgeConfig
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import ConfigError, Unavailable
+from research.learning.learning_stream import StreamPlan, StreamWriter
 from research.learning.live_record import DecodedTexts, LearningDemo, OfferedVersion, ServingWindow
-from research.learning.stream import StreamPlan, StreamWriter
-from research.settings import LearnDemoSettings
+from research.research_settings import LearnDemoSettings
 
 END_WITHIN_S = 60.0
 REST_S = 15.0  # for steps of training that the stream's last texts allow

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.deploy.link.shape import LinkShape
-from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, VerifierRules
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Open, Sampling
-from research.replay.texts import PoolText, joined
+from research.replay.hit_traces import HitTrace
+from research.replay.pool_texts import PoolText, joined
 from research.replay.traced import DrafterArm, Policy, TracedText
-from research.replay.traces import HitTrace
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
+from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
-from research.simulator.verifier import SimulatedVerifier
 from research.simulator.wire import WireLink
 
 LENGTHS = (1, 2, 3, 4, 6, 8)  # of co-located drafting; without drafts it is cloud streaming

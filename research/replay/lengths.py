@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.types import Patience
+from research.replay.hit_traces import HitTrace
 from research.replay.traced import Policy, ReplayOutcome, replay
-from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
 from research.simulator.wire import ShapeAt
 

@@ -12,8 +12,8 @@ from functools import partial
 from outrider.cloud.serving.batching import Batching
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.policy.branches import RUNNERS_UP
-from outrider.proto.policy.selection import Selector
+from outrider.proto.policy.likely_branches import RUNNERS_UP
+from outrider.proto.policy.selector import Selector
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -28,11 +28,11 @@ from outrider.proto.session import (
 )
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
-from research.replay.traces import HitTrace
+from research.replay.hit_traces import HitTrace
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
+from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
-from research.simulator.verifier import SimulatedVerifier
 from research.simulator.wire import ShapeAt, WireLink
 
 _HASH = "0" * 64

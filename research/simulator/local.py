@@ -10,8 +10,8 @@ from typing import Protocol
 
 from outrider.cloud.serving.batching import Batching, Share
 from outrider.cloud.serving.local_source import NoSource, Post
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.slots import Slot, Slots
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.proto.session import Drafted, DrafterFailed, DraftJob, VerifierSession
 from outrider.proto.session.both_ends import DraftingHere, LocalJob
 from outrider.proto.types import DraftToken

@@ -25,7 +25,7 @@ from outrider.proto.session import (
 )
 from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, Opened, token_ids
 from research.simulator.clock import VirtualClock
-from research.simulator.verifier import Link, SimulatedStream, SimulatedVerifier
+from research.simulator.simulated_verifier import Link, SimulatedStream, SimulatedVerifier
 
 
 class Drafters(Protocol):

@@ -30,8 +30,8 @@ from openai import AsyncOpenAI, OpenAIError
 from tokenizers import Tokenizer
 
 from outrider.bench.environment import environment
-from outrider.cloud.config import VerifierConfig
-from outrider.deploy.link.process import LinkProcess
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

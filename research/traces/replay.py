@@ -9,19 +9,19 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from outrider.bench.bench_settings import check_once
 from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, link_name, links_of
-from outrider.bench.settings import check_once
 from outrider.deploy.arguments import Given
-from outrider.edge.selection import selector_named
+from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
 from research.outputs import hand_out, progress
 from research.recording import Recording, load_recording
-from research.settings import ReplaySettings
-from research.traces.pool import STATIC, Pool, PoolReplayed
+from research.research_settings import ReplaySettings
+from research.traces.pool_replay import STATIC, Pool, PoolReplayed
 from research.traces.stages import Stage
 from research.traces.sweep import Replayed, Sweep, WindowResult, policy_of
-from research.traces.tables import pool_tables, sweep_tables
+from research.traces.trace_tables import pool_tables, sweep_tables
 
 
 def replay(given: Given) -> int:

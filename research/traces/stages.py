@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outrider.bench.settings import WARM_UP_TOKENS
-from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
-from research.replay.texts import PoolText
+from outrider.bench.bench_settings import WARM_UP_TOKENS
+from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector
+from research.replay.pool_texts import PoolText
 from research.replay.traced import DrafterArm, Policy, ReplayOutcome, replay
 from research.simulator.clock import Costs
 from research.simulator.wire import ShapeAt

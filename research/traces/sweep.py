@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
+from outrider.bench.bench_metrics import grouped, pooled
+from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.metrics import grouped, pooled
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.types import Goal
-from research.metrics import bytes_per_token
+from research.intervals import bytes_per_token
 from research.recording import Recording
 from research.replay.lengths import synchronous, tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from near_verifier import NearVerifier
 
-from outrider.bench.benchmark.record import Benchmark
-from outrider.bench.benchmark.table import mode_name
-from outrider.bench.benchmark.verifier import VerifierProcess
+from outrider.bench.benchmark.bench_record import Benchmark
+from outrider.bench.benchmark.bench_table import mode_name
+from outrider.bench.benchmark.bench_verifier import VerifierProcess
 from outrider.bench.record import from_json
-from outrider.cloud.config import DTYPES, VerifierConfig
 from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.verifier_config import DTYPES, VerifierConfig
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
 from outrider.edge import Client, EdgeConfig, Sampling
@@ -30,7 +30,7 @@ MEASURED = ["cloud", "sync 2", "sync 4", "colocated 4", "edge", "outrider"]
 @pytest.fixture(autouse=True, scope="module")
 def _near_verifier() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.bench.benchmark.command.VerifierProcess", NearVerifier)
+        patch.setattr("outrider.bench.benchmark.bench_command.VerifierProcess", NearVerifier)
         yield
 
 
@@ -159,7 +159,7 @@ def test_a_mistake_is_one_clear_line(arguments, status, says, capfd) -> None:
 
 
 def test_a_verifier_that_gives_no_drafts_is_no_drafter_beside_the_target(prompt, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("outrider.bench.benchmark.command.drafting_here", lambda *_: {"draft_here": "off"})
+    monkeypatch.setattr("outrider.bench.benchmark.bench_command.drafting_here", lambda *_: {"draft_here": "off"})
     arguments = ["--prompts", prompt, "--rtt", "0", "--modes", "colocated", "--max-tokens", "24"]
     check_mistake(arguments, 1, "draft-here: has given no drafts; leave colocated out of --modes", capfd)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.bench.bench_settings import LinkListSettings
 from outrider.bench.links import links_of
-from outrider.bench.settings import LinkListSettings
 from outrider.proto.errors import ConfigError
 
 

@@ -12,11 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.bench import environment as environments
-from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
+from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun, Span
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import from_json, save, to_json
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun, Span
+from outrider.bench.benchmark.bench_table import LEGEND, by_condition, fastest, ratios, results, tables, work
+from outrider.bench.benchmark.html_report import write_report
 from outrider.bench.benchmark.plots import draw, speed_over_time
-from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
-from outrider.bench.benchmark.report import write_report
-from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables, work
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import from_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.runs import run_of
 from outrider.bench.links import LinkRecord
-from outrider.deploy.prompts import Prompt
+from outrider.deploy.built_in_prompts import Prompt
 
 TRACED = LinkRecord(105.0, trace="step")
 

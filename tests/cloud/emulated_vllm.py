@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from outrider.cloud.target.backend import TargetFacts
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.testing.oracle import VOCAB, Oracle
-from outrider.cloud.vllm.backend import VllmBackend
-from outrider.cloud.vllm.messages import ForwardPass, PassResult, PassRow
 from outrider.cloud.vllm.requests import committed_tokens
+from outrider.cloud.vllm.vllm_backend import VllmBackend
+from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, PassRow
 
 FACTS = TargetFacts("", "", VOCAB, 256, frozenset(), 64, 4, torch.device("cpu"))
 

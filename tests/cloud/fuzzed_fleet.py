@@ -24,20 +24,20 @@ from outrider.cloud.serving import slots
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.core import EngineCore
 from outrider.cloud.serving.local_source import LocalSource
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
-from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import OutriderError
-from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open, token_ids
 from research.simulator.clock import VirtualClock
-from research.simulator.verifier import Link, SimulatedStream
+from research.simulator.simulated_verifier import Link, SimulatedStream
 
 PROJECTION, RANK = "0123456789ab", 3
 CONTEXT = 165

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.proto.noise import gumbel
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling

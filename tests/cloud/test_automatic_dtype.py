@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from outrider.cloud.config import AUTO, DTYPES, VerifierConfig
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target import automatic_dtype
 from outrider.cloud.target.automatic_dtype import configured_dtype, load_automatically, multiplies_in_bfloat16
 from outrider.cloud.target.passes import TILES
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import AUTO, DTYPES, VerifierConfig
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.types import Guarantee
 

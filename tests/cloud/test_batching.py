@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from outrider.cloud.config import MAX_PREFILL_ROWS
 from outrider.cloud.serving.batching import (
     FIRST_PREFILL_ROWS,
     MAX_WAIT_S,
@@ -20,6 +19,7 @@ from outrider.cloud.serving.batching import (
     RowLimit,
     Share,
 )
+from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 

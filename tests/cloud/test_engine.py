@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
 from outrider.cloud.serving.batching import Batch
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.masks import MASKS_WITHIN_S
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids

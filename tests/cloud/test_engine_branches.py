@@ -10,12 +10,12 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import tiny_llama
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.session import VerifierRules
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import BlockBranch, Commit, DraftToken, Open, Sampling, token_ids

@@ -34,14 +34,14 @@ from outrider.cloud.target import transformers_backend
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.passes import ROUNDED, TILES
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
-from outrider.cloud.target.sampling import Sampler, VerificationInput
-from outrider.cloud.target.steering import FoldedProjection
+from outrider.cloud.target.projection import FoldedProjection
+from outrider.cloud.target.sampler import Sampler, VerificationInput
 from outrider.drafters import ProposalRule
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import FixedSteering
-from outrider.proto.policy.steering import SteeringRate
+from outrider.proto.policy.steering_rate import SteeringRate
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, StopRequested, StreamReady, TurnBegun
-from outrider.proto.steering import encode
+from outrider.proto.steering_vector import encode
 from outrider.proto.types import (
     CloudFrame,
     Commit,
@@ -55,10 +55,10 @@ from outrider.proto.types import (
     SteeringRequest,
 )
 from research.simulator.clock import VirtualClock
-from research.simulator.faults import Faults, FaultyLink
 from research.simulator.scripted import ScriptedDrafters, drafter_of
+from research.simulator.simulated_faults import Faults, FaultyLink
+from research.simulator.simulated_verifier import SimulatedStream
 from research.simulator.simulation import Simulation
-from research.simulator.verifier import SimulatedStream
 
 TEXTS = 7
 ENOUGH_S = 400.0

@@ -23,7 +23,7 @@ import torch
 from documented_law import documented_law
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.sampling import Sampled, Sampler
+from outrider.cloud.target.sampler import Sampled, Sampler
 from outrider.proto.noise import gumbel, row_key
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from outrider.cloud.export import ExportMismatch, export_drafter
-from outrider.cloud.export import package as publishing
+from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.quantised import BLOCKS, QuantisedMatrix, quantise
 from outrider.cloud.testing import tiny_llama

@@ -29,13 +29,13 @@ from transformers import (
 )
 
 from outrider.cloud.export import ExportMismatch, export_drafter
-from outrider.cloud.export import package as publishing
+from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import logits_by_torch, open_session, run_in_chunks
 from outrider.cloud.export.graph import write_graph, write_steering_graph
 from outrider.cloud.export.model import load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import biases_by, load_steering, steered_by, steering_of
-from outrider.cloud.target.steering import Projection, projection_id
+from outrider.cloud.target.projection import Projection, projection_id
 from outrider.cloud.testing import tiny_llama
 from outrider.deploy.cli import main
 from outrider.proto.drafter_format import CacheShape

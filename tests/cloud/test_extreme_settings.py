@@ -12,7 +12,7 @@ import torch
 from emulated_vllm import EmulatedCore, emulated_backend
 
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.shortlist import SMALLEST_VOCAB
 from outrider.cloud.testing.conformance import Suite, Text
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target

@@ -11,8 +11,8 @@ import grpc
 import pytest
 import torch
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, ResourceExhausted
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error

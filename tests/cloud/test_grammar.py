@@ -35,7 +35,7 @@ from tiny_grammars import EOS, PIECES, PROMPT, VOCAB, matcher_of, tiny_tokenizer
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher, Grammars
 from outrider.cloud.grammar.grammar_trial import GrammarTrial, TooCostly
 from outrider.cloud.target.distribution import VerificationInput, adjusted_logits, processed_logits
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, Unavailable
 from outrider.proto.noise import gumbel

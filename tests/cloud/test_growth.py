@@ -18,10 +18,10 @@ import grpc
 import pytest
 import torch
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.serving.stream_outbox import StreamOutbox
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
 from outrider.proto.types import (

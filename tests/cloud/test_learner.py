@@ -17,13 +17,13 @@ import pytest
 import torch
 from lessons_for_tests import bigram_target, text_record
 
-from outrider.cloud.learning import actor as acting
 from outrider.cloud.learning import trainer as training
-from outrider.cloud.learning.actor import TrainerActor
+from outrider.cloud.learning import trainer_actor as acting
 from outrider.cloud.learning.learner import Learner, drafters_folder
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.record_file import read_records, write_records
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer_actor import TrainerActor
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory, TrialJournal
 from outrider.cloud.learning.version_folder import VersionFolder
 from outrider.drafters import ProposalRule

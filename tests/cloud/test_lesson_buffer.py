@@ -8,7 +8,7 @@ import pytest
 from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning.buffer import Buffer
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.proto.salts import salted
 
 VOCAB = 64

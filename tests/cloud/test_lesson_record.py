@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lesson_records import record_of, teaching
 
-from outrider.cloud.learning.record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonRecord
+from outrider.cloud.learning.lesson_record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonRecord
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.salts import salted
 from outrider.proto.types import BOUNDS, Grammar, GrammarKind, Sampling

@@ -15,19 +15,19 @@ import pytest
 import torch
 from drafting_outbox import DraftingOutbox
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning import lessons, sink
 from outrider.cloud.learning.inclusion import BURST_S, LessonKind
 from outrider.cloud.learning.lesson_budget import LessonBudget
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.lessons import LessonCollector, Lost
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching
-from outrider.cloud.learning.record import LessonRecord
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.cloud.testing.tiny_target import CONTEXT, VOCAB, tiny_llama
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.salts import salted
 from outrider.proto.session import VerifierRules
 from outrider.proto.testing import word_tokenizer

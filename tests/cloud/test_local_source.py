@@ -11,8 +11,8 @@ from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTas
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.local_source import MAX_FAILURES, LocalSource
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.slots import Slot
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession

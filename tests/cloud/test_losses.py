@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.cloud.learning.losses import LOSSES, JudgedRows, Loss, ReverseThenReward, reverse_kl
-from outrider.cloud.learning.settings import LOSS_NAMES
+from outrider.cloud.learning.trainer_settings import LOSS_NAMES
 
 P, Q = (0.75, 0.25), (0.4, 0.6)
 

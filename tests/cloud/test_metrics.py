@@ -12,12 +12,12 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.metrics import VerifierMetrics
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.metrics import EdgeMetrics
+from outrider.edge.edge_metrics import EdgeMetrics
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import JsonLines

@@ -20,7 +20,7 @@ from documented_law import documented_law
 from test_exactness import HASH, PROMPT, VOCAB, chi_square_p, logits_after, noise_reading
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids

@@ -16,7 +16,7 @@ from test_exactness import PROMPT, VOCAB, chi_square_p, noise_reading
 from test_min_tokens import EOS, LENGTH, Texts, exact_for_every_block, fixed, law_of_text, silent
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.proto.types import DraftToken, Sampling
 
 torch.set_num_threads(1)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving import own_drafter
 from outrider.cloud.serving.own_drafter import load_own_drafter, local_source, spare_cores
 from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
 from outrider.proto.errors import ConfigError, NotFound, TokenizerMismatch
 

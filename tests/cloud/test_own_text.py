@@ -12,11 +12,11 @@ from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.learner import Learner
+from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord
 from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.own_text import record_of_text
-from outrider.cloud.learning.record import MAX_ROWS, LessonRecord
-from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.packages import LearnedFrom, find_package, load_package
 from outrider.proto.errors import InvalidArgument

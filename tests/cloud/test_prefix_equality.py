@@ -19,7 +19,6 @@ import torch
 from collecting_outbox import CollectingOutbox
 from fuzzed_fleet import HashedGrammar
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
@@ -28,6 +27,7 @@ from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import (
     Commit,

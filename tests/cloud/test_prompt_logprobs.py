@@ -12,13 +12,13 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.config import MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving import batching
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.target.sampling import token_facts
+from outrider.cloud.target.sampler import token_facts
 from outrider.cloud.target.target import Target, load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.verifier_config import MAX_PREFILL_ROWS, VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules

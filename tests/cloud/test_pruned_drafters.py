@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cloud.export import export_drafter
 from outrider.cloud.testing import save_byte_tokenizer
-from outrider.cloud.training.drafter import train_drafter
+from outrider.cloud.training.drafter_training import train_drafter
 from outrider.cloud.training.pruned import kept_layers, read_pruned
-from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.proto.errors import ConfigError, InvalidArgument
 
 BYTES = 258  # tokens of the byte tokenizer

@@ -12,7 +12,6 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.recovery import MAX_IN_A_ROW
 from outrider.cloud.serving.slots import KeyLimit
@@ -21,6 +20,7 @@ from outrider.cloud.target.distribution import VerificationInput, masked
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import tiny_llama
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.proto.noise import gumbel
 from outrider.proto.types import DraftToken, Sampling
 

@@ -16,7 +16,7 @@ import pytest
 from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning.judge import MAX_DOUBTED_TEXTS, MAX_TEXTS, Judgement, ShadowJudge, ShadowText, reading_of
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.trial import JudgedText, JudgeMemory, TrialJournal
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter

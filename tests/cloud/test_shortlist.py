@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.sampling import Sampler
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
 from outrider.proto.types import DraftToken, Sampling, token_ids

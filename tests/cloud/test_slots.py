@@ -10,13 +10,13 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import AHEAD, KeyLimit, Slot, Slots
 from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target, tiny_llama
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer

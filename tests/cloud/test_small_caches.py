@@ -14,7 +14,7 @@ from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 from transformers import DynamicCache
 
 from outrider.cloud.export import ExportMismatch, export_drafter
-from outrider.cloud.export import package as publishing
+from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.cache_scales import HEADROOM, MAX_LEVEL, SEED, with_int8_cache
 from outrider.cloud.export.check import drawn_texts, logits_by_torch, open_session, run_in_chunks
 from outrider.cloud.export.model import Anatomy, CacheScales, load, load_for_export, look_at

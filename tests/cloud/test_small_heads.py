@@ -17,7 +17,7 @@ from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 from safetensors.torch import load_file, save_file
 
 from outrider.cloud.export import export_drafter
-from outrider.cloud.export import package as publishing
+from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.quantised import QuantisedMatrix, quantise
 from outrider.cloud.learning.adapted import AdaptedDrafter
@@ -26,10 +26,10 @@ from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import MISSING_NATS, SmallHead, head_terms, reduce_head, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.corpus import Source, most_frequent
-from outrider.cloud.training.drafter import train_drafter
+from outrider.cloud.training.drafter_training import train_drafter
 from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.small_head import fit_head
+from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter

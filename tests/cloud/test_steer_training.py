@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from outrider.cloud.export.steered import STEERING_FILE
-from outrider.cloud.target.steering import (
+from outrider.cloud.target.projection import (
     PROJECTION_FILE,
     Projection,
     Taps,
@@ -34,9 +34,9 @@ from outrider.cloud.target.steering import (
 )
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.settings import ARMS, SteerTraining, TrainingArm
 from outrider.cloud.training.steer import AGES, tokens_a_round, train_steering
-from outrider.cloud.training.steered import SURVIVAL, SteeredDrafter, aged_sources, sources_of
+from outrider.cloud.training.steered_training import SURVIVAL, SteeredDrafter, aged_sources, sources_of
+from outrider.cloud.training.training_settings import ARMS, SteerTraining, TrainingArm
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 
 VOCAB = 40

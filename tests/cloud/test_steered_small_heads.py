@@ -17,8 +17,8 @@ from outrider.cloud.export.model import load
 from outrider.cloud.export.steered import STEERING_FILE, biases_by, load_steering, steered_by
 from outrider.cloud.models.heads import reduce_head, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
-from outrider.cloud.training.settings import SteerTraining
 from outrider.cloud.training.steer import train_steering
+from outrider.cloud.training.training_settings import SteerTraining
 from outrider.drafters import find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule

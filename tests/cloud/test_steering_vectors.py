@@ -17,22 +17,22 @@ import torch
 from collecting_outbox import CollectingOutbox
 from random_models import save_random_model
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.server import VerifierServer
 from outrider.cloud.serving.slots import NO_HANDLE
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.target import transformers_backend as transformers_backend_module
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampled
-from outrider.cloud.target.steering import FoldedProjection, Projection
+from outrider.cloud.target.projection import FoldedProjection, Projection
+from outrider.cloud.target.sampler import Sampled
 from outrider.cloud.target.steering_vectors import load_projections
 from outrider.cloud.target.target import SessionRows, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend, newest_rows, paths_of
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.session import VerifierRules
-from outrider.proto.steering import decode
+from outrider.proto.steering_vector import decode
 from outrider.proto.types import (
     Commit,
     CommittedToken,

@@ -16,17 +16,17 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.cloud.models.family_index import load_tokenizer
 from outrider.cloud.testing import tiny_llama
-from outrider.cloud.training.drafter import train_drafter
+from outrider.cloud.training.drafter_training import train_drafter
 from outrider.cloud.training.loss import forward_kl, kl_of_best
-from outrider.cloud.training.settings import (
+from outrider.cloud.training.steer import train_steering
+from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows
+from outrider.cloud.training.teacher_writing import Opening, read_rows, write_rows, write_teacher
+from outrider.cloud.training.training_settings import (
     DrafterShape,
     DrafterTraining,
     SteerTraining,
     TeacherWriting,
 )
-from outrider.cloud.training.steer import train_steering
-from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows
-from outrider.cloud.training.teacher_writing import Opening, read_rows, write_rows, write_teacher
 from outrider.proto.errors import Cancelled, InvalidArgument
 
 BOS, EOS = 0, 1

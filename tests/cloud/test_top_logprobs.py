@@ -13,14 +13,14 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.target import sampling as sampling_module
+from outrider.cloud.target import sampler as sampling_module
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampler, token_facts
+from outrider.cloud.target.sampler import Sampler, token_facts
 from outrider.cloud.target.target import load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules

@@ -18,10 +18,10 @@ from outrider.cloud.export import export_drafter
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.cpu_share import CpuShare
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.losses import LOSSES
-from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.models.heads import reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.drafters.packages import embedded_packages, find_package, load_package

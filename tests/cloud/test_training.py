@@ -24,12 +24,12 @@ from transformers import (
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_tokenizer, resolve_target
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
-from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
 from outrider.cloud.training.corpus import BlockSampler, Source, join_documents, load_domain, split_held_out
-from outrider.cloud.training.drafter import build_drafter, read_drafter, start_embedding, train_drafter
+from outrider.cloud.training.drafter_training import build_drafter, read_drafter, start_embedding, train_drafter
 from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
 from outrider.cloud.training.optimizers import Budget, cosine_fall, linear_fall, orthogonalised
-from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash

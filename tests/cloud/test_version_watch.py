@@ -12,9 +12,9 @@ import torch
 from outrider.cloud.learning import trial
 from outrider.cloud.learning.judge import ShadowJudge
 from outrider.cloud.learning.learner import Learner
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.own_text import record_of_text
-from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import OWN, TrainerSettings
+from outrider.cloud.learning.trainer_settings import OWN, TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory, VersionWatch
 from outrider.drafters import ProposalRule
 from outrider.drafters.onnx import OnnxDrafter

@@ -12,8 +12,8 @@ from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.testing.conformance import CHECKS, Suite, Text
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target
-from outrider.cloud.vllm.backend import passes
 from outrider.cloud.vllm.sequences import BlockSequence, Paging
+from outrider.cloud.vllm.vllm_backend import passes
 from outrider.proto.types import DraftToken, Sampling
 
 GREEDY = Sampling()

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import MambaConfig
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.cloud.vllm import adapter
 from outrider.cloud.vllm.loading import engine_options
 from outrider.proto.errors import ConfigError, ModelRefused

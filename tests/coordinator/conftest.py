@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 
 from outrider.coordinator.cluster import Cluster
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.coordinator_config import CoordinatorConfig
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.proto import codec
 from outrider.proto.rpc_errors import from_rpc_error
 

@@ -11,9 +11,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from outrider.coordinator.admission import MAX_LEASED_OF_KEY, Caller, CallerAdmission
-from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.edge.link.control import CoordinatorClient, file_fetcher
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
+from outrider.coordinator.lease_admission import MAX_LEASED_OF_KEY, Caller, CallerAdmission
+from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
 from outrider.edge.link.security import Security
 from outrider.proto import codec
 from outrider.proto.address import is_local_peer

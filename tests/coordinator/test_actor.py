@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.actor import VerifierActor, start_verifier_actor
 from outrider.cloud.serving.lease_end import LeaseEnds
+from outrider.cloud.serving.verifier_actor import VerifierActor, start_verifier_actor
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.cluster import VerifierInfo
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import VerifierStatus
@@ -87,9 +87,9 @@ class ScriptedServer:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("outrider.cloud.serving.server")
+    module = ModuleType("outrider.cloud.serving.verifier_server")
     module.VerifierServer = ScriptedServer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "outrider.cloud.serving.server", module)
+    monkeypatch.setitem(sys.modules, "outrider.cloud.serving.verifier_server", module)
 
 
 @pytest.fixture
@@ -166,8 +166,8 @@ def test_sigterm_drains_first_and_then_does_what_it_did_before(build: Build) -> 
 
 def test_on_a_node_that_is_drained_it_does_as_on_sigterm(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, draining = threading.Event(), threading.Event()
-    monkeypatch.setattr("outrider.cloud.serving.actor._runs_in_ray", lambda: True)
-    monkeypatch.setattr("outrider.cloud.serving.actor._node_is_draining", draining.is_set)
+    monkeypatch.setattr("outrider.cloud.serving.verifier_actor._runs_in_ray", lambda: True)
+    monkeypatch.setattr("outrider.cloud.serving.verifier_actor._node_is_draining", draining.is_set)
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     actor = build(drain_grace_s=0.5, watch_node_s=0.01)
     assert not ended.wait(0.2)
@@ -181,7 +181,7 @@ def test_a_verifier_that_has_failed_ends_its_process_once_its_streams_are_ended(
 ) -> None:
     ended: Future[bool] = Future()
     server: Any = None
-    monkeypatch.setattr("outrider.cloud.serving.actor.end_process", lambda: ended.set_result(server.stopped))
+    monkeypatch.setattr("outrider.cloud.serving.verifier_actor.end_process", lambda: ended.set_result(server.stopped))
     server = build()._server
     server.on_failure()
     assert ended.result(timeout=30), "the streams went first"
@@ -191,8 +191,8 @@ def test_a_verifier_whose_event_loop_stands_still_ends_its_process_all_the_same(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, released = threading.Event(), threading.Event()
-    monkeypatch.setattr("outrider.cloud.serving.actor.FAILED_WITHIN_S", 0.1)
-    monkeypatch.setattr("outrider.cloud.serving.actor.end_process", ended.set)
+    monkeypatch.setattr("outrider.cloud.serving.verifier_actor.FAILED_WITHIN_S", 0.1)
+    monkeypatch.setattr("outrider.cloud.serving.verifier_actor.end_process", ended.set)
     actor = build()
     actor._loop.call_soon_threadsafe(released.wait)
     try:
@@ -204,7 +204,8 @@ def test_a_verifier_whose_event_loop_stands_still_ends_its_process_all_the_same(
 
 def test_the_process_of_a_failed_verifier_ends_with_a_status_that_says_so() -> None:
     program = (
-        "import atexit, time; from outrider.cloud.serving.actor import end_process\natexit.register(time.sleep, 600)"
+        "import atexit, time; from outrider.cloud.serving.verifier_actor import end_process\n"
+        "atexit.register(time.sleep, 600)"
     )
     ended = subprocess.run([sys.executable, "-c", f"{program}; end_process()"], timeout=60, check=False)
     assert ended.returncode == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.proto.errors import ConfigError
 
 SECRET = b"0123456789abcdef"

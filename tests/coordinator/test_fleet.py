@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.coordinator.fleet import (
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
+from outrider.coordinator.fleet_hits import (
     BROADER_TRIALS,
     HALF_LIFE,
     MAX_DRAFTERS,
@@ -23,9 +24,8 @@ from outrider.coordinator.fleet import (
     _Cells,
 )
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.edge.features import PromptClass, TextFeatures
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.routes import CoordinatorRoute
 from outrider.edge.link.security import Security
 from outrider.proto import codec

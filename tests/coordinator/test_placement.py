@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
+from outrider.coordinator.known_prefixes import PrefixMemory
 from outrider.coordinator.placement import RETRY_WHEN_DOWN_S, place
-from outrider.coordinator.prefixes import PrefixMemory
-from outrider.coordinator.testing import TOKENIZER_SHA256, ready
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 
 DOWN, DRAINING, SICK = VerifierState.DOWN, VerifierState.DRAINING, VerifierState.SICK

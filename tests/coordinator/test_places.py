@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.cluster import SendAway, VerifierState
-from outrider.coordinator.places import ENDING_S, RESUME_S
-from outrider.coordinator.testing import ready
+from outrider.coordinator.fake_cluster import ready
+from outrider.coordinator.key_places import ENDING_S, RESUME_S
+from outrider.coordinator.lease_admission import Caller, CallerAdmission
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.plumbing.access import Key, Keys, secret_sha256
 from outrider.proto.types import SessionReport

@@ -14,6 +14,7 @@ from waiting_world import Finding, Shape, WaitingWorld, by_luck, in_order
 
 from outrider.coordinator import queue
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import (
     FORGET_S,
@@ -27,7 +28,6 @@ from outrider.coordinator.queue import (
     PlaceQueue,
     PlaceTicket,
 )
-from outrider.coordinator.testing import TOKENIZER_SHA256, ready
 from outrider.proto.errors import ResourceExhausted, Unavailable
 from outrider.proto.types import LeaseRequest
 

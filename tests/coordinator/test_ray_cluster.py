@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import ray
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.learning import actor as trainer
-from outrider.cloud.serving import actor
+from outrider.cloud.learning import trainer_actor as trainer
+from outrider.cloud.serving import verifier_actor
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256
 from outrider.coordinator.ray_cluster import RayCluster
-from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256
-from outrider.deploy.local.cluster import _start_local_ray
+from outrider.deploy.local.local_cluster import _start_local_ray
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 from outrider.proto.types import LeaseRequest, TrainerStatus
 
@@ -106,11 +106,11 @@ def local_ray() -> Iterator[None]:
 @pytest.fixture
 def start(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Start a fake verifier through the real `start_verifier_actor`."""
-    monkeypatch.setattr(actor, "VerifierActor", fake_actor())
+    monkeypatch.setattr(verifier_actor, "VerifierActor", fake_actor())
     handles = []
 
     def one(name: str) -> Any:
-        handles.append(actor.start_verifier_actor(name, VerifierConfig(), ray_options={"num_cpus": 0}))
+        handles.append(verifier_actor.start_verifier_actor(name, VerifierConfig(), ray_options={"num_cpus": 0}))
         return handles[-1]
 
     yield one
@@ -137,7 +137,7 @@ def is_ready(info: VerifierInfo) -> bool:
 
 
 def test_both_sides_agree_on_where_verifiers_and_trainers_are_found() -> None:
-    assert (ray_cluster.NAMESPACE, ray_cluster.ACTOR_PREFIX) == (actor.NAMESPACE, actor.ACTOR_PREFIX)
+    assert (ray_cluster.NAMESPACE, ray_cluster.ACTOR_PREFIX) == (verifier_actor.NAMESPACE, verifier_actor.ACTOR_PREFIX)
     assert (ray_cluster.NAMESPACE, ray_cluster.TRAINER_PREFIX) == (trainer.NAMESPACE, trainer.TRAINER_PREFIX)
 
 

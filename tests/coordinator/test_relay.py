@@ -17,9 +17,9 @@ from command_processes import free_port
 from prometheus_client import CollectorRegistry
 
 from outrider.coordinator.cluster import VerifierState
-from outrider.coordinator.metrics import RelayMetrics
+from outrider.coordinator.coordinator_metrics import RelayMetrics
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.coordinator.relay import StreamRelay
-from outrider.coordinator.testing import ScriptedCluster, ready
 from outrider.proto import codec
 from outrider.proto.errors import (
     Internal,

@@ -17,12 +17,12 @@ import pytest
 from command_processes import free_port
 from grpc_health.v1 import health_pb2
 
-from outrider.coordinator import server
+from outrider.coordinator import coordinator_server
 from outrider.coordinator.cluster import VerifierState
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.coordinator.fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from outrider.coordinator.stream_limits import StreamLimits
-from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,
@@ -227,11 +227,13 @@ def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceback(
 def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
     serve: Serve, drafters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_FETCHES", 3)
-    monkeypatch.setattr(server, "MAX_FETCHES_OF_PEER", 4)
-    monkeypatch.setattr(server, "UNREAD_S", 0.5)
+    monkeypatch.setattr(coordinator_server, "MAX_FETCHES", 3)
+    monkeypatch.setattr(coordinator_server, "MAX_FETCHES_OF_PEER", 4)
+    monkeypatch.setattr(coordinator_server, "UNREAD_S", 0.5)
     limits: list[StreamLimits] = []
-    monkeypatch.setattr(server, "StreamLimits", lambda *fields: limits.append(StreamLimits(*fields)) or limits[-1])
+    monkeypatch.setattr(
+        coordinator_server, "StreamLimits", lambda *fields: limits.append(StreamLimits(*fields)) or limits[-1]
+    )
     write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
 
     async def scenario(call: Any) -> None:
@@ -269,7 +271,7 @@ def open_files() -> int:
 
 
 def test_watches_of_one_address_have_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_WATCHES_OF_PEER", 2)
+    monkeypatch.setattr(coordinator_server, "MAX_WATCHES_OF_PEER", 2)
 
     async def scenario(call: Any) -> None:
         watches = [call.stream("WatchDrafters", "") for _ in range(2)]

@@ -7,8 +7,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.coordinator.cluster import StaticCluster, VerifierState
-from outrider.coordinator.config import StaticVerifier
-from outrider.coordinator.testing import TOKENIZER_JSON
+from outrider.coordinator.coordinator_config import StaticVerifier
+from outrider.coordinator.fake_cluster import TOKENIZER_JSON
 from outrider.proto.channel import REPORT_METHOD
 
 SERVICE, METHOD = REPORT_METHOD.strip("/").split("/")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.edge.link.control import CoordinatorClient
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
 from outrider.proto.errors import Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256

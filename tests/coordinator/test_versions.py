@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.coordinator.versions import KEY_LEAD, MAX_VOTERS, TRIAL_S, UNANSWERED_S, VersionState
+from outrider.coordinator.version_trials import KEY_LEAD, MAX_VOTERS, TRIAL_S, UNANSWERED_S, VersionState
 from outrider.proto.policy.sequential import MAX_SLOWDOWN
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, VersionStatus
 

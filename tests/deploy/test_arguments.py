@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.deploy.arguments import Argument
 from outrider.deploy.cli import COMMANDS, main, parse
 from outrider.deploy.local.servers import coordinator_config

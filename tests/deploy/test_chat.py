@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from scripted_texts import ScriptedTexts
 
-from outrider.deploy.chat import command
-from outrider.deploy.chat.command import LoopBeside
-from outrider.deploy.chat.lines import MAX_HISTORY, read_message
+from outrider.deploy.chat import chat_command
+from outrider.deploy.chat.chat_command import LoopBeside
+from outrider.deploy.chat.chat_lines import MAX_HISTORY, read_message
 from outrider.deploy.cli import main
 
 CHAT = ["chat", "--coordinator", "127.0.0.1:1", "--max-tokens", "200"]
@@ -34,7 +34,7 @@ def chat(monkeypatch, capfdbinary):
 
     def run(answers: list[str], *lines: str, words: tuple[str, ...] = ()) -> tuple[int, str, str, list[str]]:
         texts = ScriptedTexts(answers, template=True)
-        monkeypatch.setattr(command, "_client", texts.make_client)
+        monkeypatch.setattr(chat_command, "_client", texts.make_client)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("".join(f"{line}\n" for line in lines).encode())))
         status = main([*CHAT, *words])
         captured = capfdbinary.readouterr()
@@ -103,7 +103,7 @@ def test_an_unknown_command_names_a_near_one_and_two_slashes_are_text(chat) -> N
 
 
 def test_a_target_without_a_template_is_refused_with_the_remedy(monkeypatch, capfd) -> None:
-    monkeypatch.setattr(command, "_client", ScriptedTexts([]).make_client)
+    monkeypatch.setattr(chat_command, "_client", ScriptedTexts([]).make_client)
     assert main(CHAT) == 1
     assert "chat-template: tiny has none; give its file, or use `outrider generate`" in capfd.readouterr().err
 
@@ -131,8 +131,8 @@ class ChatInTerminal:
 import asyncio, sys
 sys.path[:0] = {paths!r}
 from scripted_texts import ScriptedTexts
-from outrider.deploy.chat import command, turns
-command._client = ScriptedTexts(["an answer", "another"], template=True).make_client
+from outrider.deploy.chat import chat_command, turns
+chat_command._client = ScriptedTexts(["an answer", "another"], template=True).make_client
 say = turns.ChatTurns.say
 async def slow(chat, content, **options):
     if content != "slow":

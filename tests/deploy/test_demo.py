@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from outrider.deploy import demo
 from outrider.deploy.commands.conditions import Cable, ConditionSettings
-from outrider.deploy.commands.decoding import BuiltInPrompts
+from outrider.deploy.commands.decode_options import BuiltInPrompts
 from outrider.deploy.demo import ComparedTexts
 from outrider.edge import Completion
 from outrider.edge.pool.preparation import Ready

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.deploy.cli import main, parse
 from outrider.drafters import embedded_packages
-from outrider.edge.config import EdgeConfig
+from outrider.edge.edge_config import EdgeConfig
 
 
 def test_one_drafter_alone_is_what_it_always_was():

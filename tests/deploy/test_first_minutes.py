@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy import targets
 from outrider.deploy.cli import main, parse
 from outrider.deploy.local.next_steps import next_steps
@@ -51,7 +51,7 @@ def test_a_taken_port_is_refused_before_anything_starts(command, option, taken, 
     secret = tmp_path / "secret"
     secret.write_text("s" * 64)
     more = ["--lease-secret-file", str(secret), "--ray-address", ""] if command == "coordinator" else []
-    monkeypatch.setattr("outrider.deploy.local.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr("outrider.deploy.local.local_cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
     monkeypatch.setattr("outrider.cloud.target.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
     if option != "listen":
         more += ["--listen", "127.0.0.1:0"]
@@ -79,7 +79,7 @@ def test_an_address_of_another_machine_is_refused(address) -> None:
 
 @pytest.mark.parametrize("command", ["run", "up", "demo", "verifier"])
 def test_an_unknown_target_is_refused_before_anything_loads(command, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("outrider.deploy.local.cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
+    monkeypatch.setattr("outrider.deploy.local.local_cluster._join_or_start_ray", lambda: pytest.fail("Ray starts"))
     monkeypatch.setattr("outrider.cloud.target.target.load_target", lambda *_, **__: pytest.fail("the target loads"))
     assert main([command, "--target", "nosuch", *(["text"] if command == "run" else [])]) == 1
     line = capfd.readouterr().err

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.deploy.commands.serving import ActorSettings
+from outrider.deploy.commands.serving_options import ActorSettings
 from outrider.deploy.local.fleet import FleetChange, Replica, of_model, plan
 from outrider.deploy.local.servers import ray_options
 from outrider.proto.errors import ConfigError, NotFound

@@ -266,7 +266,7 @@ def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> Non
     _, lines = decoded
     logged = [json.loads(line) for line in lines.splitlines()]
     by_logger = {line["logger"]: line for line in logged if line.get("session")}
-    assert {"outrider.coordinator.service", "outrider.cloud.serving.engine"} <= set(by_logger)
+    assert {"outrider.coordinator.service", "outrider.cloud.serving.core"} <= set(by_logger)
     assert len({line["session"] for line in by_logger.values()}) == 1
     assert {line["verifier"] for line in by_logger.values()} == {"verifier"}
     for secret in (SECRET.decode(), SECRET.hex(), PROMPT, "lease.token", "token="):
@@ -290,13 +290,13 @@ def decoded(tokenizer_file, tmp_path_factory) -> tuple[list[str], str]:
 
 
 async def _decode_and_scrape(tokenizer_file, cache: Path) -> list[str]:
-    from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.serving.server import VerifierServer
-    from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-    from outrider.coordinator.server import CoordinatorServer
-    from outrider.deploy.local.cluster import embedded_drafters
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import VerifierConfig
+    from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+    from outrider.coordinator.coordinator_server import CoordinatorServer
+    from outrider.deploy.local.local_cluster import embedded_drafters
     from outrider.edge import Client, EdgeConfig
-    from outrider.edge.metrics import EdgeMetrics
+    from outrider.edge.edge_metrics import EdgeMetrics
 
     metrics = EdgeMetrics()
     verifier = VerifierServer(VerifierConfig(threads=1, metrics_listen="127.0.0.1:0", draft_here="on"), SECRET)

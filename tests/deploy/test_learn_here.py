@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.deploy.cli import parse
 from outrider.deploy.daemon import _learning
 from outrider.deploy.local import learn_here

@@ -17,10 +17,10 @@ import pytest
 from echo_server import connected, echo_server
 
 from outrider.deploy.cli import main
-from outrider.deploy.link.process import LinkProcess
-from outrider.deploy.link.relay import Counters
+from outrider.deploy.link.link_process import LinkProcess
+from outrider.deploy.link.link_relay import Counters
+from outrider.deploy.link.link_traces import LinkTrace, TracePoint, find_trace
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.link.traces import LinkTrace, TracePoint, find_trace
 from outrider.proto.errors import ConfigError, Unavailable
 
 SILENCE_S = 60.0
@@ -298,7 +298,7 @@ async def test_a_port_that_is_taken_and_a_link_that_has_died_are_unavailable(ech
 
 PARENT = """
 import asyncio, sys
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 
 async def main():
     async with LinkProcess(to="127.0.0.1:1") as link:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from outrider.deploy.link.link_traces import LinkTrace, TracePoint, built_in_traces, find_trace, read_trace
 from outrider.deploy.link.synthetic import MAKERS, make_trace, write_built_in
-from outrider.deploy.link.traces import LinkTrace, TracePoint, built_in_traces, find_trace, read_trace
 from outrider.proto.errors import ConfigError
 
 BUILT_IN = ("5g-handover", "fibre", "lte-motion", "satellite", "step", "uplink-cut", "wifi")

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from outrider.deploy.local.cluster import STARTS, _start_local_ray
+from outrider.deploy.local.local_cluster import STARTS, _start_local_ray
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unavailable
 
 LISTENING = r"""
 import json, subprocess, sys
 import psutil
-from outrider.deploy.local.cluster import _start_local_ray
+from outrider.deploy.local.local_cluster import _start_local_ray
 _start_local_ray()
 import ray
 
@@ -94,7 +94,7 @@ def test_this_process_has_the_token_too_whenever_it_imported_ray(imported: str) 
     pytest.importorskip("ray", reason="needs Ray: pip install --editable '.[all]'")
     code = f"""
 {imported}
-from outrider.deploy.local.cluster import _ask_for_token
+from outrider.deploy.local.local_cluster import _ask_for_token
 _ask_for_token()
 from ray._raylet import AuthenticationMode, get_authentication_mode
 assert get_authentication_mode() == AuthenticationMode.TOKEN

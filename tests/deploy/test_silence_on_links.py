@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from outrider.deploy.link.link_traces import built_in_traces, find_trace
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.link.traces import built_in_traces, find_trace
 from outrider.proto.policy import Smoothed
 from outrider.proto.policy.suspicion import AnswerLaw, SilenceRules
 from outrider.proto.session.silence import SilenceWatch, Silent

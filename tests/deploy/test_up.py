@@ -10,7 +10,7 @@ import pytest
 
 from outrider.deploy.cli import parse
 from outrider.deploy.local import servers
-from outrider.deploy.local.cluster import LocalCluster
+from outrider.deploy.local.local_cluster import LocalCluster
 
 
 @pytest.mark.parametrize(

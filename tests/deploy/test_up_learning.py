@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.cloud.learning import actor
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning import trainer_actor
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.catalogue import Catalogue
 from outrider.deploy import targets
 from outrider.deploy.cli import main, parse
-from outrider.deploy.local import cluster, servers
-from outrider.deploy.local.cluster import LocalCluster, catalogue_folders
+from outrider.deploy.local import local_cluster, servers
+from outrider.deploy.local.local_cluster import LocalCluster, catalogue_folders
 from outrider.drafters import find_package
 from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 
@@ -108,8 +108,8 @@ def test_a_trainer_of_a_drafter_that_drafts_by_text_is_refused(tmp_path: Path, m
 def test_a_trainer_says_which_folders_its_coordinator_needs(mine: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(ray_cluster, "connect_ray", lambda _: None)
     monkeypatch.setattr(ray_cluster, "RayCluster", partial(Teachers, find_package("general").tokenizer_sha256))
-    monkeypatch.setattr(actor, "start_trainer_actor", lambda *_, **__: None)
-    monkeypatch.setattr(cluster, "wait_until_loaded", lambda *_: {"drafter": "mine", "steps": 0})
+    monkeypatch.setattr(trainer_actor, "start_trainer_actor", lambda *_, **__: None)
+    monkeypatch.setattr(local_cluster, "wait_until_loaded", lambda *_: {"drafter": "mine", "steps": 0})
     line = ["trainer", "--learn-drafter", str(mine), "--learn-folder", str(tmp_path / "learned")]
     assert servers.trainer(parse(line)) == 0
     learned = tmp_path / "learned" / "drafters"

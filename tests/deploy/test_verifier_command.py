@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from outrider.cloud.drafting.draft_threads import DraftThreads
-from outrider.cloud.serving import own_drafter, server
+from outrider.cloud.serving import own_drafter, verifier_server
 from outrider.cloud.serving.local_source import LocalSource, NoSource
 from outrider.cloud.serving.slots import Outbox
 from outrider.cloud.testing import save_tiny_target
@@ -29,7 +29,7 @@ class Ignoring(Outbox):
         return 0
 
 
-class FailingServer(server.VerifierServer):
+class FailingServer(verifier_server.VerifierServer):
     async def start(self) -> str:
         address = await super().start()
         self._backend.target.forward = lambda batch: 1 // 0  # type: ignore[assignment, method-assign]
@@ -38,7 +38,7 @@ class FailingServer(server.VerifierServer):
         return address
 
 
-class SignalledServer(server.VerifierServer):
+class SignalledServer(verifier_server.VerifierServer):
     """A healthy server whose process gets SIGTERM as soon as the command waits for one."""
 
     ends: ClassVar[list[str]] = []
@@ -75,7 +75,7 @@ def command(tmp_path: Path) -> list[str]:
 
 def test_sigterm_drains_a_healthy_verifier_and_ends_it_with_0(command, monkeypatch, capsys) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(server, "VerifierServer", SignalledServer)
+    monkeypatch.setattr(verifier_server, "VerifierServer", SignalledServer)
     monkeypatch.setattr(SignalledServer, "ends", [])
     assert main(command) == 0
     assert SignalledServer.ends == ["drain", "stop"]
@@ -84,7 +84,7 @@ def test_sigterm_drains_a_healthy_verifier_and_ends_it_with_0(command, monkeypat
 
 
 def test_a_verifier_whose_steps_all_fail_ends_by_itself_with_1_and_says_why(command, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(server, "VerifierServer", FailingServer)
+    monkeypatch.setattr(verifier_server, "VerifierServer", FailingServer)
     assert main(command) == 1
     shown = capsys.readouterr()
     assert shown.out.startswith("verifier verifier of ")
@@ -111,7 +111,7 @@ def test_a_verifier_whose_steps_all_fail_ends_by_itself_with_1_and_says_why(comm
 def test_its_options_say_whether_with_what_and_at_what_price_it_drafts(
     command, monkeypatch, capsys, options, cores, drafts
 ) -> None:
-    monkeypatch.setattr(server, "VerifierServer", ShownServer)
+    monkeypatch.setattr(verifier_server, "VerifierServer", ShownServer)
     monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: cores)
     assert main([*command, *options.split()]) == 0
     assert capsys.readouterr().err == ""

@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.cloud.training.drafter import matrices_and_others
+from outrider.cloud.training.drafter_training import matrices_and_others
 from outrider.cloud.training.optimizers import Muon, adam
 from outrider.drafters import find_package
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tool_templates import FORMAT_OF, TEMPLATES
 
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.tool_calls.formats import FORMATS
 from outrider.proto.types import CommittedToken, Open, TokenFacts
 

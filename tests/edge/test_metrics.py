@@ -11,14 +11,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.deploy.metrics_table import metrics_by_part
-from outrider.edge.daemon.metrics import TextObserver, metrics_of
+from outrider.edge.daemon.daemon_metrics import TextObserver, metrics_of
 from outrider.edge.decoding import Observer, Subject
-from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
+from outrider.edge.edge_metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Done, Drafted, DrafterFailed, EdgeSession, StopRequested, TurnBegun
 from outrider.proto.types import Commit, CommittedToken, Draft, DraftToken, FinishReason, Opened, Sampling, Timing
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 WHOSE = {"model_name": "m", "drafter": "d"}
 PHASE = "outrider:edge_phase_seconds"

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from outrider.edge.selection import block_divergence, expected_tokens
+from outrider.edge.selectors import block_divergence, expected_tokens
 from outrider.proto.noise import gumbel
-from outrider.proto.policy.selection import RoundOutcome, SelectionView
+from outrider.proto.policy.selector import RoundOutcome, SelectionView
 
 VOCAB, DRAFTS = 3, 2
 VIEW = SelectionView(DRAFTS, (0.1,), (0.0,))

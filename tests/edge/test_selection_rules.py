@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from outrider.edge.selection import (
+from outrider.edge.selectors import (
     SELECTORS,
     FixedShare,
     Hedge,
@@ -18,7 +18,7 @@ from outrider.edge.selection import (
     selector_named,
 )
 from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, StaticSelector
+from outrider.proto.policy.selector import ArmCosts, RoundCosts, RoundOutcome, SelectionView, StaticSelector
 
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:

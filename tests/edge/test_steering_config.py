@@ -7,7 +7,7 @@ import pytest
 from outrider.edge import EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedSteering, PricedSteering
-from outrider.proto.policy.steering import ALL, FIRST
+from outrider.proto.policy.steering_rate import ALL, FIRST
 
 WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer, Subject
-from outrider.edge.tracing import MAX_COMMITS, Tracing
+from outrider.edge.edge_tracing import MAX_COMMITS, Tracing
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.session import Done, EdgeSession
 from outrider.proto.tracing import TRACEPARENT
@@ -168,9 +168,9 @@ def test_the_inner_observer_sees_everything() -> None:
 
 
 def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file, monkeypatch) -> None:
-    from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.serving.server import VerifierServer
-    from outrider.cloud.serving.tracing import VerifierTracing
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.serving.verifier_tracing import VerifierTracing
+    from outrider.cloud.verifier_config import VerifierConfig
 
     edge_tracing, at_edge = tracing()
     at_verifier = InMemorySpanExporter()
@@ -242,7 +242,7 @@ def test_spans_arrive_at_a_collector_that_speaks_otlp() -> None:
 
 
 def test_a_verifier_ignores_what_is_no_trace() -> None:
-    from outrider.cloud.serving.tracing import VerifierTracing
+    from outrider.cloud.serving.verifier_tracing import VerifierTracing
 
     joined = VerifierTracing(TracerProvider(), "v")
     unsampled = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
@@ -272,6 +272,6 @@ def test_where_the_extra_is_missing_one_line_says_how_to_get_it(monkeypatch) -> 
 def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
     import subprocess
 
-    program = "import sys, outrider.edge, outrider.edge.metrics; print('opentelemetry' in sys.modules)"
+    program = "import sys, outrider.edge, outrider.edge.edge_metrics; print('opentelemetry' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "False"

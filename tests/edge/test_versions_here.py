@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from outrider.drafters import NgramDrafter
 from outrider.drafters.pool import DrafterPool
-from outrider.edge.pool.versions import versions_of
+from outrider.edge.pool.known_versions import versions_of
 from outrider.proto.drafter_format import published_name, trial_name
 from outrider.proto.errors import PermissionDenied
 from outrider.proto.types import VersionStatus

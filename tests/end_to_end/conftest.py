@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.drafting.draft_threads import DraftThreads
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving import server
+from outrider.cloud.serving import verifier_server
 from outrider.cloud.serving.local_source import LocalSource
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
-from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.built_in_prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.routes import DirectRoute
 
@@ -67,7 +67,9 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     async def serve(own: Callable[[Any], OwnDrafter], **config: Any) -> AsyncIterator[tuple[str, VerifierServer]]:
         with monkeypatch.context() as patch:
             threads = config.pop("draft_threads", 1)
-            patch.setattr(server, "local_source", lambda _, target: LocalSource(own(target), DraftThreads(threads)))
+            patch.setattr(
+                verifier_server, "local_source", lambda _, target: LocalSource(own(target), DraftThreads(threads))
+            )
             served = VerifierServer(VerifierConfig(**{"threads": 1, **config}))
         try:
             yield await served.start(), served

@@ -14,7 +14,7 @@ from command_processes import Command, free_port
 from outrider.cloud.drafting import draft_threads
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.own_drafter import load_own_drafter
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, Sampling, Tokens
 

@@ -65,8 +65,8 @@ async def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file)
 
 
 async def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
-    from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.serving.server import VerifierServer
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import VerifierConfig
 
     server = VerifierServer(VerifierConfig(threads=1))
     async with edge(await server.start(), drafter="general") as client:
@@ -175,7 +175,7 @@ async def test_a_missing_drafter_names_those_that_there_are() -> None:
 
 
 async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
-    from outrider.deploy.local.cluster import embedded_drafters
+    from outrider.deploy.local.local_cluster import embedded_drafters
 
     broken = tmp_path / "broken"
     shutil.copytree(embedded_drafters() / "general", broken)

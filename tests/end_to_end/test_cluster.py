@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.deploy.local.cluster import LocalCluster, local_cluster
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.local.local_cluster import LocalCluster, local_cluster
 from outrider.edge import Client, EdgeConfig, Sampling
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 
 pytestmark = pytest.mark.ray
 
@@ -35,7 +35,7 @@ async def decode_through_kills(cluster: LocalCluster, client: Client, prompt: st
 
 def failing_actor() -> type:
     """Made in a function, so that Ray sends the class itself: workers cannot import this file."""
-    from outrider.cloud.serving.actor import VerifierActor
+    from outrider.cloud.serving.verifier_actor import VerifierActor
 
     class FailingActor(VerifierActor):
         def break_target(self) -> None:
@@ -55,7 +55,7 @@ def loop() -> Iterator[asyncio.Runner]:
 def cluster(loop: asyncio.Runner) -> Iterator[LocalCluster]:
     """One cluster for all tests: it takes many seconds to start. Its verifiers can be told to fail."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.cloud.serving.actor.VerifierActor", failing_actor())
+        patch.setattr("outrider.cloud.serving.verifier_actor.VerifierActor", failing_actor())
         running = local_cluster(VerifierConfig(threads=1), verifiers=2)
         yield loop.run(running.__aenter__())
         loop.run(running.__aexit__(None, None, None))

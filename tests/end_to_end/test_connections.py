@@ -20,13 +20,13 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
-from outrider.coordinator import server as coordinator_server
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.testing import ScriptedCluster, ready
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator import coordinator_server as coordinator_server
+from outrider.coordinator.coordinator_config import CoordinatorConfig
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.proto.address import split_address
 from outrider.proto.plumbing import connections, health
 

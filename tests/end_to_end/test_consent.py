@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.learning import actor as trainers
 from outrider.cloud.learning import lessons
+from outrider.cloud.learning import trainer_actor as trainers
 from outrider.cloud.learning.lesson_budget import LessonBudget
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.lessons import TICK_S
-from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.serving.actor import VerifierActor
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_actor import VerifierActor
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.testing.kept_lessons import KeptLessons
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.deploy.cli import main
 from outrider.deploy.local import fleet
 from outrider.edge import Client, EdgeConfig

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig, Tenant
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.cloud.models.family_index import load_tokenizer, target_folder
-from outrider.deploy.prompts import DOMAINS
+from outrider.deploy.built_in_prompts import DOMAINS
 
 TOKENS = 48
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from questions import Question, questions
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 
 SECRET = b"a secret of the fleet"
 TEXTS = 60

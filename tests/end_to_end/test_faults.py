@@ -18,8 +18,8 @@ from http_streams import Answer, ask_patiently, until_healthy
 from questions import Question, questions
 
 from outrider.cloud.testing import save_tiny_target
-from outrider.deploy.link.process import LinkProcess
-from outrider.edge.link.control import CoordinatorClient
+from outrider.deploy.link.link_process import LinkProcess
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import OutriderError
 
 pytestmark = pytest.mark.soak

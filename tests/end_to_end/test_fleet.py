@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.cli import main, parse
-from outrider.deploy.local.cluster import local_cluster
 from outrider.deploy.local.fleet import scale
+from outrider.deploy.local.local_cluster import local_cluster
 from outrider.edge import Client, EdgeConfig, Sampling
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.types import ClusterStatus, VerifierStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
@@ -59,7 +59,7 @@ async def terminate_the_busy_one(control: CoordinatorClient) -> str:
     """SIGTERM to the process of the verifier that has a session; its name."""
     import ray
 
-    from outrider.cloud.serving.actor import ACTOR_PREFIX, NAMESPACE
+    from outrider.cloud.serving.verifier_actor import ACTOR_PREFIX, NAMESPACE
 
     seen = await until(control, lambda status: any(v.sessions for v in status.verifiers))
     name = next(v.name for v in seen.verifiers if v.sessions)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto import codec
 from outrider.proto.types import DrafterHits, Patience
 

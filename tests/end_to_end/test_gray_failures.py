@@ -20,10 +20,10 @@ from command_processes import Command, free_port
 from questions import Question, questions
 
 from outrider.cloud.testing import save_tiny_target
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, EdgeConfig, Tokens
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 

@@ -142,8 +142,8 @@ def client_length(client: Any, prompt: Any) -> int:
 
 
 async def test_a_session_on_a_draining_verifier_moves_and_its_text_goes_on(edge, prompts) -> None:
-    from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.serving.server import VerifierServer
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import VerifierConfig
 
     prompt = prompts(1)[0]
     first, second = (VerifierServer(VerifierConfig(name=name, threads=1)) for name in "ab")

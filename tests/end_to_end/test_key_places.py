@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy.local.cluster import embedded_drafters
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.deploy.local.local_cluster import embedded_drafters
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
 from outrider.proto.errors import ResourceExhausted, Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256

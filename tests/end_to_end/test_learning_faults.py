@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.batch import check_record
 from outrider.cloud.learning.judge import ShadowJudge, ShadowText, reading_of
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing.kept_lessons import KeptLessons
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter

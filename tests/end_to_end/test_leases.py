@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from command_processes import free_port
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy.local.cluster import embedded_drafters
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.deploy.local.local_cluster import embedded_drafters
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.testing import write_keys

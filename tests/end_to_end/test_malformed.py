@@ -239,9 +239,9 @@ async def test_a_client_that_never_ends_its_head_gets_a_408(
 ) -> None:
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.daemon import DaemonConfig
-    from outrider.edge.daemon.server import Daemon
+    from outrider.edge.daemon.http_server import Daemon
 
-    monkeypatch.setattr("outrider.edge.daemon.server.HEAD_WITHIN_S", 0.3)
+    monkeypatch.setattr("outrider.edge.daemon.http_server.HEAD_WITHIN_S", 0.3)
 
     edge = EdgeConfig(verifier=at.verifier, model="x", tokenizer=tokenizer_file, drafter="none")
     daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))

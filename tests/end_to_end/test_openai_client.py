@@ -14,14 +14,14 @@ import pytest
 from command_processes import free_port
 from openai import APIError, AsyncOpenAI, OpenAI
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import chat_template_json, target_folder
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.testing import FailingDrafter
 
 MODEL = "reference"

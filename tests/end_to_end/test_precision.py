@@ -9,12 +9,12 @@ from dataclasses import fields
 import pytest
 from command_processes import free_port
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.cluster import VerifierInfo
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.coordinator_config import CoordinatorConfig
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import RetryRules

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import resolve_target
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.target.target import load_model
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.tokenizer import tokenizer_hash
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.edge import Client, Sampling, SyncClient, Tokens
-from outrider.edge.config import EdgeConfig
+from outrider.edge.edge_config import EdgeConfig
 
 SAMPLING = Sampling(max_tokens=3)
 IDLE_S = 0.5

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
-from outrider.cloud.target.steering import Projection
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.target.projection import Projection
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters.onnx import OnnxState
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
@@ -23,7 +23,7 @@ from outrider.edge.event_stream import Finished, Tokens
 from outrider.edge.testing.tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 from outrider.proto import codec
 from outrider.proto.errors import Internal
-from outrider.proto.steering import decode, encode
+from outrider.proto.steering_vector import decode, encode
 from outrider.proto.types import Commit, Open, Patience, Report, Sampling, Steering, SteeringPrecision, SteeringRequest
 
 PROMPTS = ((3, 7, 11), (40, 8, 5, 5))

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving import metering
-from outrider.cloud.serving.actor import VerifierActor
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_actor import VerifierActor
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator import service as coordinator_service
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.deploy.certs import Issued, issue
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.errors import ConfigError, OutriderError, Unauthenticated

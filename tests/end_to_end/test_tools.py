@@ -15,8 +15,8 @@ from openai import AsyncOpenAI, BadRequestError
 from serving_daemon import client_of
 from tool_templates import QWEN
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import EdgeConfig
 
 SCHEMA: dict[str, Any] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.cloud.learning.actor import TrainerLink, start_trainer_actor
-from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.lesson_record import LessonRecord
+from outrider.cloud.learning.trainer_actor import TrainerLink, start_trainer_actor
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
@@ -47,7 +47,7 @@ def a_text(seed: int, key: str = "key", length: int = 48) -> bytes:
 def cluster() -> Iterator[None]:
     import ray
 
-    from outrider.deploy.local.cluster import _start_local_ray
+    from outrider.deploy.local.local_cluster import _start_local_ray
 
     _start_local_ray()
     yield
@@ -98,10 +98,10 @@ def test_a_trainer_in_ray_learns_dies_and_goes_on_from_its_checkpoint(cluster, t
 
 
 async def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(tmp_path: Path, prompts) -> None:
-    from outrider.cloud.config import VerifierConfig
-    from outrider.deploy.local.cluster import local_cluster
+    from outrider.cloud.verifier_config import VerifierConfig
+    from outrider.deploy.local.local_cluster import local_cluster
     from outrider.edge import Client, EdgeConfig
-    from outrider.edge.link.control import CoordinatorClient
+    from outrider.edge.link.control_client import CoordinatorClient
 
     settings = TrainerSettings(
         folder=tmp_path / "learned", rank=2, positions=96, texts=2, cpu_share=1.0, min_keys=1, publish_every=1

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from poisoned import BAD_VERSION, HEAD, without_numbers
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator import versions
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator import version_trials
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.packages import LearnedFrom
@@ -23,7 +23,7 @@ from outrider.drafters.pool import DrafterPool
 from outrider.edge import Client, Completion, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.pool import preparation
 from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
 
@@ -171,7 +171,7 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
         control = CoordinatorClient(where["coordinator"])
         assert await states(control) == {published[0]: "current", BAD_VERSION: "candidate"}
 
-        monkeypatch.setattr(versions, "UNANSWERED_S", 0.0)  # no edge can load it, and so compare it
+        monkeypatch.setattr(version_trials, "UNANSWERED_S", 0.0)  # no edge can load it, and so compare it
 
         async def publish_third() -> None:
             published.append(publish(catalogue, 3))

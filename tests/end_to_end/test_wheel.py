@@ -11,11 +11,11 @@ from zipfile import ZipFile
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy.local.cluster import embedded_drafters
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.deploy.local.local_cluster import embedded_drafters
 from outrider.edge.testing.tiny_drafter import greedy_by_hand
 
 pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]

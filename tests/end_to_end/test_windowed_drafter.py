@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.cloud.export import export_drafter
-from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.projection import Projection
 from outrider.drafters import ProposalRule, load_package
 from outrider.drafters.onnx import OnnxDrafter, OnnxState
 from outrider.proto.types import Sampling, token_ids

@@ -19,11 +19,11 @@ from uvicorn.server import ServerState
 from outrider.drafters.token_text import TokenText
 from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.access import RESPONSES
+from outrider.edge.daemon.api_access import RESPONSES
 from outrider.edge.daemon.cloud import Cloud, Served
-from outrider.edge.daemon.errors import MESSAGES
+from outrider.edge.daemon.http_errors import MESSAGES
+from outrider.edge.daemon.http_server import Daemon, HttpProtocol, _Http
 from outrider.edge.daemon.messages import COUNT_TOKENS
-from outrider.edge.daemon.server import Daemon, HttpProtocol, _Http
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.link.routes import DirectRoute
 from outrider.edge.pool.preparation import Ready

@@ -12,8 +12,8 @@ from outrider.proto.session import EdgeSession, TurnBegun, VerifierRules
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of
+from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
-from research.simulator.verifier import SimulatedVerifier
 
 HASH = "ab" * 32
 VOCAB = 61

@@ -14,7 +14,7 @@ from hypothesis import Phase
 from outrider.cloud.serving import decode_streams
 from outrider.edge.daemon import responses
 from outrider.proto import codec
-from outrider.proto.codec import decoding
+from outrider.proto.codec import decoding_codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import SessionReport, checks
 from outrider.proto.types.bounds import NumberRange
@@ -27,8 +27,8 @@ def any_finite_number(patch: Patch) -> None:
 
 
 def lists_of_any_length(patch: Patch) -> None:
-    patch.setattr(decoding, "_MAX_BYTES", {})
-    patch.setattr(decoding, "_check_drafts", lambda *_: None)
+    patch.setattr(decoding_codec, "_MAX_BYTES", {})
+    patch.setattr(decoding_codec, "_check_drafts", lambda *_: None)
 
 
 def large_frames_on_the_loop(patch: Patch) -> None:

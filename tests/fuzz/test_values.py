@@ -23,12 +23,12 @@ from malformed_http import CHAT, COMPLETIONS, request
 from refusals import check_refusal
 from value_doors import VerifierAtDoor, messages, opening, oracle_text, written
 
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.testing import ScriptedCluster, ready
+from outrider.coordinator.coordinator_config import CoordinatorConfig
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.daemon.access import RESPONSES
-from outrider.edge.daemon.errors import MESSAGES
+from outrider.edge.daemon.api_access import RESPONSES
+from outrider.edge.daemon.http_errors import MESSAGES
 from outrider.edge.daemon.messages import COUNT_TOKENS, CountRequest, MessagesRequest
 from outrider.edge.daemon.responses import MAX_PAGE_ITEMS, ResponsesRequest
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
@@ -232,7 +232,7 @@ DOORS: dict[str, tuple[Callable[[int, Path], None], int, int]] = {
     "machine": (fire_at_machine, 300, 4000),
     "verifier": (fire_at_verifier, 40, 450),
     "sampling": (fire_at_sampling, 120, 2000),
-    "client": (fire_at_client, 12, 250),
+    "client": (fire_at_client, 12, 500),
     "http": (fire_at_http, 80, 1000),
     "pages": (fire_at_pages, 60, 1000),
     "coordinator": (fire_at_coordinator, 100, 750),

@@ -19,9 +19,9 @@ from machines_under_fire import HonestSession, VerifierUnderFire
 from recorded_streams import HASH, PROMPT, oracle
 from refusals import check_refusal
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import decode_by_hand, save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error

@@ -20,16 +20,21 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    *("outrider.cloud.serving.server", "outrider.cloud.target.transformers_backend"),
+    *("outrider.cloud.serving.verifier_server", "outrider.cloud.target.transformers_backend"),
     "transformers.models.llama.modeling_llama",
     *(
-        "outrider.coordinator.server",
+        "outrider.coordinator.coordinator_server",
         "outrider.deploy.cli",
         "outrider.deploy.local.servers",
-        "outrider.deploy.commands.edge",
+        "outrider.deploy.commands.edge_options",
     ),
-    *("outrider.deploy.commands.operating", "outrider.deploy.commands.serving", "outrider.deploy.daemon"),
-    *("outrider.deploy.link.command", "outrider.edge.client", "outrider.edge.daemon.server", "outrider.drafters.ngram"),
+    *("outrider.deploy.commands.operating", "outrider.deploy.commands.serving_options", "outrider.deploy.daemon"),
+    *(
+        "outrider.deploy.link.link_command",
+        "outrider.edge.client",
+        "outrider.edge.daemon.http_server",
+        "outrider.drafters.ngram",
+    ),
 )
 _PR_SET_PDEATHSIG = 1
 

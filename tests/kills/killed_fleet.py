@@ -16,7 +16,7 @@ from command_forks import CommandForks
 from command_processes import free_port
 from http_streams import metric_value, until_healthy
 
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import OutriderError
 
 START_WITHIN_S = 120.0

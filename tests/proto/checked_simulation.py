@@ -10,15 +10,15 @@ from dataclasses import replace
 from hand_driven import committed
 
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.policy.selection import Selector
+from outrider.proto.policy.selector import Selector
 from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
 from outrider.proto.session import verifier as session_verifier
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
-from research.simulator import engine as simulated_engine
+from research.simulator import virtual_engine as simulated_engine
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.faults import Faults, FaultySimulation
 from research.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
-from research.simulator.verifier import SimulatedVerifier
+from research.simulator.simulated_faults import Faults, FaultySimulation
+from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH = "ab" * 32
 MAX_EVENTS = 60_000

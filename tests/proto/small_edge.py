@@ -22,7 +22,7 @@ from small_states import Interned
 
 from outrider.proto.errors import Unavailable
 from outrider.proto.policy import Window
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import checked_simulation
 import pytest
 
-from outrider.proto.policy import Measurements, branches, measurements, measures
-from outrider.proto.policy.selection import Selector
+from outrider.proto.policy import Measurements, likely_branches, measurements, measures
+from outrider.proto.policy.selector import Selector
 from outrider.proto.session import VerifierRules, both_ends, drafting, measuring
 from outrider.proto.types import DraftToken
 
@@ -197,14 +197,14 @@ def ignore(*_: object, **__: object) -> None:
 def still_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no measurement change anything, and leave to choices what they decide."""
     smooth = measures.Smoothed, measures.Acceptance, measures.Calibration, measures.TextCalibration, measures.Line
-    for kind in (*smooth, branches.MissShares, branches.OtherShares, measurements.Pace):
+    for kind in (*smooth, likely_branches.MissShares, likely_branches.OtherShares, measurements.Pace):
         monkeypatch.setattr(kind, "add", ignore)
     for name in ("believe", "restate"):
         monkeypatch.setattr(measures.Acceptance, name, ignore)
     for name in ("time_open", "time_draft"):
         monkeypatch.setattr(Measurements, name, ignore)
     monkeypatch.setattr(measuring.SentMessages, "append", ignore)
-    monkeypatch.setattr(branches, "_LONGEST", 2)
+    monkeypatch.setattr(likely_branches, "_LONGEST", 2)
     monkeypatch.setattr(both_ends.BothEnds, "_is_better_here", lambda ends: getattr(ends, "leads", False))
     monkeypatch.setattr(drafting.Drafting, "_pays", lambda *_: True)
 

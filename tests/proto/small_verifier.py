@@ -22,7 +22,7 @@ from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import Outbox, Slot, Slots
 from outrider.cloud.target.backend import StepOutput, StepRow
-from outrider.cloud.target.sampling import Sampled
+from outrider.cloud.target.sampler import Sampled
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import Drafted, Verified
 from outrider.proto.session.acceptance import branch_taken

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.proto.policy.both_ends import Division, EndsView, ExpectedCosts, _with_costs, division_of
+from outrider.proto.policy.who_drafts import Division, EndsView, ExpectedCosts, _with_costs, division_of
 from outrider.proto.types import Goal
 
 VIEW = EndsView(acceptance=0.8, step_s=0.03, row_s=0.0002, max_drafts=16, edge_s=0.002, round_trip_s=0.01, here_s=0.002)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.proto.codec.decoding import SAMPLING
+from outrider.proto.codec.decoding_codec import SAMPLING
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.settings import declared
 from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, Grammar, GrammarKind, Sampling

@@ -12,7 +12,7 @@ from hand_driven import HandDrivenEdge, committed
 from outrider.cloud.serving.inbox import Inbox
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy import Measurements
-from outrider.proto.policy.branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches
+from outrider.proto.policy.likely_branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches
 from outrider.proto.session import Drafted, DraftJob, Verified, VerifierSession
 from outrider.proto.session import verifier as verifier_module
 from outrider.proto.session.tree import DraftTree
@@ -29,8 +29,8 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 PROMPT = (3, 1, 2)
 

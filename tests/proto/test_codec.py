@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.proto import codec
 from outrider.proto import types as t
-from outrider.proto.codec import decoding
-from outrider.proto.codec.control import FILE
+from outrider.proto.codec import decoding_codec
+from outrider.proto.codec.control_codec import FILE
 from outrider.proto.codec.fields import Table, many
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.v1 import decoding_pb2 as pb
@@ -450,8 +450,8 @@ def test_more_drafts_than_any_credit_allows_are_refused_before_a_list_is_made(fi
     def never(*_):
         raise AssertionError("a list is made of them")
 
-    monkeypatch.setitem(decoding._FROM_EDGE, "draft", never)
-    monkeypatch.setitem(decoding._FROM_EDGE, "branches", never)
+    monkeypatch.setitem(decoding_codec._FROM_EDGE, "draft", never)
+    monkeypatch.setitem(decoding_codec._FROM_EDGE, "branches", never)
     frames = [(pb.EdgeFrame(draft=pb.Draft(**fields)), field)]
     if "branches" in fields:
         frames.append((pb.EdgeFrame(branches=pb.Branches(**fields["branches"])), field.removeprefix("draft.")))

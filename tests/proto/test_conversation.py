@@ -11,7 +11,7 @@ from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.selection import FixedShare, Leader
+from outrider.edge.selectors import FixedShare, Leader
 from outrider.proto import codec
 from outrider.proto.errors import (
     InvalidArgument,
@@ -53,8 +53,8 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 # === both halves together =======================================================================================
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.proto.policy.both_ends import Division, ExpectedCosts
+from outrider.proto.policy.who_drafts import Division, ExpectedCosts
 from outrider.proto.session import Drafted, VerifierRules, VerifierSession
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Draft, DraftToken, Open, Sampling

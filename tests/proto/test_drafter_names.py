@@ -8,7 +8,7 @@ from hand_driven import HandDrivenEdge, committed
 from outrider.proto import codec
 from outrider.proto.errors import Unavailable
 from outrider.proto.policy import Window
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import Selection, Send, Verified, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, Continue, Draft, DraftToken, FinishReason, Opened, Sampling
 

@@ -8,7 +8,7 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import Internal
 from outrider.proto.policy import Window
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import DrafterFailed, Selection, Send, TurnBegun
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling
 

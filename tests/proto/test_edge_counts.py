@@ -7,7 +7,7 @@ from checked_simulation import open_frame
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.policy import Window
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, Opened, Timing
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from checked_simulation import open_frame
 
-from outrider.edge.selection import FixedShare, Leader
+from outrider.edge.selectors import FixedShare, Leader
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,

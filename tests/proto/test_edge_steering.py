@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.policy import FixedSteering, Measurements, PricedSteering, Window
-from outrider.proto.policy.steering import SteeringRate, SteeringView
+from outrider.proto.policy.steering_rate import SteeringRate, SteeringView
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
-from outrider.proto.steering import encode
+from outrider.proto.steering_vector import encode
 from outrider.proto.types import (
     Commit,
     CommittedToken,
@@ -35,8 +35,8 @@ from outrider.proto.types import (
     SteeringRequest,
     Timing,
 )
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 RANK = 4
 REQUEST = SteeringRequest("0123456789ab")
@@ -81,16 +81,17 @@ class SteeringVerifier(CheckedVerifier):
         self.vectors_are = "right"
         self._vectors_rng = random.Random(1)
 
-    def take(self, stream, frame, arrived):
+    def receive(self, stream, frame):
         if isinstance(frame, Open | Report) and frame.steering is not None:
             self.requests.append(frame.steering)
-        super().take(stream, frame, arrived)
+        super().receive(stream, frame)
 
-    def verify(self, slot, block, began, branches=()):
-        commit = super().verify(slot, block, began, branches)
-        if slot.session.wanted_vector is None or commit.finish is not None:
-            return commit
-        return replace(commit, steering=self._vector(commit.start + len(commit.tokens) - 2))
+    def send_down(self, stream, frame):
+        slot = self.slot(stream)  # None where the stream is gone
+        goes_on = slot is not None and isinstance(frame, Commit) and frame.finish is None
+        if goes_on and slot.session.wanted_vector is not None:
+            frame = replace(frame, steering=self._vector(frame.start + len(frame.tokens) - 2))
+        super().send_down(stream, frame)
 
     def _vector(self, position):
         match self.vectors_are:

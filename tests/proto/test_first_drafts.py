@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
 from outrider.proto.policy import Window
-from outrider.proto.policy.selection import Selector
+from outrider.proto.policy.selector import Selector
 from outrider.proto.session import (
     Disconnected,
     Done,
@@ -27,8 +27,8 @@ from outrider.proto.session import (
     VerifierSession,
 )
 from outrider.proto.types import Commit, Draft, Open, Opened, Sampling
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 OPENED = Opened(0, 8, 40, "v", 2048, vocab_size=8)
 PROMPT = tuple(i % 7 + 1 for i in range(600))  # two steps read it, of 512 rows and of the rest

@@ -10,8 +10,8 @@ from hand_driven import committed
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.policy.branches import OtherShares
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.likely_branches import OtherShares
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.session import (
     Drafted,
     DraftJob,
@@ -32,8 +32,8 @@ from outrider.proto.types import (
     Timing,
     token_ids,
 )
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 TREES = rules(trees=True)
 LINKS = {

@@ -51,8 +51,8 @@ from outrider.proto.types import (
     TokenFacts,
     token_ids,
 )
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 PROMPT_LENGTH = 3
 

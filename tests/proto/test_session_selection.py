@@ -12,13 +12,13 @@ from hand_driven import HandDrivenEdge, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.selection import FixedShare, Hedge, Leader, MetaSdUcb
+from outrider.edge.selectors import FixedShare, Hedge, Leader, MetaSdUcb
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selector import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 
 class AnyDrafter(StaticSelector):

@@ -18,7 +18,7 @@ from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedSteering, Measurements, PricedSteering
 from outrider.proto.policy.measurements import Downlink
-from outrider.proto.policy.steering import (
+from outrider.proto.policy.steering_rate import (
     ALL,
     FIRST,
     NONE,

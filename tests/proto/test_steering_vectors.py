@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import Verified, VerifierSession
-from outrider.proto.steering import decode, encode
+from outrider.proto.steering_vector import decode, encode
 from outrider.proto.types import (
     CommittedToken,
     Continue,

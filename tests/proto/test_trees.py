@@ -11,7 +11,7 @@ from checked_simulation import CheckedSimulation, open_frame, own_text, rules, t
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
-from outrider.proto.policy.branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
+from outrider.proto.policy.likely_branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.trees import Run, Tree, best_tree
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
@@ -29,8 +29,8 @@ from outrider.proto.types import (
     Sampling,
     token_ids,
 )
-from research.simulator.faults import Faults
 from research.simulator.scripted import drafter_of, hashing_oracle
+from research.simulator.simulated_faults import Faults
 
 TREES = rules(trees=True)
 

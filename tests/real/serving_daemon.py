@@ -11,12 +11,12 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import chat_template_json
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 
 
 @asynccontextmanager

@@ -12,15 +12,15 @@ from outrider.bench.record import from_json, save
 from outrider.deploy.arguments import read_text
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.types import Patience
-from research.capacity import search
-from research.capacity.record import Capacities, StepModel
-from research.capacity.search import Bounds, Search, most_sessions, sizes_to
+from research.capacity import capacity_search
+from research.capacity.capacity_record import Capacities, StepModel
+from research.capacity.capacity_search import Bounds, Search, most_sessions, sizes_to
 from research.commands import main
 from research.recording import CostSheet, DrafterCosts, TargetCosts
 from research.replay.crowd import Load, load_of
+from research.replay.hit_traces import HitTrace, save_traces
 from research.replay.lengths import colocated
 from research.replay.traced import Policy
-from research.replay.traces import HitTrace, save_traces
 from research.simulator.clock import Costs
 
 COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)
@@ -145,7 +145,7 @@ def test_a_capacity_is_the_median_of_searches_and_keeps_their_range(monkeypatch)
         seconds[sessions] = more["seconds"]
         return Load(0.01 if sessions <= held[seed] else 1.0, 40.0, (), 1.0, 1.0, 0.0, 0.0)
 
-    monkeypatch.setattr(search, "load_of", loaded)
+    monkeypatch.setattr(capacity_search, "load_of", loaded)
     searched = Search(TRACES, COSTS, Bounds(0.06, math.inf, 16, 24.0, seeds=3))
     (cloud,) = searched.capacities(StepModel("flat", 30.0, 0.1, 30.0), 2.0, (1,), (2.0,), ("cloud",))
     assert (cloud.sessions, cloud.low, cloud.high) == (7, 4, 9)

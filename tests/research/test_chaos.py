@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.cloud.serving.health import VerifierHealth
+from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.heartbeat import EngineCondition
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import Slots
-from outrider.coordinator.admission import CallerAdmission
-from outrider.coordinator.places import KeyPlaces
+from outrider.coordinator.key_places import KeyPlaces
+from outrider.coordinator.lease_admission import CallerAdmission
 from outrider.proto.plumbing.loop_watch import Stillness
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.received import ReceivedDrafts
+from outrider.proto.session.session_text import EdgeText
 from outrider.proto.session.stream import EdgeStream
-from outrider.proto.session.text import EdgeText
 from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit
 from research.chaos.__main__ import main

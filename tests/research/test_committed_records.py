@@ -8,8 +8,8 @@ import pytest
 
 from outrider.bench.record import from_json, to_json
 from outrider.deploy.arguments import read_text
-from research.capacity.record import Capacities
-from research.traces.pool import PoolReplayed
+from research.capacity.capacity_record import Capacities
+from research.traces.pool_replay import PoolReplayed
 
 
 @pytest.mark.parametrize(("name", "kind"), [("capacity", Capacities), ("selection", PoolReplayed)])

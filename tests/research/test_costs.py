@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
+from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import save
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from research.commands import main
 from research.costs import core_s, cost_grids, step_s
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 
 import pytest
 
-from outrider.bench.benchmark.record import Benchmark
+from outrider.bench.benchmark.bench_record import Benchmark
 from outrider.bench.environment import environment
 from outrider.bench.record import from_json, save
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import read_text
 from research.commands import main
 from research.recording import CostSheet, DrafterCosts, TargetCosts
-from research.replay.traces import HitTrace, save_traces
+from research.replay.hit_traces import HitTrace, save_traces
 from research.simulator.clock import Costs
 
 HERE_MS, EDGE_MS, STEP_MS = 8.0, 2.0, 30.0

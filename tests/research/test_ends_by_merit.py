@@ -14,10 +14,10 @@ from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.faults import Faults, FaultySimulation
 from research.simulator.local import LocalThreads
 from research.simulator.scripted import OracleTarget, Proposer, ScriptedDrafters, hashing_oracle
-from research.simulator.verifier import SimulatedVerifier
+from research.simulator.simulated_faults import Faults, FaultySimulation
+from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH, VOCABULARY, PROMPT = "0" * 64, 64, (1, 2, 2)
 ORACLE = hashing_oracle(7, vocab=VOCABULARY, eos_odds=0.0)

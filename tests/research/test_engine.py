@@ -11,21 +11,21 @@ import torch
 from rich.console import Console
 
 from outrider.bench.record import from_json
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target import attention
 from outrider.cloud.target.target import SessionRows, Target, load_model, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Sampling
 from research.commands import main
-from research.engine.command import kv_positions
+from research.engine.engine_command import kv_positions
+from research.engine.engine_record import LIBRARY, OURS, CaseResult, EngineRecord, EngineTimes, StepParts
 from research.engine.engine_steps import decode, planning_s
-from research.engine.parts import PassShares, pass_shares, shares_of
-from research.engine.record import LIBRARY, OURS, CaseResult, EngineRecord, EngineTimes, StepParts
-from research.engine.steps import Case, LibrarySteps, Steps
-from research.engine.table import table
+from research.engine.engine_table import table
+from research.engine.pass_parts import PassShares, pass_shares, shares_of
+from research.engine.timed_steps import Case, LibrarySteps, Steps
 from research.step_shape import StepShape
 
 torch.set_num_threads(1)

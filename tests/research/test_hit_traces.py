@@ -13,8 +13,8 @@ from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
-from research.replay.record import HitRecorder
-from research.replay.traces import HitTrace, load_traces, save_traces
+from research.replay.hit_recorder import HitRecorder
+from research.replay.hit_traces import HitTrace, load_traces, save_traces
 from research.vectors import SentVectors
 
 PROMPT = (7, 8, 9)

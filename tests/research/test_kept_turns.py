@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import runpy
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 
 
 def test_turns_are_asked_both_ways_and_a_kept_one_sends_less(root, capsys) -> None:

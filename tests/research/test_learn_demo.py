@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.target.text_writer import TextRequest
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy import cli
 from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.drafters import find_package
@@ -23,7 +23,7 @@ from outrider.proto.types import CommittedToken, FinishReason, Sampling
 from research.commands import main, parse
 from research.learning import live
 from research.learning.live import decoded_texts, up_options
-from research.settings import LearnDemoSettings
+from research.research_settings import LearnDemoSettings
 
 
 def test_the_cluster_gets_the_options_of_the_command(tmp_path: Path) -> None:

@@ -11,15 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outrider.deploy.link.link_traces import find_trace
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.link.traces import find_trace
-from outrider.edge.selection import default_selector
+from outrider.edge.selectors import default_selector
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
+from research.replay.hit_traces import HitTrace
 from research.replay.lengths import (
     LENGTHS,
     best_length,
@@ -27,7 +28,6 @@ from research.replay.lengths import (
     tokens_per_second,
 )
 from research.replay.traced import DrafterArm, Policy, Replay, replay
-from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
 from research.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 

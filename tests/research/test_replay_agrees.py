@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
+from outrider.bench.benchmark.bench_verifier import VerifierProcess
 from outrider.bench.benchmark.measure import Measured, measure_text
-from outrider.bench.benchmark.verifier import VerifierProcess
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.step_timing import StepTiming
-from outrider.deploy.link.process import LinkProcess
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.built_in_prompts import held_out
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig, Sampling
 from research.measured import costs_of, traces_of
+from research.replay.hit_traces import HitTrace
 from research.replay.lengths import tokens_per_second
 from research.replay.traced import Policy, ReplayOutcome, replay
-from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
 
 pytestmark = pytest.mark.alone

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.selection import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
+from outrider.edge.selectors import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.drafting import Drafting
+from research.replay.hit_traces import HitTrace
 from research.replay.lengths import synchronous
-from research.replay.texts import PoolText, joined, texts_of
+from research.replay.pool_texts import PoolText, joined, texts_of
 from research.replay.traced import Policy
-from research.replay.traces import HitTrace
 from research.simulator.clock import Costs
 from research.traces.stages import Stage, Trajectory
 

@@ -11,9 +11,9 @@ from outrider.cloud.serving.batching import Batch, Batching, credit_of
 from outrider.proto.session import EdgeSession, VerifierRules
 from outrider.proto.types import Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.faults import Faults, FaultySimulation
 from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
-from research.simulator.verifier import SimulatedVerifier
+from research.simulator.simulated_faults import Faults, FaultySimulation
+from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH = "0" * 64
 RULES = VerifierRules("v", "m", HASH, 8, 4096, frozenset({0}))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.cloud import config
+from outrider.cloud import verifier_config
 from research.commands import main
 
 
@@ -30,7 +30,7 @@ def test_where_nobody_names_threads_there_is_one_fewer_than_cores(
         raise Asked(number)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(config, "computing_cores", lambda: 5)
+    monkeypatch.setattr(verifier_config, "computing_cores", lambda: 5)
     monkeypatch.setattr(torch, "set_num_threads", asked)
     with pytest.raises(Asked, match=str(threads)):
         main(command)

@@ -15,5 +15,7 @@ def test_a_token_passes_through_every_file_that_readme_names(root) -> None:
     assert BEGINS in named
     found = way()
     assert named - {BEGINS} <= set(found)
-    assert "cloud/outrider/cloud/serving/health.py" not in found, "a file that answers probes is on no token's way"
-    assert (root / "cloud/outrider/cloud/serving/health.py").is_file()
+    assert "cloud/outrider/cloud/serving/engine_health.py" not in found, (
+        "a file that answers probes is on no token's way"
+    )
+    assert (root / "cloud/outrider/cloud/serving/engine_health.py").is_file()

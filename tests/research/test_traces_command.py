@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
-from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.testing import save_tiny_target
+from outrider.deploy.built_in_prompts import Prompt
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.prompts import Prompt
 from outrider.drafters import NgramDrafter
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
@@ -31,14 +31,14 @@ from research.recording import (
     load_costs,
     load_recording,
 )
+from research.replay.hit_recorder import HitRecorder
+from research.replay.hit_traces import HitTrace, load_traces, save_traces
 from research.replay.lengths import synchronous, tokens_per_second
-from research.replay.record import HitRecorder
 from research.replay.traced import Policy
 from research.replay.traced import replay as replay_texts
-from research.replay.traces import HitTrace, load_traces, save_traces
 from research.simulator.clock import Costs
-from research.traces.record import DrafterProbe, Recorder
 from research.traces.sweep import Sweep, policy_of
+from research.traces.trace_recording import DrafterProbe, Recorder
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"
@@ -176,7 +176,7 @@ def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once
     read = []
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda batch: read.extend(len(r.tokens) for r in batch) or forward(batch))
-    monkeypatch.setattr("research.traces.record.target_costs", lambda *_: SHEET.target)
+    monkeypatch.setattr("research.traces.trace_recording.target_costs", lambda *_: SHEET.target)
     traces, _ = Recorder(target, {"n": NgramDrafter()}, sampling, (3, 4, 5)).record(words)
     assert repr(traces) == repr(alone)
     assert [(trace.id, trace.seed) for trace in traces] == [(p, s) for p in "pq" for s in (3, 4, 5)]
@@ -271,7 +271,7 @@ def test_a_probe_separates_reading_from_drafting(monkeypatch) -> None:
             state.extend, state.propose = extend_slowly, propose_slowly
             return state
 
-    monkeypatch.setattr("research.traces.record.time.thread_time", lambda: now)
+    monkeypatch.setattr("research.traces.trace_recording.time.thread_time", lambda: now)
     probe = DrafterProbe(Clocked((5,) * 200), GREEDY)
 
     for length in (30, 50):
@@ -469,7 +469,9 @@ def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, monke
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("research.traces.record.load_target", lambda *_, **__: pytest.fail("the work has begun"))
+    monkeypatch.setattr(
+        "research.traces.trace_recording.load_target", lambda *_, **__: pytest.fail("the work has begun")
+    )
     (tmp_path / "t.costs.json").mkdir()
     status, _, err = run_command(["record", "--drafter", "ngram", "--output", str(tmp_path / "t.jsonl")], capfd)
     assert status == 1

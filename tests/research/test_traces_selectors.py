@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
-from outrider.bench.settings import WARM_UP_TOKENS
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb
+from outrider.edge.selectors import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
+from outrider.proto.policy.selector import RoundOutcome, SelectionView, StaticSelector
 from research.commands import main
 from research.outputs import LINE_S, progress
 from research.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
+from research.replay.hit_traces import HitTrace, save_traces
 from research.replay.lengths import synchronous
-from research.replay.texts import joined, texts_of
+from research.replay.pool_texts import joined, texts_of
 from research.replay.traced import Policy, replay
-from research.replay.traces import HitTrace, save_traces
 from research.simulator.clock import Costs
-from research.traces.pool import (
+from research.traces.pool_replay import (
     DRAFTER,
     ORACLE,
     SELECTOR,

@@ -8,8 +8,8 @@ import pytest
 from test_traces_command import SHEET, run_command, written
 
 from research.recording import Recording
-from research.replay.traces import HitTrace
-from research.traces.trees import ALL, other_results, shape_results
+from research.replay.hit_traces import HitTrace
+from research.traces.tree_counts import ALL, other_results, shape_results
 
 TOKENS = 240
 

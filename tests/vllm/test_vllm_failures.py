@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving.server import VerifierServer
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.server import CoordinatorServer
-from outrider.deploy.prompts import held_out
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.coordinator_server import CoordinatorServer
+from outrider.deploy.built_in_prompts import held_out
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.session import RetryRules
 from outrider.proto.types import Sampling

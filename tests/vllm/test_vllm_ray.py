@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from command_processes import free_port
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving.actor import start_verifier_actor
+from outrider.cloud.serving.verifier_actor import start_verifier_actor
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.session import RetryRules
 

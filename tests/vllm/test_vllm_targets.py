@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target.backend import Backend, StepRow
 from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import ConfigError, ModelRefused
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import DraftToken, Sampling, token_ids

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving.actor import VerifierActor
-from outrider.deploy.link.process import LinkProcess
+from outrider.cloud.serving.verifier_actor import VerifierActor
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.built_in_prompts import held_out
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.prompts import held_out
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.proto.types import CloudFrame, Commit, Grammar, GrammarKind, Patience, Sampling

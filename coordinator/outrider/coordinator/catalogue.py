@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from outrider.coordinator.package import (
+from outrider.coordinator.served_package import (
     MANIFEST,
     Content,
     MemoryContent,

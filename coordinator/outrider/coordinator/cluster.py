@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from outrider.coordinator.config import StaticVerifier
+from outrider.coordinator.coordinator_config import StaticVerifier
 from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, REPORT_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
 from outrider.proto.lease import LEASE_METADATA, sign_coordinator, text_name

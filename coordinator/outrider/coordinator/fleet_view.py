@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.key_places import RESUME_S
+from outrider.coordinator.known_prefixes import PrefixMemory
 from outrider.coordinator.placement import place, verifiers_for
-from outrider.coordinator.places import RESUME_S
-from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.queue import RETRY_WHEN_FULL_S, KeyShare, PlaceQueue, PlaceTicket
 from outrider.proto.errors import NotFound, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.types import LeaseRequest

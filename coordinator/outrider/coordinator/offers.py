@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.versions import VersionState
+from outrider.coordinator.version_trials import VersionState
 from outrider.proto.types import DrafterManifest
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.metrics import RelayMetrics
+from outrider.coordinator.coordinator_metrics import RelayMetrics
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable

@@ -9,12 +9,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
 
-from outrider.coordinator.admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, SendAway, VerifierInfo, VerifierState
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig
+from outrider.coordinator.coordinator_metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.fleet_view import FleetView
-from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
+from outrider.coordinator.lease_admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.offers import DrafterOffers
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.proto.errors import (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.coordinator.fleet import MAX_SHOWN, REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
-from outrider.coordinator.versions import DrafterVersions, VersionChange, VersionState, hashed
+from outrider.coordinator.fleet_hits import MAX_SHOWN, REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
+from outrider.coordinator.version_trials import DrafterVersions, VersionChange, VersionState, hashed
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.sequential import MIN_CLASS_SHARE
 from outrider.proto.types import (

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from outrider.bench.record import RECORD, from_json
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.plumbing.cores import available_cores
 
 PACKAGES = ("outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray")

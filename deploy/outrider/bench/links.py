@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
+from outrider.bench.bench_settings import LinkListSettings
 from outrider.bench.record import RECORD, Metric
-from outrider.bench.settings import LinkListSettings
+from outrider.deploy.link.link_traces import LinkTrace, find_trace
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.proto.errors import ConfigError
 
 

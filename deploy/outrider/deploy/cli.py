@@ -44,10 +44,10 @@ class Entry:
 
 
 ON_EDGES = ("generate", "chat", "edge", "doctor", "status", "drain")  # need less than the others
-EDGE = "outrider.deploy.commands.edge"
-DECODING = "outrider.deploy.commands.decoding"
-SERVING = "outrider.deploy.commands.serving"
-TRAINING = "outrider.deploy.commands.training"
+EDGE = "outrider.deploy.commands.edge_options"
+DECODING = "outrider.deploy.commands.decode_options"
+SERVING = "outrider.deploy.commands.serving_options"
+TRAINING = "outrider.deploy.commands.training_options"
 OPERATING = "outrider.deploy.commands.operating"
 
 # Without its completion system, which distributions' files start and an empty .zshrc does not, zsh knows no `compdef`.
@@ -83,7 +83,7 @@ COMMANDS = {
     "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
-    "bench": Entry("measure ways of decoding over emulated links", "outrider.bench.settings:BENCH"),
+    "bench": Entry("measure ways of decoding over emulated links", "outrider.bench.bench_settings:BENCH"),
     "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }
 

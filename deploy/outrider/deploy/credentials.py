@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.deploy.arguments import Given, read_text
-from outrider.deploy.commands.edge import KeySettings
-from outrider.edge.config import EdgeConfig
+from outrider.deploy.commands.edge_options import KeySettings
+from outrider.edge.edge_config import EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls, ServerTls
 

@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.edge import LearnHereSettings
+from outrider.deploy.commands.edge_options import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
 from outrider.deploy.process.end_watch import WATCH
 from outrider.deploy.process.progress import say, waiting
@@ -19,7 +19,7 @@ from outrider.proto.plumbing.extras import lacking
 
 if TYPE_CHECKING:
     from outrider.deploy.local.learn_here import LearningHere
-    from outrider.edge.daemon.server import Daemon
+    from outrider.edge.daemon.http_server import Daemon
 
 
 def edge(given: Given) -> int:
@@ -29,7 +29,7 @@ def edge(given: Given) -> int:
 
 async def _edge(given: Given) -> int:
     try:
-        from outrider.edge.daemon.server import Daemon
+        from outrider.edge.daemon.http_server import Daemon
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("outrider"):
             raise

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 
 from outrider.deploy.arguments import Given, read_stdin
-from outrider.deploy.commands.edge import GrammarSettings, MarkSettings, PromptSettings, StopSettings
+from outrider.deploy.built_in_prompts import Prompt, read_prompts
+from outrider.deploy.commands.edge_options import GrammarSettings, MarkSettings, PromptSettings, StopSettings
 from outrider.deploy.credentials import api_key
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.process.termination import temporary_folder
-from outrider.deploy.prompts import Prompt, read_prompts
 from outrider.deploy.show import LiveText, marks_of
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
@@ -33,12 +33,12 @@ def generate(given: Given) -> int:
 
 @asynccontextmanager
 async def _local_client(given: Given) -> AsyncIterator[Client]:
-    from outrider.cloud.config import VerifierConfig
+    from outrider.cloud.verifier_config import VerifierConfig
     from outrider.deploy.targets import with_target
 
     config = with_target(given(VerifierConfig))
     with waiting(f"loading the target {config.target}"):
-        from outrider.cloud.serving.server import VerifierServer  # imports torch
+        from outrider.cloud.serving.verifier_server import VerifierServer  # imports torch
 
         server = VerifierServer(config)
     address = await server.start()

@@ -13,20 +13,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import embedded_targets
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
+from outrider.deploy.built_in_prompts import Prompt, choose_prompts, held_out, read_prompts
 from outrider.deploy.commands.conditions import Cable, ConditionSettings
-from outrider.deploy.commands.decoding import BuiltInPrompts, DemoSettings
-from outrider.deploy.commands.edge import StopSettings
-from outrider.deploy.local.cluster import local_cluster
+from outrider.deploy.commands.decode_options import BuiltInPrompts, DemoSettings
+from outrider.deploy.commands.edge_options import StopSettings
+from outrider.deploy.local.local_cluster import local_cluster
 from outrider.deploy.process.progress import waiting
-from outrider.deploy.prompts import Prompt, choose_prompts, held_out, read_prompts
 from outrider.deploy.show import LiveText
 from outrider.deploy.targets import with_target
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.edge.chat.rendering import TemplateProcess
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.types import VerifierStatus
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl"

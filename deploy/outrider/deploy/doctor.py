@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.edge import DoctorSettings
+from outrider.deploy.commands.edge_options import DoctorSettings
 from outrider.deploy.credentials import api_key
 from outrider.edge import EdgeConfig
 from outrider.edge.doctor import Finding, Outcome, examine

@@ -60,10 +60,10 @@ class Described:
 
 def metrics_by_part() -> dict[str, tuple[Described, ...]]:
     """Return the metrics of each kind of process."""
-    from outrider.cloud.serving.metrics import VerifierMetrics
-    from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
-    from outrider.edge.daemon.metrics import HttpMetrics
-    from outrider.edge.metrics import EdgeMetrics
+    from outrider.cloud.serving.verifier_metrics import VerifierMetrics
+    from outrider.coordinator.coordinator_metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
+    from outrider.edge.daemon.daemon_metrics import HttpMetrics
+    from outrider.edge.edge_metrics import EdgeMetrics
 
     http = CollectorRegistry()
     HttpMetrics(http)

@@ -12,7 +12,7 @@ from rich.table import Table
 from outrider.cloud.models.family_index import embedded_targets, target_folder
 from outrider.cloud.models.fetched_model import FETCHED
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.training import ModelsSettings
+from outrider.deploy.commands.training_options import ModelsSettings
 from outrider.drafters import DrafterPackage, embedded_packages, find_package
 from outrider.drafters.pool import give_back, own_bytes
 from outrider.proto.errors import ConfigError

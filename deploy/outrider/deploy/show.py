@@ -9,7 +9,7 @@ from enum import Enum
 from rich.console import Console
 from rich.text import Text
 
-from outrider.deploy.commands.edge import MarkSettings
+from outrider.deploy.commands.edge_options import MarkSettings
 from outrider.edge import Client, Completion, Finished, Provenance, Sampling, Tokens
 
 DRAFT_STYLE = "green"

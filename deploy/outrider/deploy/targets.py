@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from outrider.cloud.config import AUTO, VerifierConfig
 from outrider.cloud.models.family_index import find_target
+from outrider.cloud.verifier_config import AUTO, VerifierConfig
 from outrider.proto.errors import OutriderError
 
 FIRST, FALLBACK = "smollm2", "reference"

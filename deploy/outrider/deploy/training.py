@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.models.family_index import find_target
-from outrider.cloud.training.settings import (
+from outrider.cloud.training.training_settings import (
     DrafterShape,
     DrafterTraining,
     SteerTraining,
@@ -15,7 +15,7 @@ from outrider.cloud.training.settings import (
     Training,
 )
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.training import ExportSettings, RateSettings
+from outrider.deploy.commands.training_options import ExportSettings, RateSettings
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.process.termination import StopAtStep
 from outrider.proto.errors import ConfigError
@@ -26,7 +26,7 @@ HEAD_DIM = 32
 def train_drafter(given: Given) -> int:
     """Run `outrider train drafter`."""
     with waiting("starting"):
-        from outrider.cloud.training.drafter import train_drafter
+        from outrider.cloud.training.drafter_training import train_drafter
 
     rate = given(RateSettings).rate
     common = _common(given, DrafterTraining)
@@ -99,7 +99,7 @@ def export(given: Given) -> int:
     options = given(ExportSettings)
     with waiting("starting"):
         from outrider.cloud.export import export_drafter
-    from outrider.cloud.target.steering import PROJECTION_FILE
+    from outrider.cloud.target.projection import PROJECTION_FILE
 
     manifest = export_drafter(
         options.source,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from outrider.edge.client import Client
-    from outrider.edge.config import EdgeConfig
     from outrider.edge.conversation import Conversation, Transcript
+    from outrider.edge.edge_config import EdgeConfig
     from outrider.edge.event_stream import Completion, Event, Finished, Tokens
     from outrider.edge.request import Tenant
     from outrider.edge.sync_client import SyncClient, SyncConversation
@@ -50,7 +50,7 @@ __all__ = [
 
 _MODULES = {
     "outrider.edge.client": ("Client",),
-    "outrider.edge.config": ("EdgeConfig",),
+    "outrider.edge.edge_config": ("EdgeConfig",),
     "outrider.edge.conversation": ("Conversation", "Transcript"),
     "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.request": ("Tenant",),

@@ -16,25 +16,25 @@ from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.battery import Battery
-from outrider.edge.config import EdgeConfig
 from outrider.edge.conversation import Conversation
 from outrider.edge.decoding import Decoding, Observer, Subject
+from outrider.edge.edge_config import EdgeConfig
+from outrider.edge.edge_tracing import Tracing
 from outrider.edge.event_stream import Completion, Event, Finished, collect, stream_events, within
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.link import Channels
 from outrider.edge.link.routes import Route
 from outrider.edge.pool.history import TextHistory
+from outrider.edge.pool.known_versions import versions_of
 from outrider.edge.pool.own_learning import OwnLearning
 from outrider.edge.pool.prediction import Prediction, indexed_prediction
 from outrider.edge.pool.preparation import Preparation, Ready
 from outrider.edge.pool.prepared import Prepared
 from outrider.edge.pool.text_drafters import TextDrafters
-from outrider.edge.pool.versions import versions_of
 from outrider.edge.request import ANYBODY, RequestOptions, Tenant, checked_sampling, checked_stop
 from outrider.edge.text import TextStream
-from outrider.edge.tracing import Tracing
 from outrider.proto.policy import Window
-from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Learning, Open, Sampling, VersionStatus
 

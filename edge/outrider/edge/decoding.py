@@ -17,12 +17,12 @@ from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.link.attempts import Attempts
 from outrider.edge.link.link import Channels, Stream, lease_metadata
 from outrider.edge.link.routes import Route
-from outrider.edge.link.silence import SilenceGuard
+from outrider.edge.link.silence_guard import SilenceGuard
 from outrider.edge.pool.drafter_states import DrafterStates
 from outrider.edge.pool.text_drafters import TextDrafters, name_of
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
-from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import (
     CatchUpJob,

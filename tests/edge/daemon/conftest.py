@@ -15,7 +15,7 @@ from loop_thread import LoopThread
 from tokenizers import Tokenizer
 
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.link.routes import DirectRoute
 from outrider.edge.pool.preparation import Ready

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.edge.daemon.cloud import LOOK_EVERY_S, LOOK_SOON_S, Cloud
-from outrider.edge.link.control import _plain
+from outrider.edge.link.control_client import _plain
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 
 SILENT = Unavailable("the coordinator at 127.0.0.1:1 does not answer", field="coordinator")

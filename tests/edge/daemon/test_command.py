@@ -48,8 +48,8 @@ def test_a_mistake_is_one_line_that_names_the_option(options, sentence, capsys) 
 
 def test_options_come_from_the_config_file_and_the_environment(tmp_path, monkeypatch) -> None:
     from outrider.deploy.cli import parse
-    from outrider.edge.config import EdgeConfig
     from outrider.edge.daemon import DaemonConfig
+    from outrider.edge.edge_config import EdgeConfig
 
     file = tmp_path / "outrider.toml"
     file.write_text('[edge]\nmax-requests = 7\ncoordinator = "c:1"\n')
@@ -73,7 +73,7 @@ def test_a_missing_extra_is_one_line_that_names_it() -> None:
 
 
 def test_the_daemon_loads_neither_torch_nor_ray_nor_transformers() -> None:
-    program = "import sys, outrider.edge.daemon.server, outrider.deploy.daemon; print(*sys.modules)"
+    program = "import sys, outrider.edge.daemon.http_server, outrider.deploy.daemon; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "starlette" in loaded
     assert not {"torch", "ray", "transformers", "outrider.cloud"} & set(loaded)

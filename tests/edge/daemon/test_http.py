@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.app import ROUTES
-from outrider.edge.daemon.server import Daemon, HttpProtocol
+from outrider.edge.daemon.http_server import Daemon, HttpProtocol
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
@@ -124,7 +124,7 @@ def test_a_body_of_undeclared_length_is_measured_as_it_comes(live) -> None:
 
 
 def test_bodies_that_take_too_much_together_are_refused_for_now(start, monkeypatch) -> None:
-    monkeypatch.setattr("outrider.edge.daemon.access.MAX_BODIES_BYTES", 100_000)
+    monkeypatch.setattr("outrider.edge.daemon.api_access.MAX_BODIES_BYTES", 100_000)
     with start() as live:
         live.client.hold = True
         first = threading.Thread(target=live.complete, kwargs={"user": "x" * 70_000})
@@ -140,7 +140,7 @@ def test_bodies_that_take_too_much_together_are_refused_for_now(start, monkeypat
 
 
 def test_no_key_takes_more_than_its_share_of_places_and_bytes_beside_others(start, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("outrider.edge.daemon.access.MAX_BODIES_BYTES", 100_000)
+    monkeypatch.setattr("outrider.edge.daemon.api_access.MAX_BODIES_BYTES", 100_000)
     secrets = {name: new_secret() for name in ("alice", "bob")}
     made = [Key(name, secret_sha256(secret)) for name, secret in secrets.items()]
     keys = write_keys(tmp_path / "keys.toml", *made)

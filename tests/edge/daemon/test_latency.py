@@ -10,7 +10,7 @@ import ssl
 import pytest
 from self_signed import certify
 
-from outrider.edge.daemon.server import HttpProtocol
+from outrider.edge.daemon.http_server import HttpProtocol
 from outrider.proto.errors import Unavailable
 from outrider.proto.plumbing.tls import ServerTls
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.edge.daemon.reading import MAX_LOGGED, IgnoreUnknown
+from outrider.edge.daemon.body_reading import MAX_LOGGED, IgnoreUnknown
 from outrider.edge.daemon.schema import ChatRequest
 
 HEADER = "X-Outrider-Ignored"

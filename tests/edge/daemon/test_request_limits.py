@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.reading import MAX_BYTES, checked
+from outrider.edge.daemon.body_reading import MAX_BYTES, checked
+from outrider.edge.daemon.http_errors import ApiError
+from outrider.edge.daemon.http_server import MAX_HEADER_BYTES
 from outrider.edge.daemon.responses import MAX_METADATA, ResponsesRequest
 from outrider.edge.daemon.schema import (
     MAX_CHOICES,
@@ -22,7 +23,6 @@ from outrider.edge.daemon.schema import (
     ChatRequest,
     CompletionRequest,
 )
-from outrider.edge.daemon.server import MAX_HEADER_BYTES
 from outrider.edge.pool import prediction
 from outrider.edge.pool.prediction import indexed_prediction
 from outrider.proto.errors import InvalidArgument

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.reading import checked
+from outrider.edge.daemon.body_reading import checked
+from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
 from outrider.proto.types import GrammarKind
 

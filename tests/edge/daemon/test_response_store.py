@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.edge.daemon.errors import ApiError
+from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.daemon.response_store import ResponseStore
 from outrider.edge.daemon.responses import KeptItem, message
 

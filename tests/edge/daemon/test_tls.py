@@ -11,7 +11,7 @@ from cryptography import x509
 from self_signed import certify
 
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import LiveTls
+from outrider.edge.daemon.http_server import LiveTls
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 

@@ -12,8 +12,8 @@ import pytest
 from openai import BadRequestError, OpenAI
 from tool_templates import FORMAT_OF, TEMPLATES
 
-from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.reading import checked
+from outrider.edge.daemon.body_reading import checked
+from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import GrammarKind

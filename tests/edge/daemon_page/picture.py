@@ -13,14 +13,14 @@ from pathlib import Path
 
 from playwright.async_api import async_playwright
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import find_target
-from outrider.cloud.serving.server import VerifierServer
-from outrider.deploy.link.process import LinkProcess
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 
 PROMPT = "Give me three tips for sleeping well."
 FIRST = "Why is the sky blue?"

@@ -12,7 +12,7 @@ from loop_thread import LoopThread
 from scripted_cloud import scripted_client
 
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.http_server import Daemon
 
 ASK = """async (url) => {
   try {

@@ -22,12 +22,12 @@ class Real:
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
-    from outrider.cloud.config import VerifierConfig
     from outrider.cloud.models.family_index import target_folder, tokenizer_file
-    from outrider.cloud.serving.server import VerifierServer
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import VerifierConfig
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.daemon import DaemonConfig
-    from outrider.edge.daemon.server import Daemon
+    from outrider.edge.daemon.http_server import Daemon
 
     loop = LoopThread()
     verifier = VerifierServer(VerifierConfig(threads=1))

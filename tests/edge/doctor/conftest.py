@@ -46,11 +46,11 @@ class Cloud:
 
 @pytest.fixture(scope="session")
 def cloud() -> Iterator[Cloud]:
-    from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.serving.server import VerifierServer
-    from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-    from outrider.coordinator.server import CoordinatorServer
-    from outrider.deploy.local.cluster import embedded_drafters
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import VerifierConfig
+    from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
+    from outrider.coordinator.coordinator_server import CoordinatorServer
+    from outrider.deploy.local.local_cluster import embedded_drafters
 
     loop = LoopThread()
     verifier = VerifierServer(VerifierConfig(threads=1, name="a", max_sessions=PLACES))

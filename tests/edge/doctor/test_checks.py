@@ -11,9 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from outrider.edge import EdgeConfig
-from outrider.edge.doctor import Finding, Outcome, agreement, connection, speed
+from outrider.edge.doctor import Finding, Outcome, agreement, connection_check, speed
 from outrider.edge.doctor.agreement import Visit
-from outrider.edge.doctor.connection import Endpoint
+from outrider.edge.doctor.connection_check import Endpoint
 from outrider.edge.doctor.finding import failed_by, remedy_of
 from outrider.edge.link.security import Security
 from outrider.proto import errors
@@ -53,11 +53,11 @@ def test_the_time_to_retry_is_part_of_the_remedy() -> None:
 
 
 def test_names_resolve_or_not() -> None:
-    good = asyncio.run(connection.resolve_name(at("localhost:1")))
+    good = asyncio.run(connection_check.resolve_name(at("localhost:1")))
     assert good.outcome is Outcome.OK
     assert good.metrics["addresses"]
-    assert asyncio.run(connection.resolve_name(at("127.0.0.1:1"))).outcome is Outcome.OK
-    bad = asyncio.run(connection.resolve_name(at("no-such-host.invalid:1")))
+    assert asyncio.run(connection_check.resolve_name(at("127.0.0.1:1"))).outcome is Outcome.OK
+    bad = asyncio.run(connection_check.resolve_name(at("no-such-host.invalid:1")))
     assert bad.outcome is Outcome.FAILED
     assert "no-such-host.invalid" in bad.message
     assert "--coordinator" in bad.remedy
@@ -65,10 +65,10 @@ def test_names_resolve_or_not() -> None:
 
 async def test_ports_take_connections_or_not(small_server) -> None:
     async with small_server() as address:
-        good = await connection.connect_port(at(address))
+        good = await connection_check.connect_port(at(address))
     assert good.outcome is Outcome.OK
     assert good.metrics["connect_s"] > 0
-    bad = await connection.connect_port(at("127.0.0.1:1"))
+    bad = await connection_check.connect_port(at("127.0.0.1:1"))
     assert bad.outcome is Outcome.FAILED
     assert "nothing listens" in bad.message
     assert "outrider coordinator" in bad.remedy
@@ -76,12 +76,12 @@ async def test_ports_take_connections_or_not(small_server) -> None:
 
 async def test_a_service_serves_drains_or_is_another(small_server) -> None:
     async with small_server() as address:
-        assert (await connection.check_health(at(address))).outcome is Outcome.OK
-        other = await connection.check_health(at(address, service="another.service" * 10))
+        assert (await connection_check.check_health(at(address))).outcome is Outcome.OK
+        other = await connection_check.check_health(at(address, service="another.service" * 10))
         assert other.outcome is Outcome.FAILED
         assert "--verifier" in other.remedy
     async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
-        draining = await connection.check_health(at(address))
+        draining = await connection_check.check_health(at(address))
     assert draining.outcome is Outcome.FAILED
     assert "NOT_SERVING" in draining.message
 
@@ -92,7 +92,7 @@ async def test_a_server_without_grpc_is_named() -> None:
         writer.close()
 
     async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
-        found = await connection.check_health(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        found = await connection_check.check_health(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
     assert found.outcome is Outcome.FAILED
     assert "no gRPC" in found.message
 
@@ -111,7 +111,7 @@ def credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.Se
 def inspected(small_server, shown: grpc.ServerCredentials | None, tls: ClientTls | None) -> Finding:
     async def main() -> Finding:
         async with small_server(credentials=shown) as address:
-            return await connection.inspect_tls(at(address, tls))
+            return await connection_check.inspect_tls(at(address, tls))
 
     return asyncio.run(main())
 

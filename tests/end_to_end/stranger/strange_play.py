@@ -17,12 +17,12 @@ from plain_texts import BROKEN, ROUNDING, PlainText
 from scripted_ends import Known, ScriptedDrafter
 from strange_worlds import STATES, World, settings, target
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.drafting.draft_threads import DraftThreads
 from outrider.cloud.drafting.drafted_text import OwnDrafter
-from outrider.cloud.serving import server
+from outrider.cloud.serving import verifier_server
 from outrider.cloud.serving.local_source import LocalSource
-from outrider.cloud.serving.server import VerifierServer
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, Conversation, EdgeConfig, Tokens
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
@@ -122,7 +122,7 @@ class Play:
     def _change_the_product(self) -> None:
         """Make what depends on speed depend on the seed: rows cost nothing, a loss is an age after the one before."""
         world, patch = self._world, self._patch
-        patch.setattr(server, "local_source", lambda _, facts: self._own_source())
+        patch.setattr(verifier_server, "local_source", lambda _, facts: self._own_source())
         if world.pays:
             really = step_tree.best_tree
             patch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.max_drafts)

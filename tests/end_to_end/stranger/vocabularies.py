@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.deploy.prompts import HELD_OUT, read_prompts
+from outrider.deploy.built_in_prompts import HELD_OUT, read_prompts
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 EOS = 1

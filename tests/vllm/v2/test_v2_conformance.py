@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.testing.conformance import CHECKS, Suite
 from outrider.cloud.testing.oracle import Oracle
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.cloud.vllm import adapter
-from outrider.cloud.vllm.backend import VllmBackend
 from outrider.cloud.vllm.loading import load_vllm_backend
+from outrider.cloud.vllm.vllm_backend import VllmBackend
 from outrider.proto.errors import ConfigError
 
 

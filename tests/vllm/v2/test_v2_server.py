@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
-from outrider.cloud.serving.actor import VerifierActor
-from outrider.deploy.prompts import held_out
+from outrider.cloud.serving.verifier_actor import VerifierActor
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.deploy.built_in_prompts import held_out
 from outrider.edge import Client, EdgeConfig, Grammar, GrammarKind, Sampling
 
 PROMPTS = [prompt.text for prompt in held_out(1)]

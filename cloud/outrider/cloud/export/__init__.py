@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from outrider.cloud.export.contract import ExportMismatch
-from outrider.cloud.export.package import export_drafter
+from outrider.cloud.export.package_writing import export_drafter
 
 __all__ = ["ExportMismatch", "export_drafter"]

@@ -1,7 +1,7 @@
 """A steered drafter's folder, and the drafter in torch: `down((up(a) + U c) * act(gate(a)))`.
 
 "Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844), section 3, with W_s = U V.
-V and what comes before it are the cloud's, see `outrider.cloud.target.steering`.
+V and what comes before it are the cloud's, see `outrider.cloud.target.projection`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from outrider.cloud.target.steering import PROJECTION_FILE, Projection, decoder_layers, projection_id
+from outrider.cloud.target.projection import PROJECTION_FILE, Projection, decoder_layers, projection_id
 from outrider.proto.errors import InvalidArgument, NotFound
 
 STEERING_FILE = "steering.safetensors"

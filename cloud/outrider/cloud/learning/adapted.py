@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.cloud.learning.parent import Parent
-from outrider.cloud.learning.settings import RANK
+from outrider.cloud.learning.trainer_settings import RANK
 from outrider.cloud.models.heads import SmallEmbedding, head_terms, spread, tokens_of
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from outrider.cloud.learning.adapted import AdaptedDrafter
+from outrider.cloud.learning.lesson_record import TOP, LessonRecord
 from outrider.cloud.learning.losses import JudgedRows, Loss
-from outrider.cloud.learning.record import TOP, LessonRecord
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import TorchNoise

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from outrider.cloud.learning.record import LessonRecord
-from outrider.cloud.learning.settings import KEY_SHARE, REHEARSED
+from outrider.cloud.learning.lesson_record import LessonRecord
+from outrider.cloud.learning.trainer_settings import KEY_SHARE, REHEARSED
 
 CLASS_POSITIONS = 100_000  # about 33 MB
 NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.trial import (
     NAME_BYTES,
     JudgedText,

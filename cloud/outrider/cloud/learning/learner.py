@@ -11,8 +11,8 @@ from typing import Any
 
 from outrider.cloud.learning.judge import ShadowJudge
 from outrider.cloud.learning.record_file import read_records
-from outrider.cloud.learning.settings import TrainerSettings
 from outrider.cloud.learning.trainer import Trainer, VersionCandidate
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import TrialJournal
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.cloud.learning.record import MAX_ROWS, LessonRecord
+from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord
 from outrider.proto.types import Sampling
 
 Teacher = tuple[np.ndarray, np.ndarray, np.ndarray]

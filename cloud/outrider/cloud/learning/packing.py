@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.cloud.learning.record import TOP, LessonRecord
+from outrider.cloud.learning.lesson_record import TOP, LessonRecord
 from outrider.proto.types import Sampling
 
 _LEAST_LOGP = -60000.0  # the least that a float16 can say

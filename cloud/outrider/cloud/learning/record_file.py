@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from outrider.cloud.learning.record import MAX_BYTES, LessonRecord
+from outrider.cloud.learning.lesson_record import MAX_BYTES, LessonRecord
 from outrider.proto.errors import InvalidArgument
 
 _LENGTH = struct.Struct("<I")

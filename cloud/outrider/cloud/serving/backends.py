@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.target.backend import Backend
 from outrider.cloud.target.target import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
+from outrider.cloud.verifier_config import VerifierConfig
 
 
 def load_backend(config: VerifierConfig) -> Backend:

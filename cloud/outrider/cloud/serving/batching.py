@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from outrider.cloud.config import MAX_PREFILL_ROWS
+from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
 from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
 from outrider.proto.session import VerifierRules, VerifierSession, tokens_before_scores, unscored_tokens
 from outrider.proto.types import BlockBranch, DraftToken, token_ids

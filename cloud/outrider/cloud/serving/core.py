@@ -19,11 +19,11 @@ from outrider.cloud.serving.heartbeat import Heartbeat
 from outrider.cloud.serving.inbox import Inbox
 from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.masks import Masks, masks_by_of
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.recovery import Probe, Recovery, Runner, VerifierFailed
 from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot, Slots
 from outrider.cloud.serving.step_timing import StepMeter
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.backend import Backend
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules

@@ -17,15 +17,15 @@ from typing import Any
 
 import grpc
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.grammar.grammar import Grammars
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.health import VerifierHealth
+from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.lease_end import LeaseEnds
 from outrider.cloud.serving.metering import limit_of, meter_of
 from outrider.cloud.serving.stream_outbox import Stalls, StreamOutbox
 from outrider.cloud.serving.stream_state import opened_twice
-from outrider.cloud.serving.tracing import VerifierTracing
+from outrider.cloud.serving.verifier_tracing import VerifierTracing
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import Internal, InvalidArgument, NotFound, OutriderError
 from outrider.proto.lease import LeaseClaim, verify_lease

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.learning.lessons import NoLessons
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.core import EngineCore
 from outrider.cloud.serving.local_source import NoSource
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.runner import ModelRunner
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.backend import Backend
-from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.projection import Projection
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.session import VerifierRules
 
 IDLE_S = 0.5

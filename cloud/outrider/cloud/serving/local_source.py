@@ -16,11 +16,11 @@ from typing import Protocol
 from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTask
 from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
 from outrider.cloud.serving.batching import Batching, Share
-from outrider.cloud.serving.metrics import VerifierMetrics
 from outrider.cloud.serving.slots import Slot, Slots
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule
 from outrider.proto.plumbing.logs import about
-from outrider.proto.policy.branches import RUNNERS_UP
+from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import VerifierSession
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import DraftToken

@@ -6,11 +6,11 @@ import logging
 
 import torch
 
-from outrider.cloud.config import VerifierConfig
 from outrider.cloud.drafting.draft_threads import DraftThreads
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import NgramDrafter, embedded_packages, find_package
 from outrider.drafters.packages import FAMILY, read_manifest
 from outrider.drafters.search import NGRAM

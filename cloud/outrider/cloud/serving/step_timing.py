@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.cloud.serving.batching import Batch
-from outrider.cloud.serving.metrics import VerifierMetrics
+from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.proto.policy import Smoothed
 
 MAX_KEPT = 4096

@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from outrider.cloud.config import DTYPES
 from outrider.cloud.target.passes import Passes
 from outrider.cloud.target.precision import dtype_name
+from outrider.cloud.verifier_config import DTYPES
 from outrider.proto.errors import ModelRefused
 from outrider.proto.types import Guarantee
 

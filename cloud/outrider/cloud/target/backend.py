@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampled
+from outrider.cloud.target.sampler import Sampled
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, TokenFacts, token_ids
 
 

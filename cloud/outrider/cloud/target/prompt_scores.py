@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.cloud.target.backend import StepRow
-from outrider.cloud.target.sampling import token_facts
+from outrider.cloud.target.sampler import token_facts
 from outrider.proto.types import TokenFacts
 
 

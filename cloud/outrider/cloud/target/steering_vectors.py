@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from outrider.cloud.target.backend import Backend, TargetFacts
-from outrider.cloud.target.steering import PROJECTION_FILE, FoldedProjection, Projection, projection_id
+from outrider.cloud.target.projection import PROJECTION_FILE, FoldedProjection, Projection, projection_id
 from outrider.proto.errors import InvalidArgument, ModelRefused
-from outrider.proto.steering import encode
+from outrider.proto.steering_vector import encode
 from outrider.proto.types import Steering, SteeringPrecision, SteeringRequest
 
 _EMBEDDED = Path(__file__).parents[1] / "drafters"

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.config import AUTO
 from outrider.cloud.models.family_index import embedded_targets, find_target, load_tokenizer, tokenizer_file
 from outrider.cloud.target import attention
 from outrider.cloud.target.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
@@ -24,9 +23,10 @@ from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory
 from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
 from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
 from outrider.cloud.target.precision import precision_of, quantization_of
+from outrider.cloud.target.projection import Taps
 from outrider.cloud.target.recorded.call_source import Pass
 from outrider.cloud.target.recorded.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
-from outrider.cloud.target.steering import Taps
+from outrider.cloud.verifier_config import AUTO
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.plumbing.logs import STAGES
 from outrider.proto.tokenizer import tokenizer_hash

@@ -16,8 +16,8 @@ import torch
 
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.kv_cache import SessionCache
-from outrider.cloud.target.sampling import Sampler
-from outrider.cloud.target.steering import Projection
+from outrider.cloud.target.projection import Projection
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.steering_vectors import fold, tapped_layers
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.proto.errors import ConfigError, OutriderError

@@ -16,7 +16,7 @@ from outrider.cloud.target.branch_cache import BranchCache
 from outrider.cloud.target.distribution import VerificationInput, are_numbers
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.prompt_scores import split_scored, wanted_rows
-from outrider.cloud.target.sampling import Sampled, Sampler
+from outrider.cloud.target.sampler import Sampled, Sampler
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.proto.session.acceptance import num_agreeing
 from outrider.proto.types import TokenFacts, token_ids

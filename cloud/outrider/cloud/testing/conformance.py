@@ -21,7 +21,7 @@ import torch
 
 from outrider.cloud.target.backend import Backend, Handle, StepOutput, StepRow
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.sampling import Sampled
+from outrider.cloud.target.sampler import Sampled
 from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import DraftToken, Sampling, token_ids

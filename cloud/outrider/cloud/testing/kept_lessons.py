@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.lesson_record import LessonRecord
 
 
 class KeptLessons:

@@ -23,16 +23,16 @@ import transformers
 from transformers import PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
-from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
 from outrider.cloud.training.corpus import BlockSampler
 from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.optimizers import Budget
-from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
 from outrider.cloud.training.same_tokenizer import save_tokenizer
-from outrider.cloud.training.settings import Training
 from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
-from outrider.cloud.training.texts import Texts, gather_texts, load_target
+from outrider.cloud.training.training_report import Reporter, acceptance_table, duration, reporter_for_stdout
+from outrider.cloud.training.training_settings import Training
+from outrider.cloud.training.training_texts import Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
 from outrider.proto.plumbing.cores import available_cores
 

@@ -16,16 +16,16 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.models.heads import head_terms, tokens_of
-from outrider.cloud.target.steering import PROJECTION_FILE, Projection, Taps, default_layers
-from outrider.cloud.training.acceptance import MeanAcceptance, Student
-from outrider.cloud.training.drafter import matrices_and_others, read_drafter
+from outrider.cloud.target.projection import PROJECTION_FILE, Projection, Taps, default_layers
+from outrider.cloud.training.drafter_training import matrices_and_others, read_drafter
+from outrider.cloud.training.measured_acceptance import MeanAcceptance, Student
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
-from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import TrainingResult, TrainingRun, as_json, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer_of_folder
-from outrider.cloud.training.settings import ARMS, SteerTraining, TrainingArm
-from outrider.cloud.training.steered import SteeredDrafter, aged_sources, sources_of
-from outrider.cloud.training.texts import Texts
+from outrider.cloud.training.steered_training import SteeredDrafter, aged_sources, sources_of
+from outrider.cloud.training.training_report import Reporter
+from outrider.cloud.training.training_settings import ARMS, SteerTraining, TrainingArm
+from outrider.cloud.training.training_texts import Texts
 from outrider.proto.errors import InvalidArgument
 
 AGES = (1, 2, 4, 8, 16, 32)

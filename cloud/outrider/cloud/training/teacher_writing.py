@@ -17,9 +17,9 @@ from jinja2 import TemplateError
 from transformers import DynamicCache, PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
-from outrider.cloud.training.report import Reporter, duration, reporter_for_stdout
-from outrider.cloud.training.settings import TeacherWriting
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, target_mark
+from outrider.cloud.training.training_report import Reporter, duration, reporter_for_stdout
+from outrider.cloud.training.training_settings import TeacherWriting
 from outrider.proto.errors import Cancelled, InvalidArgument
 from outrider.proto.plumbing.cores import available_cores
 from outrider.proto.plumbing.files import sha256_of

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.cloud.target.precision import dtype_name, precision_of
-from outrider.cloud.vllm.messages import ForwardPass, PassResult, Wanted
 from outrider.cloud.vllm.sequences import Block
+from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, Wanted
 from outrider.proto.errors import ConfigError, ModelRefused
 
 RELEASES = ("0.32.0",)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.config import AUTO, MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.models.family_index import find_target
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.target.kv_size import bytes_per_token, kv_tokens_by_memory
 from outrider.cloud.target.target import tokenizer_json
+from outrider.cloud.verifier_config import AUTO, MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
-from outrider.cloud.vllm.backend import VllmBackend
+from outrider.cloud.vllm.vllm_backend import VllmBackend
 from outrider.proto.errors import ModelRefused, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
 

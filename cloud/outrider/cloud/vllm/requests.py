@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampled
-from outrider.cloud.vllm.messages import PassRow
+from outrider.cloud.target.sampler import Sampled
 from outrider.cloud.vllm.sequences import BlockSequence, Paging, WorkerRequest
+from outrider.cloud.vllm.worker_messages import PassRow
 from outrider.proto.types import token_ids
 
 _numbers = itertools.count()

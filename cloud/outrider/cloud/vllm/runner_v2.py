@@ -20,9 +20,9 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampler
-from outrider.cloud.vllm.messages import PassResult, PassRow, Wanted
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.vllm.requests import committed_tokens
+from outrider.cloud.vllm.worker_messages import PassResult, PassRow, Wanted
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker

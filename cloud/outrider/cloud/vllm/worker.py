@@ -15,9 +15,9 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampling import Sampler
-from outrider.cloud.vllm.messages import PassResult, Wanted
+from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.vllm.requests import committed_tokens
+from outrider.cloud.vllm.worker_messages import PassResult, Wanted
 
 NOTHING = -1  # what vLLM's runner takes for no token
 

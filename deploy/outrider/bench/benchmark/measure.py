@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from outrider.deploy.prompts import Prompt
+from outrider.deploy.built_in_prompts import Prompt
 from outrider.edge import Client, Sampling, Tokens
 from outrider.edge.decoding import Observer
 from outrider.proto.session import EdgeStatistics

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.benchmark.record import LANES, BenchmarkRun
-from outrider.bench.benchmark.table import Condition, by_link, fastest
+from outrider.bench.bench_metrics import grouped
+from outrider.bench.bench_settings import MODES
+from outrider.bench.benchmark.bench_record import LANES, BenchmarkRun
+from outrider.bench.benchmark.bench_table import Condition, by_link, fastest
 from outrider.bench.links import LinkRecord, link_name, link_parts
-from outrider.bench.metrics import grouped
 from outrider.bench.plot import FAINT, GREY, HUES, INK, canvas, save_plot, styled
-from outrider.bench.settings import MODES
-from outrider.deploy.link.traces import LinkTrace, find_trace
+from outrider.deploy.link.link_traces import LinkTrace, find_trace
 from outrider.proto.errors import ConfigError
 
 WIDTH_IN = 9.0

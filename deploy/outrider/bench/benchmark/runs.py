@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
+from outrider.bench.bench_metrics import latencies, pooled, work_per_token
+from outrider.bench.benchmark.bench_record import BenchmarkRun, Span
 from outrider.bench.benchmark.measure import Measured
-from outrider.bench.benchmark.record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
-from outrider.bench.metrics import latencies, pooled, work_per_token
 from outrider.cloud.serving.step_timing import StepTiming
 
 TIMELINE_S = 1.5

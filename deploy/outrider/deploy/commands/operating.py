@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.deploy.arguments import Command, part
-from outrider.deploy.commands.edge import KeySettings
-from outrider.edge.config import CONNECTION, EdgeConfig
+from outrider.deploy.commands.edge_options import KeySettings
+from outrider.edge.edge_config import CONNECTION, EdgeConfig
 from outrider.proto.address import without_http
 from outrider.proto.settings import REQUIRED, Settings, at_least, option
 
@@ -132,12 +132,12 @@ class CompletionSettings(Settings):
 
 
 CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
-STATUS = Command("outrider.deploy.control:status", (*CONNECTED, part(StatusSettings)))
-DRAIN = Command("outrider.deploy.control:drain", (part(DrainSettings), *CONNECTED))
+STATUS = Command("outrider.deploy.fleet_control:status", (*CONNECTED, part(StatusSettings)))
+DRAIN = Command("outrider.deploy.fleet_control:drain", (part(DrainSettings), *CONNECTED))
 SCALE = Command("outrider.deploy.local.fleet:scale", (part(ScaleSettings),))
 FORGET = Command("outrider.deploy.local.fleet:forget", (part(ForgetSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
-LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))
+LINK = Command("outrider.deploy.link.link_command:link", (part(LinkSettings),))
 SUBMIT = Command("outrider.deploy.submit:submit", (part(SubmitSettings, defaults={"address": job_server}),))
 COMPLETION = Command("outrider.deploy.cli:completion", (part(CompletionSettings),))

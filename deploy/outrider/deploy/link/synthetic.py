@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from outrider.deploy.link.traces import LinkTrace, TracePoint, write_trace
+from outrider.deploy.link.link_traces import LinkTrace, TracePoint, write_trace
 from outrider.proto.errors import ConfigError
 
 STEP_S = 0.1

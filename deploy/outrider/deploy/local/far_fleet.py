@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from outrider.coordinator.cluster import VerifierInfo
 from outrider.coordinator.ray_cluster import RayCluster
-from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 
 

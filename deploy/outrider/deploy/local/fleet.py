@@ -11,11 +11,11 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from outrider.cloud.serving.actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
+from outrider.cloud.serving.verifier_actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
 from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import ForgetSettings, ScaleSettings
-from outrider.deploy.local.cluster import wait_until_loaded
+from outrider.deploy.local.local_cluster import wait_until_loaded
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
 ANSWER_TIMEOUT_S = 60.0

@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.learning.actor import TrainerActor
-from outrider.cloud.learning.settings import OWN, TrainerSettings
+from outrider.cloud.learning.trainer_actor import TrainerActor
+from outrider.cloud.learning.trainer_settings import OWN, TrainerSettings
 from outrider.deploy.process.child import answer_requests
 from outrider.proto.errors import ConfigError, InvalidArgument, Unavailable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.deploy.arguments import Given
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.address import is_loopback, join_address, split_address

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.config import AUTO, VerifierConfig
-from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.models.family_index import find_target
-from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.cloud.verifier_config import AUTO, VerifierConfig
+from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
 from outrider.deploy.commands.conditions import ConditionSettings
-from outrider.deploy.commands.serving import (
+from outrider.deploy.commands.serving_options import (
     ActorSettings,
     FixedVerifierSettings,
     SecretSettings,
@@ -23,7 +23,7 @@ from outrider.deploy.commands.serving import (
     UpSettings,
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
-from outrider.deploy.local.cluster import catalogue_folders, embedded_drafters, local_cluster
+from outrider.deploy.local.local_cluster import catalogue_folders, embedded_drafters, local_cluster
 from outrider.deploy.local.next_steps import next_steps
 from outrider.deploy.process.descendants import descendants, kill, until_gone
 from outrider.deploy.process.ports import check_port
@@ -114,7 +114,7 @@ def coordinator(given: Given) -> int:
 
 
 async def _coordinator(given: Given) -> int:
-    from outrider.coordinator.server import CoordinatorServer
+    from outrider.coordinator.coordinator_server import CoordinatorServer
 
     config = coordinator_config(given)
     _check_ports(config)
@@ -191,7 +191,7 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
         end.start()  # the loop itself may stand still
 
     with waiting(f"loading the target {config.target}"):
-        from outrider.cloud.serving.server import VerifierServer  # imports torch
+        from outrider.cloud.serving.verifier_server import VerifierServer  # imports torch
 
         server = VerifierServer(config, secret, on_failure)
     address = await server.start()
@@ -222,9 +222,9 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: bytes) -> int:
     """Start a detached actor in a running Ray cluster, and leave it there."""
-    from outrider.cloud.serving.actor import start_verifier_actor
+    from outrider.cloud.serving.verifier_actor import start_verifier_actor
     from outrider.coordinator.ray_cluster import connect_ray
-    from outrider.deploy.local.cluster import wait_until_loaded
+    from outrider.deploy.local.local_cluster import wait_until_loaded
 
     connect_ray(settings.ray_address)
     actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
@@ -237,10 +237,10 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
 
 def trainer(given: Given) -> int:
     """Run `outrider trainer`: start a detached actor in a running Ray cluster, and leave it there."""
-    from outrider.cloud.learning.actor import start_trainer_actor
     from outrider.cloud.learning.learner import check_reads_tokens, drafters_folder, target_of
+    from outrider.cloud.learning.trainer_actor import start_trainer_actor
     from outrider.coordinator.ray_cluster import RayCluster, connect_ray
-    from outrider.deploy.local.cluster import wait_until_loaded
+    from outrider.deploy.local.local_cluster import wait_until_loaded
 
     settings, cluster = given(TrainerSettings), given(TrainerActorSettings)
     folder = drafters_folder(settings)

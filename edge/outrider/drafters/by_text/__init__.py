@@ -1,9 +1,9 @@
 """Drafters with another tokenizer than the target's: any drafter for any target, by text.
 
-vocabulary  a tokenizer as the bytes of its tokens, and text as tokens with the places where they end
-reencoding  tokens of a growing text, of which only the last are encoded again
-noise       the target's noise for a drafter's tokens, and the choice among them
-drafter     `TextDrafter`: target tokens to text, to the drafter's tokens, and back
+vocabulary    a tokenizer as the bytes of its tokens, and text as tokens with the places where they end
+reencoding    tokens of a growing text, of which only the last are encoded again
+text_noise    the target's noise for a drafter's tokens, and the choice among them
+text_drafter  `TextDrafter`: target tokens to text, to the drafter's tokens, and back
 
 Sources: Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies" (arXiv 2502.05202), whose string-level exact match (SLEM) is the route by text, and whose token-level
@@ -17,7 +17,7 @@ whatever happens here.
 
 from __future__ import annotations
 
-from outrider.drafters.by_text.drafter import TextDrafter
+from outrider.drafters.by_text.text_drafter import TextDrafter
 from outrider.drafters.by_text.vocabulary import Vocabulary
 
 __all__ = ["TextDrafter", "Vocabulary"]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from outrider.edge.chat.process import LENGTH
 from outrider.edge.chat.template import FIELD, TemplateSource
+from outrider.edge.chat.template_process import LENGTH
 from outrider.proto.errors import InvalidArgument
 
 CPU_S = 2.0  # for one chat
@@ -82,7 +82,7 @@ class TemplateProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "outrider.edge.chat.process"),
+            *("-m", "outrider.edge.chat.template_process"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,  # without API keys

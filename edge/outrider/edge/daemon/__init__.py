@@ -1,18 +1,18 @@
 """The edge daemon: OpenAI's HTTP API in front of one `Client`, on this machine. Needs only the extra `[edge]`.
 
-server          sockets, TLS, and what is not HTTP
-access          checks of every request, the limit on those that run, their lines in the log; origins of pages (CORS)
+http_server     sockets, TLS, and what is not HTTP
+api_access      checks of every request, the limit on those that run, their lines in the log; origins of pages (CORS)
 app             the routes, and the page at /, which is the files in page/
 schema          what requests of OpenAI's API may say, field by field
-reading         bodies of requests, read and checked within limits, and what becomes of unknown fields
+body_reading    bodies of requests, read and checked within limits, and what becomes of unknown fields
 parsed_request  from what a request says to prompts in tokens and `Sampling`
-texts           decoding of a request's texts, and the sending of its answer
+text_streams    decoding of a request's texts, and the sending of its answer
 answers         the two formats of an answer
 translation     other APIs in front of chats:
 responses       OpenAI's Responses API, with responses that are kept in response_store
 messages        Anthropic's API
-metrics         counts of requests, and what an answer says about its drafts
-errors          the error tree as HTTP statuses and error objects
+daemon_metrics  counts of requests, and what an answer says about its drafts
+http_errors     the error tree as HTTP statuses and error objects
 cloud           the target and its tools, and whether the cloud is there, found out in the background
 """
 

@@ -13,15 +13,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from outrider.edge.daemon.access import RESPONSES, SHUTTING_DOWN, Auth, Guard
 from outrider.edge.daemon.answers import ChatAnswer, CompletionAnswer
+from outrider.edge.daemon.api_access import RESPONSES, SHUTTING_DOWN, Auth, Guard
 from outrider.edge.daemon.cloud import Served
-from outrider.edge.daemon.errors import DEFECT, MESSAGES, ApiError, error_response, json_response
+from outrider.edge.daemon.http_errors import DEFECT, MESSAGES, ApiError, error_response, json_response
 from outrider.edge.daemon.messages import COUNT_TOKENS, messages_routes
 from outrider.edge.daemon.parsed_request import parse_chat, parse_completion
 from outrider.edge.daemon.responses import ResponsesApi
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
-from outrider.edge.daemon.texts import Service, TextEndpoint
+from outrider.edge.daemon.text_streams import Service, TextEndpoint
 from outrider.proto.plumbing.access import Keys
 from outrider.proto.release import release
 

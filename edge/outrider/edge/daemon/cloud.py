@@ -15,7 +15,7 @@ from outrider.drafters.token_text import TokenText, special_tokens
 from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.chat.template import TemplateSource
 from outrider.edge.client import Client
-from outrider.edge.daemon.errors import ApiError
+from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.pool.preparation import Ready
 from outrider.edge.tool_calls.formats import AUTO, FORMATS, ToolFormat, format_of, knows_tools
 from outrider.proto.address import split_address

@@ -12,10 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from outrider.edge.daemon.errors import MESSAGES, NO_THREADS, ApiError, error_body, from_outrider, json_response
-from outrider.edge.daemon.reading import read_request
+from outrider.edge.daemon.body_reading import read_request
+from outrider.edge.daemon.http_errors import MESSAGES, NO_THREADS, ApiError, error_body, from_outrider, json_response
 from outrider.edge.daemon.schema import MAX_MESSAGES, ChatRequest, Ignored, Stops, Strict, refuse, unless, within
-from outrider.edge.daemon.texts import TextEndpoint
+from outrider.edge.daemon.text_streams import TextEndpoint
 from outrider.edge.daemon.translation import (
     Piece,
     TranslatedEndpoint,

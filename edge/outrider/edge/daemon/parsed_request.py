@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.daemon.cloud import Served, ToolSupport
-from outrider.edge.daemon.errors import ApiError
+from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.daemon.schema import (
     NO_PARAMETERS,
     ChatRequest,
@@ -20,8 +20,8 @@ from outrider.edge.daemon.schema import (
 )
 from outrider.edge.event_stream import Event, Tokens
 from outrider.edge.pool.prediction import indexed_prediction
+from outrider.edge.tool_calls.call_grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.formats import ToolFormat
-from outrider.edge.tool_calls.grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.parts import CallParser
 from outrider.proto.errors import InvalidArgument, PromptTooLong
 from outrider.proto.types import FinishReason, Grammar, GrammarKind, Sampling

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.edge.daemon.errors import ApiError, json_bytes
+from outrider.edge.daemon.http_errors import ApiError, json_bytes
 
 MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20

@@ -14,11 +14,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from outrider.edge.daemon.access import RESPONSE, RESPONSES
-from outrider.edge.daemon.errors import ApiError, json_response
+from outrider.edge.daemon.api_access import RESPONSE, RESPONSES
+from outrider.edge.daemon.http_errors import ApiError, json_response
 from outrider.edge.daemon.response_store import KeptItem, KeptResponse, ResponseStore
 from outrider.edge.daemon.schema import ChatRequest, Ignored, Strict, refuse, unless, within
-from outrider.edge.daemon.texts import TextEndpoint
+from outrider.edge.daemon.text_streams import TextEndpoint
 from outrider.edge.daemon.translation import (
     Piece,
     TranslatedEndpoint,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from outrider.edge.daemon.errors import from_outrider
+from outrider.edge.daemon.http_errors import from_outrider
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, MAX_TOP_LOGPROBS, Grammar, GrammarKind
 

@@ -12,10 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.edge.daemon.errors import ApiError, json_bytes, json_response
-from outrider.edge.daemon.reading import checked, read_request
+from outrider.edge.daemon.body_reading import checked, read_request
+from outrider.edge.daemon.http_errors import ApiError, json_bytes, json_response
 from outrider.edge.daemon.schema import ChatRequest, Strict
-from outrider.edge.daemon.texts import Item, Reply, TextEndpoint
+from outrider.edge.daemon.text_streams import Item, Reply, TextEndpoint
 
 Piece = dict[str, Any]  # an event of a stream, whose `type` is its name
 

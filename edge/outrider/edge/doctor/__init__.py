@@ -1,9 +1,9 @@
 """`outrider doctor`: checks of everything between this machine and the target, and what to do about what they find.
 
-finding     what one check found: outcome, message, remedy, metrics
-connection  the way to a server: name, port, certificate, health
-agreement   lease, tokenizer, session, releases, clocks; the visit, which knows what the checks have found
-speed       drafter, drafting, round trip, rate, a whole text
+finding           what one check found: outcome, message, remedy, metrics
+connection_check  the way to a server: name, port, certificate, health
+agreement         lease, tokenizer, session, releases, clocks; the visit, which knows what the checks have found
+speed             drafter, drafting, round trip, rate, a whole text
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from outrider.edge.config import EdgeConfig
-from outrider.edge.doctor import agreement, connection, speed
+from outrider.edge.doctor import agreement, connection_check, speed
 from outrider.edge.doctor.agreement import Visit
-from outrider.edge.doctor.connection import Endpoint
+from outrider.edge.doctor.connection_check import Endpoint
 from outrider.edge.doctor.finding import LOG, Finding, Outcome, failed, skipped
+from outrider.edge.edge_config import EdgeConfig
 
 __all__ = ["Finding", "Outcome", "examine"]
 
@@ -94,8 +94,8 @@ def _connection_checks(role: str, *first: str) -> tuple[Check, ...]:
         return run
 
     return (
-        Check(f"{role} name", at_endpoint(connection.resolve_name), first),
-        Check(f"{role} port", at_endpoint(connection.connect_port), (f"{role} name",)),
-        Check(f"{role} TLS", at_endpoint(connection.inspect_tls), (f"{role} port",)),
-        Check(f"{role} answers", at_endpoint(connection.check_health), (f"{role} TLS",)),
+        Check(f"{role} name", at_endpoint(connection_check.resolve_name), first),
+        Check(f"{role} port", at_endpoint(connection_check.connect_port), (f"{role} name",)),
+        Check(f"{role} TLS", at_endpoint(connection_check.inspect_tls), (f"{role} port",)),
+        Check(f"{role} answers", at_endpoint(connection_check.check_health), (f"{role} TLS",)),
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from outrider.drafters import DrafterCache, find_package
 from outrider.edge.client import Client
-from outrider.edge.config import EdgeConfig
 from outrider.edge.decoding import Observer
-from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint
+from outrider.edge.doctor.connection_check import TIMEOUT_S, Endpoint
 from outrider.edge.doctor.finding import Finding, Metric, failed, failed_by, ok, skipped, warning
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.edge_config import EdgeConfig
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.pool.preparation import leased_tokenizer
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch, Unauthenticated

@@ -16,7 +16,7 @@ from outrider.drafters.pool import DrafterPool
 from outrider.drafters.protocol import Drafter
 from outrider.edge.client import Client
 from outrider.edge.doctor.agreement import Visit
-from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint, ask_health
+from outrider.edge.doctor.connection_check import TIMEOUT_S, Endpoint, ask_health
 from outrider.edge.doctor.finding import Finding, failed, failed_by, ok, skipped, warning
 from outrider.edge.event_stream import Completion
 from outrider.proto import codec

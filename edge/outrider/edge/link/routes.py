@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.edge.features import TextFeatures
-from outrider.edge.link.control import CoordinatorClient
+from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
 from outrider.edge.prefixes import prefix_key, text_prefixes
 from outrider.edge.warm_start import FleetPrior

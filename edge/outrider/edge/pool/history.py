@@ -11,15 +11,15 @@ import numpy as np
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import RETRIEVAL
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.config import EdgeConfig, edge_of_this_process
+from outrider.edge.edge_config import EdgeConfig, edge_of_this_process
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
 from outrider.edge.pool.preparation import Ready
 from outrider.edge.pool.text_drafters import TextDrafters
 from outrider.edge.request import Tenant
-from outrider.edge.selection import default_selector, selector_named
+from outrider.edge.selectors import default_selector, selector_named
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.drafter_format import published_name
-from outrider.proto.policy.selection import Selector, StaticSelector
+from outrider.proto.policy.selector import Selector, StaticSelector
 from outrider.proto.policy.suspicion import ReopenBudget
 from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
 from outrider.proto.types import Open, Sampling, SessionReport

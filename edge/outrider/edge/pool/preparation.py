@@ -19,8 +19,8 @@ from outrider.drafters.pool import BROKEN, DrafterPool, Member
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import RETRIEVAL, DrafterSearch, own_member
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.config import EdgeConfig, edge_of_this_process
-from outrider.edge.link.control import CoordinatorClient, file_fetcher
+from outrider.edge.edge_config import EdgeConfig, edge_of_this_process
+from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
 from outrider.edge.link.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.edge.pool.kept_answers import KeptAnswers
 from outrider.edge.pool.local_texts import LocalFiles, LocalTexts

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.pool import DrafterPool
-from outrider.edge.config import EdgeConfig
+from outrider.edge.edge_config import EdgeConfig
 from outrider.edge.link.link import Channels
 from outrider.edge.pool.preparation import Preparation, Ready
 from outrider.proto.errors import ConfigError, OutriderError

@@ -5,7 +5,7 @@ Bytes from a stranger become a checked domain object or raise `InvalidArgument` 
 
 from __future__ import annotations
 
-from outrider.proto.codec.control import (
+from outrider.proto.codec.control_codec import (
     CONTROL_SERVICE,
     decode_chunk,
     decode_drafter_query,
@@ -30,7 +30,7 @@ from outrider.proto.codec.control import (
     encode_report,
     encode_status,
 )
-from outrider.proto.codec.decoding import (
+from outrider.proto.codec.decoding_codec import (
     DECODE_METHOD,
     DECODING_SERVICE,
     SMALL_FRAME_BYTES,

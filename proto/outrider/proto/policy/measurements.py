@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from outrider.proto.policy.branches import OtherShares
+from outrider.proto.policy.likely_branches import OtherShares
 from outrider.proto.policy.measures import Calibration, Line, Smoothed
 
 _PACE_FADE = 0.95  # at every commit

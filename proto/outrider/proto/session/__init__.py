@@ -35,9 +35,9 @@ from outrider.proto.session.events import (
 from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import SentMessages, SharedMeasurements
 from outrider.proto.session.selection import PROMPT_TOKENS, DrafterName, Selection
-from outrider.proto.session.steering import DrafterSteering
+from outrider.proto.session.session_steering import DrafterSteering
+from outrider.proto.session.session_text import DrafterCounts, EdgeStatistics
 from outrider.proto.session.stream import RetryRules
-from outrider.proto.session.text import DrafterCounts, EdgeStatistics
 from outrider.proto.session.verifier import Verified, VerifierSession, tokens_before_scores, unscored_tokens
 
 __all__ = [

@@ -14,7 +14,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.policy.branches import MAX_BRANCHES
+from outrider.proto.policy.likely_branches import MAX_BRANCHES
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Branch,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.proto.policy.both_ends import Division, EndsView, division_of, edge_wait_s, is_overdue
-from outrider.proto.policy.branches import MissShares
+from outrider.proto.policy.likely_branches import MissShares
 from outrider.proto.policy.measures import Calibration, Smoothed, TextCalibration
 from outrider.proto.policy.patience import LATE, MARGIN_S, Plan, VerifierView
+from outrider.proto.policy.who_drafts import Division, EndsView, division_of, edge_wait_s, is_overdue
 from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob

@@ -21,9 +21,9 @@ from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import DrafterName, Selection
-from outrider.proto.session.steering import Steer, VectorKeeper
+from outrider.proto.session.session_steering import Steer, VectorKeeper
+from outrider.proto.session.session_text import EdgeText
 from outrider.proto.session.stream import EdgeStream
-from outrider.proto.session.text import EdgeText
 from outrider.proto.session.tree import DraftTree
 from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, DraftToken, token_ids

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken, bounded_retry_s
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.policy.branches import BRANCH_BYTES
+from outrider.proto.policy.likely_branches import BRANCH_BYTES
 from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush, worth_a_message
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
@@ -42,9 +42,9 @@ from outrider.proto.session.events import (
 )
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import DrafterName, Selection
-from outrider.proto.session.steering import DrafterSteering, VectorKeeper
+from outrider.proto.session.session_steering import DrafterSteering, VectorKeeper
+from outrider.proto.session.session_text import EdgeStatistics, EdgeText
 from outrider.proto.session.stream import EdgeStream, RetryRules, check_terms
-from outrider.proto.session.text import EdgeStatistics, EdgeText
 from outrider.proto.session.tree import DraftTree
 from outrider.proto.types import (
     Cancel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.proto.session.steering import Steer
+from outrider.proto.session.session_steering import Steer
 from outrider.proto.types import DraftToken
 
 

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.measurements import DrafterMeasurements
 from outrider.proto.policy.measures import TextCalibration
-from outrider.proto.policy.selection import ArmCosts, RoundCosts
-from outrider.proto.policy.steering import SteeringView, commit_bytes
+from outrider.proto.policy.selector import ArmCosts, RoundCosts
+from outrider.proto.policy.steering_rate import SteeringView, commit_bytes
 from outrider.proto.policy.window import TOKEN_BYTES
 from outrider.proto.types import Commit, DraftToken
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from outrider.proto.errors import ResourceExhausted
-from outrider.proto.policy.branches import MAX_BRANCHES
+from outrider.proto.policy.likely_branches import MAX_BRANCHES
 from outrider.proto.policy.measures import Acceptance, Smoothed
 from outrider.proto.session.selection import NO_DRAFTER
 from outrider.proto.types import Branch, Branches, Draft, DraftToken

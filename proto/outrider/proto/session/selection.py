@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selector import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session.jobs import CatchUpJob
 
 DrafterName = tuple[str, str]  # name and version

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.proto.policy.branches import (
+from outrider.proto.policy.likely_branches import (
     BRANCH_BYTES,
     LEAST_GAIN,
     MAX_BRANCHES,
@@ -27,8 +27,8 @@ from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import NO_DRAFTER, DrafterName
+from outrider.proto.session.session_text import EdgeText
 from outrider.proto.session.stream import EdgeStream
-from outrider.proto.session.text import EdgeText
 from outrider.proto.types import Branch, Branches, Draft, DraftToken, Goal, token_ids
 
 LEAST_MESSAGE = 0.05  # tokens that branches without a run must add to a step to be worth a message of their own

@@ -28,7 +28,7 @@ from outrider.proto.types.control import (
     VerifierStatus,
     VersionStatus,
 )
-from outrider.proto.types.decoding import (
+from outrider.proto.types.frames import (
     MAX_ISOLATION_BYTES,
     PROTOCOL_VERSION,
     BlockBranch,

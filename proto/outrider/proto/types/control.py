@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from outrider.proto.types.checks import NAME, PROMPT_CLASSES, SHA256, require
-from outrider.proto.types.decoding import PROTOCOL_VERSION
+from outrider.proto.types.frames import PROTOCOL_VERSION
 
 LINK_CLASSES = 6  # 0 included: unknown
 MAX_REPORTED_DRAFTERS = 16  # in a report or a prior

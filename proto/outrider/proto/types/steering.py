@@ -45,7 +45,9 @@ class SteeringRequest:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """A steering vector [rank] = scale * values of the target's hidden state; `outrider.proto.steering` decodes it.
+    """A steering vector [rank] = scale * values of the target's hidden state.
+
+    `outrider.proto.steering_vector` decodes it.
 
     A commit carries that of position `start + len(tokens) - 2`, the newest committed one that the verifier has
     processed.

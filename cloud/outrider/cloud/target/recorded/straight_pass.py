@@ -17,11 +17,11 @@ from torch import nn
 from outrider.cloud.target import attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan
 from outrider.cloud.target.kv_cache import PagedKVCache
+from outrider.cloud.target.projection import Taps
 from outrider.cloud.target.recorded.call_fusion import fused
 from outrider.cloud.target.recorded.call_recorder import CallRecorder, CallSequence, NotStraight, unified
 from outrider.cloud.target.recorded.call_simplification import simplified, trimmed
 from outrider.cloud.target.recorded.call_source import Pass, Wrap, written
-from outrider.cloud.target.steering import Taps
 from outrider.proto.errors import ModelRefused
 
 # Relative to the size of the logits, as in the check of paged attention; only rounding may differ.

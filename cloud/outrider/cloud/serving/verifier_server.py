@@ -1,0 +1,295 @@
+"""The verifier's gRPC server: its parts, and their life in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2_grpc
+
+from outrider.cloud.grammar.grammar import Grammars
+from outrider.cloud.learning.inclusion import LessonKind
+from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
+from outrider.cloud.learning.sink import LessonSink
+from outrider.cloud.serving.backends import load_backend
+from outrider.cloud.serving.decode_streams import DecodeStreams
+from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.engine_health import VerifierHealth
+from outrider.cloud.serving.lease_end import LeaseEnds
+from outrider.cloud.serving.own_drafter import local_source
+from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.serving.verifier_report import report_service
+from outrider.cloud.serving.verifier_tracing import VerifierTracing
+from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.target.steering_vectors import load_projections
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.proto.address import is_local_address
+from outrider.proto.channel import SERVER_OPTIONS
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
+from outrider.proto.plumbing.health import BoundedHealth
+from outrider.proto.plumbing.logs import about
+from outrider.proto.plumbing.metrics import MetricsServer
+from outrider.proto.plumbing.tls import bind, name_to_expect
+from outrider.proto.release import release
+from outrider.proto.session import VerifierRules
+from outrider.proto.types import VerifierStatus
+
+SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
+# A client waits with more. A relay has a stream for each session, two more for each that come back, and spare ones.
+MAX_STREAMS_OF_CONNECTION = 1024
+
+log = logging.getLogger(__name__)
+
+
+class VerifierServer:
+    """A target, its engine and their server, in this process.
+
+    Attributes:
+        lease_ends: sends sessions away whose leases have ended.
+    """
+
+    def __init__(
+        self,
+        config: VerifierConfig,
+        lease_secret: bytes = b"",
+        on_failure: Callable[[], None] = lambda: None,
+        sink: LessonSink | None = None,
+    ) -> None:
+        """Load the target and check it.
+
+        Args:
+            config: settings of the verifier.
+            lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
+            on_failure: called once, in the event loop, when steps fail whatever they are for, or from a thread beside
+                it, where the loop stands still: the process should end.
+            sink: whoever learns, if `config.learn` is set.
+
+        Raises:
+            NotFound, ModelRefused: the target or a projection cannot be loaded.
+            ConfigError: it listens beyond loopback without a lease secret, is to learn without a sink, or does not know
+                the host at which edges reach it.
+        """
+        if not (lease_secret or is_local_address(config.listen, "listen")):
+            raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
+        self._host = config.host  # before weights are read
+        _check_learning(config, sink)
+        torch.set_num_threads(config.torch_threads)
+        self._config = config
+        self._secret = lease_secret
+        self._backend = load_backend(config)
+        target, source = self._backend.facts, local_source(config, self._backend.facts)
+        self.tokenizer_json = target.tokenizer_json
+        self.tokenizer_sha256 = target.tokenizer_sha256
+        self.rules = _rules(config, target)
+        self._lessons = _lessons(
+            config, target, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted)
+        )
+        projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
+        self._engine = Engine(
+            self._backend, self.rules, config, projections, self._engine_failed, source, self._lessons
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._grammars = Grammars(
+            target.tokenizer_json, target.vocab_size, target.eos_tokens, self._engine.metrics.killed_grammars.inc
+        )
+        self.incarnation = uuid.uuid4().hex
+        self._server: grpc.aio.Server | None = None
+        self._connections = ConnectionWatch(config.connections_per_address)
+        self._health_service = BoundedHealth()
+        self._health = VerifierHealth(
+            self._engine.heart, self._engine.metrics, self._health_service, self.rules.name, on_failure
+        )
+        self._address = ""
+        self._metrics_server: MetricsServer | None = None
+        self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
+        self.lease_ends = LeaseEnds()
+        self._streams = DecodeStreams(
+            config,
+            self.rules,
+            lease_secret,
+            self.incarnation,
+            self._engine,
+            self._grammars,
+            self._health,
+            self.lease_ends,
+            self._tracing,
+        )
+
+    async def start(self) -> str:
+        """Begin to serve, and return the address as host:port."""
+        self._loop = asyncio.get_running_loop()
+        if self._config.metrics_listen:  # a thread of its own, before gRPC's
+            sessions = self._engine.sessions
+            self._engine.metrics.watch(
+                self._engine.slots,
+                self._backend,
+                max_sessions=self._config.max_sessions,
+                credit=lambda: sessions.credit,
+                draining=lambda: sessions.draining,
+            )
+            self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
+        # A limit of calls in all would hold for health checks, too. A relay's streams share one connection.
+        streams = max(MAX_STREAMS_OF_CONNECTION, 4 * self._config.max_sessions)
+        options = [*SERVER_OPTIONS, *connection_options(), ("grpc.max_concurrent_streams", streams)]
+        self._server = grpc.aio.server(options=options, interceptors=(self._connections,))
+        self._server.add_generic_rpc_handlers((self._streams.service(),))
+        self._server.add_generic_rpc_handlers((report_service(self, self._secret),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
+        port = bind(self._server, self._config.listen, self._config.tls)
+        self._connections.begin(port)
+        self._address = f"{self._host}:{port}"
+        sys.setswitchinterval(SWITCH_S)
+        self._engine.start()
+        await self._server.start()
+        await self._health.begin()
+        line = "verifier %s serves %s on %s"
+        log.info(line, self.rules.name, self.rules.model, self._address, extra=about(verifier=self.rules.name))
+        return self._address
+
+    async def drain(self, grace_s: float = 10.0) -> int:
+        """Send every session elsewhere, wait for them to go, and return how many there were."""
+        await self._health.close()
+        sessions = self._engine.session_count
+        self._engine.post_drain()
+        until = time.monotonic() + grace_s
+        while self._engine.session_count and time.monotonic() < until:  # noqa: ASYNC110 - counted in another thread
+            await asyncio.sleep(0.02)
+        return sessions
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """End the server, then the engine; one that has hung holds this up for ever."""
+        self._health.stop()
+        self._connections.stop()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+            await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._backend.close)
+        self._streams.close()
+        self._grammars.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    @property
+    def speaks_tls(self) -> bool:
+        """Whether edges need TLS here."""
+        return self._config.tls is not None
+
+    @property
+    def tls_name(self) -> str:
+        """Name to check its certificate for; empty: the host of its address."""
+        return "" if self._config.tls is None else name_to_expect(self._config.tls.cert, self._host)
+
+    @property
+    def metrics_address(self) -> str:
+        """Address of the metrics for Prometheus, host:port; empty: none are served."""
+        return self._metrics_server.address if self._metrics_server is not None else ""
+
+    def take_step_timings(self) -> list[StepTiming]:
+        """Return the times of the steps since the last call, oldest first; the newest few thousand are kept."""
+        timings = self._engine.meter.timings
+        return [timings.popleft() for _ in range(len(timings))]
+
+    def set_pace(self, min_step_s: float) -> None:
+        """Replace `min_step_s` of the settings from the next step on."""
+        self._engine.set_pace(min_step_s)
+
+    def forget_lessons(self, api_key: str) -> Future[int]:
+        """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
+        return self._lessons.forget(api_key)
+
+    def status(self) -> VerifierStatus:
+        """Return the verifier's state for the coordinator."""
+        return VerifierStatus(
+            name=self.rules.name,
+            address=self._address,
+            model=self.rules.model,
+            state=self._health.state(self._engine.sessions),
+            sessions=self._engine.session_count,
+            step_s=self._engine.meter.step_s.value,
+            kv_pages_free=self._backend.capacity.free_pages,
+            release=release(),
+            max_sessions=self._config.max_sessions,
+            kv_pages=self._backend.capacity.pages,
+            guarantee=self.rules.guarantee.name.lower(),
+            precision=self.rules.precision,
+            context_length=self.rules.context_length,
+            **asdict(self._engine.metrics.own_drafts),
+        )
+
+    @property
+    def admitted(self) -> dict[str, int]:
+        """Epochs of the sessions that were admitted lately."""
+        return dict(self._engine.sessions.admitted)
+
+    @property
+    def texts_of_keys(self) -> dict[str, dict[str, float]]:
+        """Seconds for which each text has gone on, by API key and session."""
+        return self._engine.slots.texts_of_keys(time.monotonic())
+
+    def send_away(self, sessions: frozenset[str]) -> None:
+        """End the texts of these sessions here; a coordinator decides whether they go on."""
+        self._engine.post_send_away(sessions)
+
+    def _engine_failed(self) -> None:
+        """Have the event loop say that nothing is served here; called from the engine's thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._health.fail(), self._loop)
+
+
+def _check_learning(config: VerifierConfig, sink: LessonSink | None) -> None:
+    """Raise `ConfigError` where lessons are wanted and nobody takes them."""
+    if config.learn and sink is None:
+        message = "needs a trainer, which runs in a Ray cluster; start the verifier there, with --ray-address"
+        raise ConfigError(message, field="learn")
+
+
+def _lessons(
+    config: VerifierConfig,
+    target: TargetFacts,
+    secret: bytes,
+    sink: LessonSink | None,
+    count: Callable[[LessonKind | Lost, int], None],
+) -> NoLessons:
+    """Return what keeps lessons for `sink`, where they are wanted."""
+    if not config.learn or sink is None:
+        return NoLessons()
+    return LessonCollector(
+        config.model_id,
+        sink,
+        config.learn_positions_s,
+        tokenizer_sha256=target.tokenizer_sha256,
+        secret=secret,
+        count=count,
+    )
+
+
+def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
+    return VerifierRules(
+        name=config.name,
+        model=config.model_id,
+        tokenizer_sha256=target.tokenizer_sha256,
+        vocab_size=target.vocab_size,
+        context_length=target.context_length,
+        eos_tokens=target.eos_tokens,
+        max_drafts=config.max_drafts,
+        max_credit=config.max_credit,
+        patience=config.patience,
+        goal=config.goal,
+        guarantee=target.guarantee,
+        keep_s=config.keep_s,
+        release=release(),
+        precision=target.precision,
+        scores_prompts=target.scores_prompts,
+        trees=target.verifies_branches,
+    )

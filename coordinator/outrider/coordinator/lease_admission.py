@@ -1,0 +1,185 @@
+"""API keys and their limits, as a coordinator counts their use.
+
+A session counts from its lease until its edge reports its end, and while any verifier says that its text goes on.
+Tokens count as reported. Verifiers hold each key to its sessions and its tokens too, which catches an edge that reports
+too few.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from outrider.coordinator.cluster import SendAway, VerifierInfo
+from outrider.coordinator.key_places import KeyPlaces
+from outrider.proto.address import is_local_peer
+from outrider.proto.errors import PermissionDenied, ResourceExhausted, Unauthenticated
+from outrider.proto.plumbing.access import Key, Keys, Limits, all_taken
+from outrider.proto.types import SessionReport
+
+AUTHORIZATION = "authorization"
+MAX_LEASED_OF_KEY = 4096  # sessions whose reports count
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The origin of a call.
+
+    Attributes:
+        key: API key; None: the coordinator asks for none.
+        local: whether the call comes from this machine.
+    """
+
+    key: Key | None = None
+    local: bool = True
+
+    @property
+    def tenant(self) -> str:
+        """Name of the key, whose texts share KV pages; empty: none is asked for."""
+        return self.key.name if self.key is not None else ""
+
+
+class CallerAdmission:
+    """Checks callers and counts their sessions and tokens, in one event loop.
+
+    Args:
+        keys: API keys that callers must have; None: anybody may call.
+        remote_drain: whether other machines may drain verifiers if there are no keys.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(
+        self, keys: Keys | None, *, remote_drain: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._keys = keys
+        self._remote_drain = remote_drain
+        self._clock = clock
+        self._limits = Limits()
+        self._places = KeyPlaces()
+        self._once_known: set[str] = set()
+        self._leased: dict[str, OrderedDict[str, None]] = {}  # by key, the newest lease last
+
+    def identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> Caller:
+        """Return the caller with this metadata from `peer`, in gRPC's notation; raises `Unauthenticated`."""
+        local = is_local_peer(peer)
+        if self._keys is None:
+            return Caller(None, local)
+        header = next((value for name, value in metadata if name == AUTHORIZATION), "")
+        if isinstance(header, bytes):
+            raise Unauthenticated("must be text", field="api_key")
+        return Caller(self._keys.check_header(header), local)
+
+    def learning_keys(self) -> tuple[str, ...] | None:
+        """Return the names of the keys that allow learning from their texts now; None: there are no keys to ask."""
+        return tuple(key.name for key in self._keys.current() if key.learning) if self._keys is not None else None
+
+    def check_still_known(self, caller: Caller) -> None:
+        """Raise `Unauthenticated` where the caller's key has been taken away since it was checked."""
+        if caller.key is not None and self._keys is not None and not self._keys.still_has(caller.key):
+            raise Unauthenticated("has been revoked; ask the operator for another", field="api_key")
+
+    def check_status(self, caller: Caller) -> None:
+        """Raise `PermissionDenied` unless the caller may see the status of the fleet."""
+        if caller.key is not None and not caller.key.admin:
+            raise PermissionDenied(
+                f"key {caller.key.name!r} may not; its table in the keys file needs `admin = true`", field="api_key"
+            )
+
+    def check_drain(self, caller: Caller) -> None:
+        """Raise `PermissionDenied` unless the caller may drain verifiers."""
+        self.check_status(caller)
+        if caller.key is None and not caller.local and not self._remote_drain:
+            raise PermissionDenied(
+                "comes from another machine; use it there, or give the coordinator --api-keys or --remote-drain",
+                field="drain",
+            )
+
+    def has_place(self, caller: Caller, session: str) -> bool:
+        """Return whether the caller's key has counted the session already."""
+        return caller.key is not None and self._places.is_leased(caller.key.name, session, self._clock())
+
+    def room(self, name: str) -> float:
+        """Return the sessions that a key may have beside those it has, by its name; infinite: any number."""
+        most = {key.name: key.max_sessions for key in self._keys.current()} if self._keys is not None else {}
+        limit = most.get(name)
+        return math.inf if limit is None else limit - len(self._places.held(name, self._clock()))
+
+    def explained(self, full: ResourceExhausted, caller: Caller, session: str) -> ResourceExhausted:
+        """Return the error of a session that has to wait, which names its key's limit where that is why."""
+        key = caller.key
+        if key is None or self.has_place(caller, session) or self.room(key.name) > 0:
+            return full
+        taken = all_taken(key)
+        return ResourceExhausted(taken.message, field=taken.field, retry_after_s=full.retry_after_s)
+
+    def votes_as(self, caller: Caller) -> str:
+        """Return the name of the caller's key if other keys may have texts too; else each of its edges votes alone."""
+        keys = self._keys.current() if self._keys is not None else ()
+        return caller.tenant if sum(not key.admin for key in keys) > 1 else ""
+
+    def check_tokens(self, caller: Caller) -> None:
+        """Raise `ResourceExhausted`, with `retry_after_s`, where the tokens of the caller's key are used up."""
+        if caller.key is not None:
+            self._limits.check_tokens(caller.key, self._clock())
+
+    def grant(self, caller: Caller, session: str, lease_seconds: float, verifier: str) -> None:
+        """Count a session that gets a lease, once however many leases it gets; a refused one keeps the place it has.
+
+        Raises:
+            ResourceExhausted: the key's sessions or tokens are used up; has `retry_after_s`.
+        """
+        key, now_s = caller.key, self._clock()
+        if key is None:
+            self._note_lease("", session)
+            return
+        if key.max_sessions is not None and not self._places.is_leased(key.name, session, now_s):
+            others = self._places.held(key.name, now_s) - {session}
+            if len(others) >= key.max_sessions:
+                raise all_taken(key)
+        self._limits.check_tokens(key, now_s)
+        if key.max_sessions is not None:
+            self._places.take(key.name, session, verifier, now_s, now_s + lease_seconds)
+        self._note_lease(key.name, session)
+
+    def had_lease(self, caller: Caller, session: str) -> bool:
+        """Return whether a session is among the newest `MAX_LEASED_OF_KEY` that got leases by the caller's key."""
+        return session in self._leased.get(caller.tenant, ())
+
+    def _note_lease(self, tenant: str, session: str) -> None:
+        leased = self._leased.setdefault(tenant, OrderedDict())
+        leased[session] = None
+        leased.move_to_end(session)
+        if len(leased) > MAX_LEASED_OF_KEY:
+            leased.popitem(last=False)
+
+    def settle(self, caller: Caller, report: SessionReport) -> None:
+        """Count the tokens of a session that has ended, and free its place."""
+        if caller.key is None:
+            return
+        now_s = self._clock()
+        self._places.free(caller.key.name, report.session, now_s)
+        self._limits.spend(caller.key, report.committed_tokens, now_s)
+
+    def observe(self, verifiers: Iterable[VerifierInfo], asked_s: float) -> SendAway:
+        """Take in what verifiers, asked at `asked_s`, say of the texts that go on; return which must not.
+
+        Those are the texts of keys that have been taken away, and what a key has beyond its limit.
+        """
+        limits = {key.name: key.max_sessions for key in self._keys.current()} if self._keys is not None else None
+        if limits is None:
+            return self._places.observe(verifiers, asked_s, lambda _: None)
+        self._once_known |= limits.keys()
+        revoked = self._once_known - limits.keys()  # others may be new, and known to another coordinator already
+        return self._places.observe(verifiers, asked_s, lambda name: 0 if name in revoked else limits.get(name))
+
+    def running(self) -> dict[str, int]:
+        """Return the number of sessions by name of key, for keys that have any."""
+        now_s = self._clock()
+        counts = {name: len(self._places.held(name, now_s)) for name in sorted(self._places.keys)}
+        return {name: count for name, count in counts.items() if count}
+
+
+ANYBODY = Caller()

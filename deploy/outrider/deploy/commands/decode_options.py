@@ -1,0 +1,56 @@
+"""Commands that decode with verifier and edge on one machine: run, demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.cloud.verifier_config import TARGET
+from outrider.deploy.arguments import Command, part
+from outrider.deploy.commands.conditions import ConditionSettings
+from outrider.deploy.commands.edge_options import TEXTS, StopSettings, edge_part
+from outrider.deploy.commands.serving_options import found_target
+from outrider.edge.edge_config import DRAFTING
+from outrider.proto.settings import Settings, at_least, option
+from outrider.proto.types import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInPrompts(Settings):
+    """Built-in prompts, or others."""
+
+    prompts: Path | None = option(None, "file of prompts instead of the built-in ones")
+    per_domain: int = option(2, "built-in prompts per domain", check=at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings(Settings):
+    """Output and size of the demonstration."""
+
+    quiet: bool = option(False, "print only the table")
+    verifiers: int = option(1, "number of verifiers", check=at_least(1))
+
+
+RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), found_target(TARGET)))
+DEMO = Command(
+    "outrider.deploy.demo:demo",
+    (
+        part(
+            ConditionSettings,
+            defaults={"pace": None, "link": None},
+            helps={
+                "pace": "minimum time of a target step, in place of a larger target; 0: its own; not set: 30 for an "
+                "embedded target, else 0",
+                "link": "emulated link to the target: round trip, and rates from and to the edge in Mbit/s; 0: none; "
+                "not set: 20 for an embedded target, else 30",
+            },
+        ),
+        part(BuiltInPrompts, defaults={"per_domain": 1}),
+        part(DemoSettings),
+        edge_part("cache"),
+        part(Sampling, defaults={"max_tokens": 160}),
+        part(StopSettings),
+        edge_part(DRAFTING),
+        found_target(TARGET),
+    ),
+)

@@ -1,0 +1,389 @@
+"""Frames of the decoding stream on the wire; `Draft` and `Commit` are copied by hand, since every token is in them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from outrider.proto import types as t
+from outrider.proto.codec.fields import (
+    Field,
+    Table,
+    enumeration,
+    microseconds,
+    one,
+    optional,
+    optional_number,
+    parse,
+    to_enum,
+    to_microseconds,
+)
+from outrider.proto.errors import InvalidArgument, PromptTooLong, ResourceExhausted
+from outrider.proto.policy.likely_branches import MAX_BRANCHES
+from outrider.proto.v1 import decoding_pb2 as pb
+
+DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
+DECODING_SERVICE = "outrider.proto.v1.Decoding"
+SMALL_FRAME_BYTES = 64 * 1024
+_MAX_BYTES = {
+    **dict.fromkeys(("draft", "branches"), SMALL_FRAME_BYTES),
+    **dict.fromkeys(("report", "cancel", "ping"), 4096),
+}
+_CHANCES = 255  # parts in which a branch's chance travels
+
+
+def _logit_bias(_: str) -> Field:
+    """Copy (token, bias) pairs as two packed lists."""
+
+    def encode(pairs: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+        return {"bias_tokens": [token for token, _ in pairs], "bias_values": [bias for _, bias in pairs]}
+
+    def decode(wire: pb.Sampling) -> tuple[tuple[int, float], ...]:
+        if len(wire.bias_tokens) != len(wire.bias_values):
+            raise InvalidArgument("must hold one value for each of bias_tokens", field="sampling.bias_values")
+        return tuple(zip(wire.bias_tokens, wire.bias_values, strict=True))
+
+    return Field(encode, decode)
+
+
+def _refuse_other_noise(field: str) -> Callable[[pb.Sampling | pb.Opened], None]:
+    """Check that a peer of an older release draws the text with the noise that there is; errors name `field`."""
+
+    def check(wire: pb.Sampling | pb.Opened) -> None:
+        if wire.noise > 1:
+            raise InvalidArgument(
+                f"is {wire.noise}, and this release has 1 alone; update the other side, or start it without --noise",
+                field=field,
+            )
+
+    return check
+
+
+GRAMMAR = Table(t.Grammar, pb.Grammar, kind=enumeration(t.GrammarKind, "sampling.grammar"))
+SAMPLING = Table(
+    t.Sampling,
+    pb.Sampling,
+    _refuse_other_noise("sampling.noise"),
+    logit_bias=_logit_bias,
+    grammar=optional(GRAMMAR),
+)
+_PRECISION = enumeration(t.SteeringPrecision, "steering.precision")
+STEERING = Table(t.Steering, pb.Steering, precision=_PRECISION)
+STEERING_REQUEST = Table(t.SteeringRequest, pb.SteeringRequest, precision=_PRECISION)
+OPEN = Table(
+    t.Open,
+    pb.Open,
+    sampling=one(SAMPLING, missing="open.sampling"),
+    patience=optional(Table(t.Patience, pb.Patience)),
+    steering=optional(STEERING_REQUEST),
+    drafts_here=optional_number,
+    learning=optional(Table(t.Learning, pb.Learning)),
+    prompt_logprobs=optional_number,
+)
+CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
+REPORT = Table(
+    t.Report, pb.Report, drafting_s=microseconds, round_trip_s=microseconds, steering=optional(STEERING_REQUEST)
+)
+CANCEL = Table(t.Cancel, pb.Cancel)
+OPENED = Table(
+    t.Opened,
+    pb.Opened,
+    _refuse_other_noise("opened.noise"),
+    goal=enumeration(t.Goal, "opened.goal"),
+    guarantee=enumeration(t.Guarantee, "opened.guarantee"),
+)
+GOAWAY = Table(t.Goaway, pb.Goaway)
+PING = Table(t.Ping, pb.Ping)
+PONG = Table(t.Pong, pb.Pong)
+
+
+def _draft_to_wire(draft: t.Draft) -> pb.Draft:
+    q = [token.confidence for token in draft.tokens if not math.isnan(token.confidence)]
+    return pb.Draft(
+        chain=draft.chain,
+        start=draft.start,
+        tokens=[token.id for token in draft.tokens],
+        q=struct.pack(f"<{len(q)}e", *q),
+        drafter=draft.drafter,
+        drafter_version=draft.drafter_version,
+        complete=draft.complete,
+        branches=_runs_to_wire(draft.branches) if draft.branches else None,
+    )
+
+
+def _draft_from_wire(wire: pb.Draft) -> t.Draft:
+    return t.Draft(
+        chain=wire.chain,
+        start=wire.start,
+        tokens=_drafted_from_wire(wire),
+        drafter=wire.drafter,
+        drafter_version=wire.drafter_version,
+        complete=wire.complete,
+        branches=_runs_from_wire(wire.branches, "draft.branches.") if wire.HasField("branches") else (),
+    )
+
+
+def _branches_to_wire(frame: t.Branches) -> pb.Branches:
+    wire = _runs_to_wire(frame.branches)
+    wire.chain = frame.chain
+    return wire
+
+
+def _branches_from_wire(wire: pb.Branches) -> t.Branches:
+    return t.Branches(wire.chain, _runs_from_wire(wire, "branches."))
+
+
+def _runs_to_wire(branches: tuple[t.Branch, ...]) -> pb.Branches:
+    known = not any(math.isnan(branch.chance) for branch in branches)
+    return pb.Branches(
+        starts=[branch.start for branch in branches],
+        lengths=[len(branch.tokens) for branch in branches],
+        tokens=[token for branch in branches for token in branch.tokens],
+        chances=bytes(round(_CHANCES * branch.chance) for branch in branches) if known else b"",
+    )
+
+
+def _runs_from_wire(wire: pb.Branches, prefix: str) -> tuple[t.Branch, ...]:
+    if len(wire.lengths) != len(wire.starts) or sum(wire.lengths) != len(wire.tokens):
+        raise InvalidArgument("must hold one for each start, and their sum of tokens", field=f"{prefix}lengths")
+    if len(wire.chances) not in (0, len(wire.starts)):
+        raise InvalidArgument("must hold one for each start, or none", field=f"{prefix}chances")
+    tokens = iter(wire.tokens)
+    chances = [share / _CHANCES for share in wire.chances] or [math.nan] * len(wire.starts)
+    return tuple(
+        t.Branch(start, tuple(itertools.islice(tokens, length)), chance)
+        for start, length, chance in zip(wire.starts, wire.lengths, chances, strict=True)
+    )
+
+
+def _drafted_from_wire(wire: pb.Draft) -> tuple[t.DraftToken, ...]:
+    if not wire.q:
+        return tuple(map(t.DraftToken, wire.tokens))
+    if len(wire.q) != 2 * len(wire.tokens):
+        raise InvalidArgument("must be 2 bytes a token, or none", field="draft.q")
+    confidence = struct.unpack(f"<{len(wire.tokens)}e", wire.q)
+    if math.isnan(confidence[0]):  # for all tokens it means "unknown" in a Draft, which refuses it for some of them
+        raise InvalidArgument("must be probabilities", field="draft.q")
+    return tuple(map(t.DraftToken, wire.tokens, confidence))
+
+
+def _commit_to_wire(commit: t.Commit) -> pb.Commit:
+    ids, logp, facts = zip(*commit.tokens, strict=True) if commit.tokens else ((), (), ())
+    wire = pb.Commit(
+        start=commit.start,
+        tokens=ids,
+        accepted=commit.accepted,
+        logp=() if None in logp else logp,
+        reward=commit.reward,
+        credit=commit.credit,
+        timing=pb.Timing(
+            echo=commit.timing.echo,
+            hold_us=to_microseconds(commit.timing.hold_s),
+            queue_us=to_microseconds(commit.timing.queue_s),
+            verify_us=to_microseconds(commit.timing.verify_s),
+            drafting_us=to_microseconds(commit.timing.drafting_s),
+        ),
+        finish=pb.FinishReason.Name(commit.finish.value) if commit.finish else None,
+        chain=commit.chain,
+        verified=commit.verified,
+        verified_beside=commit.verified_beside,
+        turn=commit.turn,
+        cached_tokens=commit.cached_tokens,
+        verified_here=commit.verified_here,
+        covered=commit.covered,
+        epoch=commit.epoch,
+        **_facts_to_wire(() if None in facts else facts),
+    )
+    if commit.steering is not None:
+        wire.steering.CopyFrom(STEERING.to_wire(commit.steering))
+    return wire
+
+
+def _commit_from_wire(wire: pb.Commit) -> t.Commit:
+    return t.Commit(
+        start=wire.start,
+        tokens=_committed_from_wire(wire),
+        accepted=wire.accepted,
+        reward=wire.reward if wire.HasField("reward") else None,
+        steering=STEERING.from_wire(wire.steering) if wire.HasField("steering") else None,
+        credit=wire.credit,
+        timing=t.Timing(
+            wire.timing.echo,
+            wire.timing.hold_us / 1e6,
+            wire.timing.queue_us / 1e6,
+            wire.timing.verify_us / 1e6,
+            wire.timing.drafting_us / 1e6,
+        ),
+        finish=to_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
+        chain=wire.chain,
+        verified=wire.verified,
+        verified_beside=wire.verified_beside,
+        turn=wire.turn,
+        cached_tokens=wire.cached_tokens,
+        verified_here=wire.verified_here,
+        covered=wire.covered,
+        epoch=wire.epoch,
+    )
+
+
+def _committed_from_wire(wire: pb.Commit) -> tuple[t.CommittedToken, ...]:
+    if len(wire.logp) not in (0, len(wire.tokens)):
+        raise InvalidArgument("must hold one for each token, or none", field="commit.logp")
+    if len(wire.logprobs) not in (0, len(wire.tokens)):
+        raise InvalidArgument("must hold one for each token, or none", field="commit.logprobs")
+    facts = _facts_from_wire(wire, "commit", "commit.top_logprobs")
+    unasked = itertools.repeat(None)
+    return tuple(map(t.CommittedToken, wire.tokens, wire.logp or unasked, facts or unasked))
+
+
+def _facts_to_wire(facts: Sequence[t.TokenFacts]) -> dict[str, Any]:
+    """Return the lists of facts, which a Commit and the log probabilities of a prompt have alike."""
+    logprobs, ranks, tops, entropies = zip(*facts, strict=True) if facts else ((), (), (), ())
+    return {
+        "logprobs": logprobs,
+        "ranks": ranks if any(ranks) else (),
+        "top_tokens": [likely for entries in tops for likely, _ in entries],
+        "top_logp": [of_likely for entries in tops for _, of_likely in entries],
+        "entropies": () if None in entropies else entropies,
+    }
+
+
+def _facts_from_wire(wire: pb.Commit | pb.PromptLogprobs, where: str, tops: str) -> list[t.TokenFacts]:
+    """Return one for each of `logprobs`; `where` and `tops` name frame and field in errors."""
+    count = len(wire.logprobs)
+    if len(wire.ranks) not in (0, count):
+        raise InvalidArgument("must hold one for each of logprobs", field=f"{where}.ranks")
+    if len(wire.entropies) not in (0, count):
+        raise InvalidArgument("must hold one for each of logprobs", field=f"{where}.entropies")
+    each, odd = divmod(len(wire.top_tokens), max(1, count))
+    if odd or len(wire.top_logp) != len(wire.top_tokens) or (wire.top_tokens and not count):
+        raise InvalidArgument("must hold equally many tokens and numbers for each of logprobs", field=tops)
+    pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
+    top = [tuple(pairs[first : first + each]) for first in range(0, count * each, each or 1)] or itertools.repeat(())
+    ranks, entropies = wire.ranks or itertools.repeat(0), wire.entropies or itertools.repeat(None)
+    return list(map(t.TokenFacts, wire.logprobs, ranks, top, entropies))
+
+
+def _prompt_logprobs_to_wire(frame: t.PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(start=frame.start, epoch=frame.epoch, **_facts_to_wire(frame.tokens))
+
+
+def _prompt_logprobs_from_wire(wire: pb.PromptLogprobs) -> t.PromptLogprobs:
+    facts = _facts_from_wire(wire, "prompt_logprobs", "prompt_logprobs.top_tokens")
+    return t.PromptLogprobs(wire.start, tuple(facts), wire.epoch)
+
+
+_EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    t.Open: ("open", OPEN.to_wire, OPEN.from_wire),
+    t.Continue: ("continuation", CONTINUE.to_wire, CONTINUE.from_wire),
+    t.Draft: ("draft", _draft_to_wire, _draft_from_wire),
+    t.Report: ("report", REPORT.to_wire, REPORT.from_wire),
+    t.Branches: ("branches", _branches_to_wire, _branches_from_wire),
+    t.Cancel: ("cancel", CANCEL.to_wire, CANCEL.from_wire),
+    t.Ping: ("ping", PING.to_wire, PING.from_wire),
+}
+_CLOUD_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    t.Opened: ("opened", OPENED.to_wire, OPENED.from_wire),
+    t.PromptLogprobs: ("prompt_logprobs", _prompt_logprobs_to_wire, _prompt_logprobs_from_wire),
+    t.Commit: ("commit", _commit_to_wire, _commit_from_wire),
+    t.Goaway: ("goaway", GOAWAY.to_wire, GOAWAY.from_wire),
+    t.Pong: ("pong", PONG.to_wire, PONG.from_wire),
+}
+_FROM_EDGE = {name: from_wire for name, _, from_wire in _EDGE_BODIES.values()}
+_FROM_CLOUD = {name: from_wire for name, _, from_wire in _CLOUD_BODIES.values()}
+
+
+def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
+    """Return one `EdgeFrame` message."""
+    name, to_wire, _ = _EDGE_BODIES[type(frame)]
+    result: bytes = pb.EdgeFrame(**{name: to_wire(frame)}).SerializeToString()
+    return result
+
+
+def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID, max_credit: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
+    """Return the frame in `data`.
+
+    Its lengths are checked before a list is built, so that a stranger's message cannot hold a server up.
+
+    Args:
+        data: one message; only an Open and a Continue may have more than `SMALL_FRAME_BYTES`.
+        max_tokens: bound of any list in these two.
+        max_credit: most drafts of a session; no chain and no branch is longer.
+
+    Raises:
+        InvalidArgument: with the field named.
+        ResourceExhausted: it has more drafts or branches than any credit allows.
+    """
+    name, body = _body_of(parse(pb.EdgeFrame, data), _FROM_EDGE)
+    most = _MAX_BYTES.get(name)
+    if most is not None and len(data) > most:
+        raise InvalidArgument(f"has {len(data)} bytes; such a frame has {most} at most", field=f"frame.{name}")
+    _check_lengths(name, body, max_tokens)
+    if name in ("draft", "branches"):
+        _check_drafts(name, body, max_credit)
+    result: t.EdgeFrame = _FROM_EDGE[name](body)
+    return result
+
+
+def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
+    """Return one `CloudFrame` message."""
+    name, to_wire, _ = _CLOUD_BODIES[type(frame)]
+    result: bytes = pb.CloudFrame(**{name: to_wire(frame)}).SerializeToString()
+    return result
+
+
+def decode_cloud_frame(data: bytes) -> t.CloudFrame:
+    """Return the frame in `data`.
+
+    Raises:
+        InvalidArgument: with the field named.
+    """
+    name, body = _body_of(parse(pb.CloudFrame, data), _FROM_CLOUD)
+    result: t.CloudFrame = _FROM_CLOUD[name](body)
+    return result
+
+
+def _body_of(wire: Any, bodies: Iterable[str]) -> tuple[str, Any]:
+    name = wire.WhichOneof("body")
+    if name is None:
+        raise InvalidArgument(f"holds none of {', '.join(bodies)}", field="frame.body")
+    return name, getattr(wire, name)
+
+
+_LISTS = {
+    "open": ("prompt", "committed"),
+    "continuation": ("prompt",),
+    "sampling": ("bias_tokens", "bias_values", "allowed_tokens", "stop_tokens"),
+}
+
+
+def _check_lengths(name: str, message: Any, max_tokens: int) -> None:
+    for field in _LISTS.get(name, ()):
+        size = len(getattr(message, field))
+        if size > 2 * max_tokens:  # prompt and committed are checked more closely later
+            error = PromptTooLong if field == "prompt" else InvalidArgument
+            raise error(f"holds {size} entries; {max_tokens} is the most that can make sense", field=f"{name}.{field}")
+    if name in ("open", "continuation"):
+        _check_lengths("sampling", message.sampling, max_tokens)
+
+
+def _check_drafts(name: str, message: Any, max_credit: int) -> None:
+    if name == "draft":
+        _check_count(len(message.tokens), max_credit, "draft.tokens")
+        _check_count(len(message.q), 2 * max_credit, "draft.q")  # two bytes each
+        if not message.HasField("branches"):
+            return
+        message, name = message.branches, "draft.branches"
+    for field in ("starts", "lengths", "chances"):
+        _check_count(len(getattr(message, field)), MAX_BRANCHES, f"{name}.{field}")
+    if max(message.lengths, default=0) > max_credit:
+        raise ResourceExhausted(f"exceed {max_credit}; respect the credit", field=f"{name}.lengths")
+    _check_count(len(message.tokens), MAX_BRANCHES * max_credit, f"{name}.tokens")
+
+
+def _check_count(size: int, most: int, field: str) -> None:
+    if size > most:
+        raise ResourceExhausted(f"are {size}; send {most} at most, and respect the credit", field=field)

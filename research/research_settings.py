@@ -1,0 +1,255 @@
+"""Options of the commands of `python -m research`.
+
+This module loads neither numpy nor torch, since help and completion read it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.bench_settings import GOALS, LinkListSettings, listed
+from outrider.cloud.learning.trainer_settings import TrainerSettings
+from outrider.cloud.verifier_config import HERE, TARGET, VerifierConfig
+from outrider.deploy.arguments import Command, Part, part
+from outrider.edge.edge_config import EdgeConfig
+from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, option
+from outrider.proto.types import Goal
+from research.step_shape import StepShape
+
+CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
+SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings(Settings):
+    """Steps of a target on a CPU, in turn with transformers: in CPU time with one thread, else by the wall clock."""
+
+    steps: tuple[StepShape, ...] = listed(
+        tuple(map(StepShape.parse, ("1x1", "1x5", "1x9", "4x1", "16x1"))),
+        "steps to time: sessions x rows of each",
+        parse=StepShape.parse,
+    )
+    prefill: int = option(512, "tokens of a prompt to time, too; 0: none", check=at_least(0))
+    context: tuple[int, ...] = listed((100, 1000), "tokens before the rows of a session", check=at_least(1))
+    repetitions: int = option(20, "maximum of turns, of a few steps", check=at_least(1))
+    seconds: float = option(
+        60.0, "time for the turns of all steps together, each of which gets two turns or more", check=at_least(0)
+    )
+    temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
+    parts: bool = option(False, "time the parts of our steps, too")
+    json: Path | None = option(None, "file to write the record to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingSettings(Settings):
+    """Texts that a target writes alone."""
+
+    prompts: Path | None = option(None, "file of prompts, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
+    per_domain: int = option(10, "prompts per domain", check=at_least(1))
+    max_tokens: int = option(128, "tokens per text", check=at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings(LinkListSettings):
+    """A recording to replay, with windows or selectors."""
+
+    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = (2.0, 10.0, 60.0, 200.0)
+    window: tuple[str, ...] = listed(
+        ("adaptive", "4", "8", "16"),
+        "adaptive, N unverified tokens at most, or syncN: rounds of N drafts that wait for the verdict",
+    )
+    goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps")
+    min_step: float = option(
+        0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    drafter: tuple[str, ...] = listed((), "recorded drafters to replay; not set: all")
+    seed: int = option(0, "seed of the jitter", check=at_least(0))
+    selector: tuple[str, ...] = listed(
+        (),
+        "static (each drafter alone), leader, hedge, metasd-bd; none named: windows as above",
+        group=SELECTORS,
+    )
+    row: tuple[str, ...] = listed((), "domains to play, or mix; not set: all", group=SELECTORS)
+    seeds: int = option(
+        20, "number of runs, with different orders and random draws", group=SELECTORS, check=at_least(1)
+    )
+    json: Path | None = option(None, "file to write all results to")
+
+
+def check_drafting(text: str) -> None:
+    """Refuse a text that is not `CLOUD:EDGE`, two times above 0."""
+    try:
+        times = [float(part) for part in text.split(":")]
+    except ValueError:
+        times = []
+    if len(times) != 2 or not all(0 < time < math.inf for time in times):
+        raise ValueError(f"{text!r} is not CLOUD:EDGE in ms, such as 8:2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndsSettings(LinkListSettings):
+    """A recording to replay by who drafts, with emulated drafters."""
+
+    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = (2.0, 10.0, 30.0, 60.0, 120.0, 200.0)
+    up: tuple[float, ...] = (0.0,)
+    down: tuple[float, ...] = (0.0,)
+    drafting: tuple[str, ...] = listed(
+        ("2:2", "8:2"),
+        "times of a drafted token beside the target and at the edge, CLOUD:EDGE, ms",
+        check=check_drafting,
+    )
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    goal: tuple[str, ...] = listed(
+        GOALS, "goals of edges and both ends: earliest tokens, least work of the cloud", choices=GOALS
+    )
+    drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
+    json: Path | None = option(None, "file to write the record to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings(Settings):
+    """A benchmark whose work in the cloud is summed up."""
+
+    record: Path = option(
+        REQUIRED,
+        "file that `outrider bench` or `python -m research traces ends` wrote for --json",
+        metavar="FILE",
+        positional=True,
+    )
+    step_cores: float = option(
+        0.0, "cores that a target step occupies; 0: the threads of the record's target", metavar="N", check=at_least(0)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacitySettings(Settings):
+    """A recording whose texts many sessions replay at once, and what they may cost."""
+
+    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = listed(
+        (2.0, 10.0, 30.0, 60.0, 120.0, 200.0), "round-trip times of the links, ms", check=at_least(0)
+    )
+    drafting: tuple[float, ...] = listed((0.5, 2.0, 10.0), "times of a drafted token at either end, ms", check=above(0))
+    draft_threads: tuple[int, ...] = listed((1,), "threads of the verifier that draft", check=at_least(1))
+    modes: tuple[str, ...] = listed(
+        CROWD_MODES, "who drafts: nobody, the verifier alone, edges alone, both", choices=CROWD_MODES
+    )
+    step_costs: tuple[str, ...] = listed(
+        ("flat",),
+        "assumed times of a step: by the recorded costs, or flat: the minimum and little for a row, as on a GPU",
+        choices=("measured", "flat"),
+    )
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=above(0)
+    )
+    flat_row: float = option(0.1, "time of a row of flat steps", metavar="MS", check=at_least(0))
+    gap: float = option(75.0, "longest 95th percentile of the gaps between tokens", metavar="MS", check=above(0))
+    pace: float = option(25.0, "longest mean time a token of a session; 0: any", metavar="MS", check=at_least(0))
+    max_sessions: int = option(128, "most sessions to try", check=at_least(1))
+    seconds: float = option(
+        48.0, "simulated time of a trial, of all sessions together, after a warm-up", metavar="S", check=above(0)
+    )
+    seeds: int = option(3, "searches of each capacity, with different texts and beginnings", check=at_least(1))
+    drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
+    json: Path | None = option(None, "file to write all results to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnDemoSettings(Settings):
+    """A cluster that learns, and an edge that decodes texts of one domain over an emulated link."""
+
+    stream: Path = option(
+        REQUIRED, "file of the domain to decode, as for `outrider train drafter`", metavar="FILE", positional=True
+    )
+    texts: int = option(400, "texts that the edge decodes", check=at_least(1))
+    every: int = option(50, "texts of a line of the table", check=at_least(1))
+    fresh: int = option(
+        32, "texts to measure on afterwards, with the first drafter and the current version, in turn", check=at_least(2)
+    )
+    max_tokens: int = option(64, "tokens per text", check=at_least(1))
+    sessions: int = option(4, "texts decoded at once", check=at_least(1))
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    rtt: float = option(10.0, "round-trip time of the link, ms", check=at_least(0))
+    up: float = option(20.0, "rate from the edge, Mbit/s; 0: no limit", check=at_least(0))
+    down: float = option(100.0, "rate to the edge, Mbit/s; 0: no limit", check=at_least(0))
+    json: Path | None = option(None, "file to write the record to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSettings(WritingSettings):
+    """Drafters to record, and texts."""
+
+    drafter: tuple[str, ...] = listed(
+        ("general", "ngram"),
+        "drafters: embedded names, package folders, NAME=FOLDER, ngram, or retrieval, which copies a document made of "
+        "each text",
+    )
+    edited: float = option(
+        0.1, "share of tokens in which the document of `retrieval` differs from the text", check=between(0, 1)
+    )
+    edits_of: int = option(4, "tokens that an edit of it replaces, inserts or deletes", metavar="N", check=at_least(1))
+    temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", check=at_least(0))
+    seed: int = option(0, "seed of the noise; the same seed gives the same text", check=at_least(0))
+    seeds: int = option(0, "texts per prompt, with seeds 1 to N; 0: one, with --seed", check=at_least(0))
+    age: int = option(
+        4, "positions by which vectors of steered drafters are older than the freshest; -1: none", check=at_least(-1)
+    )
+    output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreesSettings(Settings):
+    """A recording whose texts are verified by chains, trees, and trees merged of several drafters."""
+
+    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
+    drafter: tuple[str, ...] = listed((), "recorded drafters, the first of which leads; not set: all")
+    max_drafts: int = option(16, "most drafts of a step", check=at_least(1))
+    json: Path | None = option(None, "file to write all results to")
+
+
+def loaded(*names: str, **defaults: Any) -> Part:
+    """Choose options of a target that a command loads by itself; "target" names a group of options, too."""
+    options = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults=defaults)
+    return tuple(argument for argument in options if argument.field.name in names)
+
+
+ENGINE = Command(
+    "research.engine.engine_command:engine_bench",
+    (part(EngineSettings), loaded("target", "dtype", "threads", dtype="float32", threads=1)),
+)
+REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
+_PRICE = tuple(argument for argument in part(VerifierConfig, HERE) if argument.field.name == "draft_price")
+ENDS = Command("research.ends:ends", (part(EndsSettings), _PRICE))
+COSTS = Command("research.costs:costs", (part(CostSettings),))
+CAPACITY = Command("research.capacity.capacity_command:capacity", (part(CapacitySettings),))
+LEARN = Command(
+    "research.learning.live:learn_demo",
+    (
+        part(LearnDemoSettings),
+        part(TrainerSettings),
+        loaded("target", "threads", threads=1),
+        part(VerifierConfig, "steering"),
+        part(EdgeConfig, "steering"),
+    ),
+)
+# Records are compared between machines, so that their type must not follow the processor.
+RECORD = Command(
+    "research.traces.trace_recording:record",
+    (
+        part(RecordSettings),
+        loaded("target", "dtype", "device", "threads", dtype="float32"),
+        part(VerifierConfig, "steering"),
+    ),
+)
+TREES = Command("research.traces.tree_counts:trees", (part(TreesSettings),))
+LINES = Command("research.lines:show")
+WAY = Command("research.token_way:show")
