@@ -235,6 +235,19 @@ def test_a_drafter_that_has_nothing_to_say_after_a_branch_is_not_asked_again() -
     assert edge._drafting.branch(0.0) is None
 
 
+def test_the_edge_follows_a_run_whose_token_was_no_runner_up_of_the_chain() -> None:
+    """An idle drafter's run comes back after the edge has forgotten, with a stream, who proposed its token."""
+    edge = HandDrivenEdge(open_frame(sampling=Sampling(max_tokens=100), trees=True))
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 64, 100, "v", 512, branches=True, trees=True), 0.0)
+    chain = tuple(DraftToken(token, 0.5, runners_up=(7,)) for token in (4, 5, 6))
+    edge.handle(Drafted(edge.next_job(3), chain, 0.003), 0.1)
+    edge.handle(Drafted(DraftJob(4, (9,), 2, 0, branch=4), drafts(1, 2), 0.001), 0.15)
+    sends = edge.on_commit(Commit(3, committed(4, 9), 1, 64, chain=0, verified=3), 0.3)
+    frames = [send.frame for send in sends if isinstance(getattr(send, "frame", None), Draft)]
+    assert [token_ids(frame.tokens) for frame in frames] == [(1, 2)]
+
+
 def test_a_chain_that_ends_otherwise_takes_no_number_of_a_branch() -> None:
     chain = HandDrivenEdge(open_frame())._tree
     chain.drafts = list(drafts(1, 2))
