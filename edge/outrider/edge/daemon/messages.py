@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -23,6 +24,7 @@ from outrider.edge.daemon.translation import (
     as_chat,
     called_arguments,
     invalid,
+    joined_text,
     renamed,
     string_in,
     type_of,
@@ -193,20 +195,14 @@ def _assistant(blocks: list[Any], where: str) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _text(value: Any, where: str) -> str:
-    """Return the text of a string or of a list of text blocks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(where, "must be a string or a list of blocks")
-    return "\n".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(value))
-
-
 def _block_text(block: Any, where: str) -> str:
     kind = type_of(block, where)
     if kind != "text":
         raise invalid(where, f"is of type {kind[:40]!r}, which cannot stand here; this target reads text only")
     return string_in(block, "text", where)
+
+
+_text = partial(joined_text, items="blocks", text_of=_block_text)
 
 
 class MessagesTranslation(Translation):

@@ -26,6 +26,7 @@ from outrider.edge.daemon.translation import (
     as_chat,
     called_arguments,
     invalid,
+    joined_text,
     string_in,
     type_of,
 )
@@ -222,7 +223,7 @@ def _item(value: Any, where: str) -> KeptItem | None:
             _check_arguments(arguments, where)
             return function_call(item_id or new_id("fc"), call_id, name, arguments)
         case "function_call_output":
-            output = _text(value.get("output"), f"{where}.output")
+            output = joined_text(value.get("output"), f"{where}.output", "parts", _part)
             kept = {"id": item_id or new_id("fco"), "type": "function_call_output", "status": "completed"}
             return {**kept, "call_id": string_in(value, "call_id", where), "output": output}
         case "reasoning":  # of another model: this target's template says what becomes of its own
@@ -246,15 +247,6 @@ def _message(value: dict[str, Any], where: str, item_id: str) -> KeptItem:
         text = _part(part, f"{where}.content[{at}]")
         parts.append({"type": kind, "text": text} | ({"annotations": []} if role == "assistant" else {}))
     return message(role, parts, item_id)
-
-
-def _text(value: Any, where: str) -> str:
-    """Return the text of a string or of a list of parts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(where, "must be a string or a list of parts")
-    return "\n".join(_part(part, f"{where}[{at}]") for at, part in enumerate(value))
 
 
 def _part(part: Any, where: str) -> str:

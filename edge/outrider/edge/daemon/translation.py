@@ -166,6 +166,15 @@ def type_of(value: Any, where: str) -> str:
     return kind
 
 
+def joined_text(value: Any, where: str, items: str, text_of: Callable[[Any, str], str]) -> str:
+    """Return a string, or the text of a list of such `items`, a line each; raise `ApiError` 400 where it is neither."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(where, f"must be a string or a list of {items}")
+    return "\n".join(text_of(item, f"{where}[{at}]") for at, item in enumerate(value))
+
+
 def called_arguments(calls: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, str, str]]:
     """Return (id, name, arguments) of the calls in a delta; those that go on have neither id nor name."""
     return [
