@@ -15,10 +15,10 @@ With goal efficiency waiting is free, and cloud work a token is minimised: secon
 
 Between two misses only the end of the run is random: a step with d drafts is survived with probability a^(d+1). So the
 course of a run is known but for its end, and `_run` follows it: tokens committed, the edge's arrivals, the drafts that
-are left. Where a branch of the edge follows the miss (`policy.branches`), the next run begins with its drafts; so runs
-are of two kinds, and the costs are theirs in the stationary shares. `division_of` computes them for each number of
-drafts that a step could wait for, with and without drafting here while the target steps, with and without the edge,
-and takes the cheapest. A chain is given up where it has become hopeless (`Window` has the same rule for the
+are left. Where a branch of the edge follows the miss (`policy.likely_branches`), the next run begins with its drafts;
+so runs are of two kinds, and the costs are theirs in the stationary shares. `division_of` computes them for each
+number of drafts that a step could wait for, with and without drafting here while the target steps, with and without
+the edge, and takes the cheapest. A chain is given up where it has become hopeless (`Window` has the same rule for the
 edge); the costs leave that out.
 """
 

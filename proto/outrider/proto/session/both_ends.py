@@ -31,7 +31,7 @@ class DraftingHere:
 
     Attributes:
         name: name@version.
-        price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.both_ends`).
+        price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.who_drafts`).
         calibration: its hits by lead, over all texts.
         drafting_s: time of a drafted token, in seconds.
         waiting_s: time that a job waits for a free thread, in seconds.

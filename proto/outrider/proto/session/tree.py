@@ -38,7 +38,7 @@ Key = tuple[int, int]  # position of a miss, and the token in place of the draft
 
 @dataclass(slots=True)
 class Beside:
-    """What has been drafted and sent at one likely miss of the chain.
+    """The drafts made and sent beside the chain at one likely miss.
 
     Attributes:
         run: drafts after its token; None: it is no branch yet.

@@ -19,7 +19,7 @@ class VerifierArm:
     A chain of the edge and one of the verifier that part compete for the rows of a step, and what the verifier drafts
     comes a round trip sooner. So a drafter of the edge that hits less brings nothing where the verifier drafts: its
     chains die at tokens that the verifier has, and the edge lets it rest. One that hits as much is not at rest for its
-    merit: there the chains are the same, and price and round trip decide (`policy.both_ends`). One that hits more
+    merit: there the chains are the same, and price and round trip decide (`policy.who_drafts`). One that hits more
     leads.
 
     The edge goes by its own counts of both, over the same newest tokens of the text: its resting drafter reads the text
