@@ -339,7 +339,7 @@ class Process:
             "model": MODEL,
             "tokenizer_sha256": TOKENIZER,
             "state": self.health.state(engine.sessions),
-            "sessions": engine.session_count if engine.sessions._max_sessions else self.max_sessions,
+            "sessions": engine.slots.num_running if engine.sessions._max_sessions else self.max_sessions,
             "max_sessions": self.max_sessions,
             "kv_pages": engine.pages.capacity.pages,
             "kv_pages_free": engine.pages.capacity.free_pages,

@@ -35,18 +35,14 @@ def _nan_for_null(values: Any) -> Any:
     return tuple(math.nan if value is None else value for value in values) if isinstance(values, list) else values
 
 
-def _below(most: float, what: str) -> AfterValidator:
-    """Return a validator of a number from 0 to `most`, or NaN."""
-
-    def check(value: float) -> float:
-        if value < 0 or value > most:
-            raise ValueError(f"must be {what} or null, not {value:g}")
-        return value
-
-    return AfterValidator(check)
+def _probability(value: float) -> float:
+    """Return a number from 0 to 1, or NaN."""
+    if value < 0 or value > 1:
+        raise ValueError(f"must be a probability or null, not {value:g}")
+    return value
 
 
-Chances = Annotated[tuple[Annotated[float, _below(1.0, "a probability")], ...], BeforeValidator(_nan_for_null)]
+Chances = Annotated[tuple[Annotated[float, AfterValidator(_probability)], ...], BeforeValidator(_nan_for_null)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -479,7 +479,7 @@ class FuzzedVerifier:
         """Check that streams which are gone have left nothing."""
         self.engine._take(self.engine.inbox.take())
         assert self.engine.backend.capacity.used_pages == 0, "a page has leaked"
-        assert self.engine.session_count == self.engine.parked_count == 0
+        assert self.engine.slots.num_running == self.engine.slots.num_parked == 0
         assert self.model.complaints == []
         now, source = self._fleet.clock.now, self.engine.source
         source.drive(now)

@@ -65,7 +65,7 @@ def test_a_draft_that_is_refused_during_a_step_ends_its_session_without_a_commit
     run = engine._runner.run
 
     def run_while_a_draft_comes(shares: Any) -> Any:
-        if engine.session_count == 2:
+        if engine.slots.num_running == 2:
             engine.post_frame(1, Draft(0, 0, (DraftToken(5),)), lambda: None)  # inside the prompt
         return run(shares)
 
@@ -88,7 +88,7 @@ def test_a_session_that_opens_again_takes_the_place_of_its_old_stream(engine) ->
     engine.post_open(2, opened(engine, "same", (5, 6, 7)), new)
     assert isinstance(old.until_end()[-1], Unavailable)
     assert isinstance(new.until_end()[-1], Commit)
-    assert engine.session_count == 1
+    assert engine.slots.num_running == 1
 
 
 def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:

@@ -136,7 +136,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     for key in range(4):
         bench.open(key)
     bench.open(4, keep_s=60.0, sampling=Sampling(max_tokens=1))
-    while not bench.engine.parked_count:
+    while not bench.engine.slots.num_parked:
         bench.engine.turn()
     bench.fails(lambda _: True)
     bench.run()
@@ -144,7 +144,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
         assert isinstance(bench.end(key), Unavailable), "the edge resumes"
     assert bench.engine.failed
     assert bench.failures == 1
-    assert bench.engine.session_count == bench.engine.parked_count == 0
+    assert bench.engine.slots.num_running == bench.engine.slots.num_parked == 0
     assert bench.engine.backend.capacity.used_pages == 0
     assert bench.forward_calls < 10, "it is noticed soon"
     late = bench.open(9)

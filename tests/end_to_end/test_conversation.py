@@ -183,7 +183,7 @@ async def test_an_idle_session_holds_no_pages_and_its_next_turn_finds_them(verif
             assert 256 - 1000 // PAGE < server.status().kv_pages_free < 256
             assert server.status().sessions == 1
             await events.aclose()
-            await until(lambda: server._engine.parked_count == 1)
+            await until(lambda: server._engine.slots.num_parked == 1)
             assert server.status().sessions == 0, "it is not running"
             assert server.status().kv_pages_free == 256
             before = len(talk.transcript.tokens)
@@ -303,7 +303,7 @@ async def test_streams_cut_between_turns_and_within_them_change_nothing_but_time
     ):
         await said_as_fresh(client, talk, TURNS[0], max_tokens=8, **WAYS["drawn"])
         link.cut()
-        await until(lambda: server._engine.parked_count == 0)
+        await until(lambda: server._engine.slots.num_parked == 0)
         await said_as_fresh(client, talk, TURNS[1], max_tokens=8, **WAYS["drawn"])
         before, given = talk.transcript.tokens, []
         async for event in talk.say(TURNS[2], max_tokens=12):
@@ -323,12 +323,12 @@ async def test_an_idle_session_gives_its_pages_to_a_text_that_grows(verifiers, c
         client.conversation() as talk,
     ):
         await talk.complete("a", max_tokens=5)
-        await until(lambda: server._engine.parked_count == 1)
+        await until(lambda: server._engine.slots.num_parked == 1)
         running = client.generate("d", max_tokens=20 * PAGE - 4, ignore_eos=True)
         await anext(running)
-        assert server._engine.parked_count == 1
+        assert server._engine.slots.num_parked == 1
         assert len([event async for event in running if isinstance(event, Finished)]) == 1
-        assert server._engine.parked_count == 1, "it holds nothing"
+        assert server._engine.slots.num_parked == 1, "it holds nothing"
         await said_as_fresh(client, talk, "f", max_tokens=5)
 
 
@@ -341,18 +341,18 @@ async def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_n
     ):
         for text in ("a", "b"):
             await said_as_fresh(client, talk, text, max_tokens=5)  # whose fresh text may take the place
-            await until(lambda: server._engine.session_count == 0)
+            await until(lambda: server._engine.slots.num_running == 0)
         await talk.complete("c", max_tokens=5)
-        await until(lambda: server._engine.parked_count == 1)
+        await until(lambda: server._engine.slots.num_parked == 1)
         running = client.generate("d", max_tokens=98 * PAGE, ignore_eos=True)
         await anext(running)
-        assert server._engine.parked_count == 0
+        assert server._engine.slots.num_parked == 0
         with pytest.raises(ResourceExhausted):
             await impatient.complete("e", max_tokens=40)
         assert isinstance(await anext(running), Tokens)
         assert server.status().sessions == 1
         await running.aclose()
-        await until(lambda: server._engine.session_count == 0)
+        await until(lambda: server._engine.slots.num_running == 0)
         await said_as_fresh(client, talk, "f", max_tokens=5)
 
 
@@ -367,7 +367,7 @@ async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clien
                 await talk.complete("a", max_tokens=3)
                 await until(lambda: server.status().sessions == 0)
             await client.complete("b", max_tokens=3)
-            await until(lambda: server._engine.session_count == 0)
+            await until(lambda: server._engine.slots.num_running == 0)
             await new.complete("c", max_tokens=3)
             await old.complete("c", max_tokens=3)
         assert [len(observer.of(Continue)) for observer in observers] == [0, 1]
@@ -581,7 +581,7 @@ async def test_a_stream_without_keeping_ends_with_its_text_as_does_a_half_closed
             await stream.call.done_writing()
             assert isinstance(await stream.next(), Goaway)
             assert await stream.next() is None
-            await until(lambda: server._engine.parked_count == 0)
+            await until(lambda: server._engine.slots.num_parked == 0)
         async with raw(server) as stream:
             await stream.call.done_writing()
             assert len(await stream.rest_of_turn()) == 4
@@ -620,5 +620,5 @@ async def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_com
                 if batch == 0:
                     assert turn.ids == expected.ids
             await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
-        await until(lambda: server.status().sessions == server._engine.parked_count == 0)
+        await until(lambda: server.status().sessions == server._engine.slots.num_parked == 0)
         assert server._engine.backend.capacity.used_pages == 0

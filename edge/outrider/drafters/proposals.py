@@ -53,12 +53,12 @@ class ProposalRule:
         self._forbidden = frozenset((*eos_tokens, *sampling.stop_tokens) if sampling.min_tokens else ())
         self._ends = np.array(sorted(self._forbidden), dtype=np.int64)
         self._first_end = prompt_length + sampling.min_tokens if self._forbidden else 0  # they may come from it on
-        edits = bool(sampling.logit_bias or sampling.allowed_tokens or sampling.penalises)
+        edits = bool(sampling.logit_bias or sampling.allowed_tokens or sampling.has_penalties)
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
     def counts(self) -> TokenCounts | None:
         """Return empty counts for a prefix's tokens; None: this rule has no penalties."""
-        return TokenCounts(self.prompt_length) if self.sampling.penalises else None
+        return TokenCounts(self.prompt_length) if self.sampling.has_penalties else None
 
     def forbids(self, position: int, token: int) -> bool:
         """Return whether `token` is an end at a `position` before `min_tokens`, where the target cannot have it."""

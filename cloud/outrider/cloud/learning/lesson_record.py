@@ -206,7 +206,7 @@ def _check_facts(record: LessonRecord) -> None:
     _require(0 <= record.at_s < math.inf, "at_s", "must be Unix seconds")
     _require(0 <= record.start <= MAX_TOKEN_ID, "start", "must be a position")
     _require(0 < record.first_generated <= MAX_TOKEN_ID, "first_generated", "must be a position after a prompt")
-    message = "has a grammar, a bias, allowed tokens or min_tokens, from which nothing is learned"
+    message = "has a grammar, a bias, allowed tokens, min_tokens or no_repeat_ngram_size, so that nothing is learned"
     _require(not record.sampling.constrains, "sampling", message)
 
 

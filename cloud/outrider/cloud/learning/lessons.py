@@ -309,12 +309,6 @@ class LessonCollector(NoLessons):
 
     # --- any thread ---
 
-    def cpu_shares(self) -> tuple[float, float]:
-        """Return what lessons have cost in the engine's thread and in that beside it, over the steps' time."""
-        steps_s = max(self._budget.steps_s, 1e-9)
-        here_s = self._budget.spent_s - self._thread_billed_s
-        return here_s / steps_s, self._thread_spent_s / steps_s
-
     def forget(self, api_key: str) -> Future[int]:
         """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
         forgetting = _Forgetting(key_salt(self._secret, api_key))

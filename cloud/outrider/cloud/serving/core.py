@@ -130,16 +130,6 @@ class EngineCore:
         self.inbox.post(lambda: self.sessions.send_away(sessions))
 
     @property
-    def session_count(self) -> int:
-        """Admitted sessions, without those that are parked until their next turn."""
-        return self.slots.num_running
-
-    @property
-    def parked_count(self) -> int:
-        """Sessions that are parked until their next turn."""
-        return self.slots.num_parked
-
-    @property
     def failed(self) -> bool:
         """Whether steps fail whatever they are for, so that sessions are refused until the process is replaced."""
         return self.sessions.failed

@@ -151,6 +151,6 @@ def _verification_input(slot: Slot, block: tuple[DraftToken, ...], allowed: np.n
         allowed,
         session.logprobs,
         session.top_logprobs,
-        slot.count_tokens() if session.sampling.penalises else None,
+        slot.count_tokens() if session.sampling.has_penalties else None,
         session.eos_tokens,
     )

@@ -158,10 +158,10 @@ class VerifierServer:
     async def drain(self, grace_s: float = 10.0) -> int:
         """Send every session elsewhere, wait for them to go, and return how many there were."""
         await self._health.close()
-        sessions = self._engine.session_count
+        sessions = self._engine.slots.num_running
         self._engine.post_drain()
         until = time.monotonic() + grace_s
-        while self._engine.session_count and time.monotonic() < until:  # noqa: ASYNC110 - counted in another thread
+        while self._engine.slots.num_running and time.monotonic() < until:  # noqa: ASYNC110 - counted in another thread
             await asyncio.sleep(0.02)
         return sessions
 
@@ -215,7 +215,7 @@ class VerifierServer:
             address=self._address,
             model=self.rules.model,
             state=self._health.state(self._engine.sessions),
-            sessions=self._engine.session_count,
+            sessions=self._engine.slots.num_running,
             step_s=self._engine.meter.step_s.value,
             kv_pages_free=self._backend.capacity.free_pages,
             release=release(),
