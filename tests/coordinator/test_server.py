@@ -229,7 +229,7 @@ def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
 ) -> None:
     monkeypatch.setattr(coordinator_server, "MAX_FETCHES", 3)
     monkeypatch.setattr(coordinator_server, "MAX_FETCHES_OF_PEER", 4)
-    monkeypatch.setattr(coordinator_server, "UNREAD_S", 0.5)
+    monkeypatch.setattr(coordinator_server, "UNREAD_S", 2.0)
     limits: list[StreamLimits] = []
     monkeypatch.setattr(
         coordinator_server, "StreamLimits", lambda *fields: limits.append(StreamLimits(*fields)) or limits[-1]
@@ -250,6 +250,7 @@ def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
         assert open_files() == before
         whole = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]  # the fourth of this address
         assert sum(map(len, whole)) == 8 << 20
+        await call.until(lambda: sum(limits[0]._by_network.values()) == 3)  # a client sees the end before it is counted
         unread.append(fetch(codec.encode_fetch(sha256, 0)))
         await call.until(lambda: sum(limits[0]._by_network.values()) == 4)
         with pytest.raises(ResourceExhausted, match="your address has 4 fetches"):
