@@ -72,11 +72,7 @@ class VerifierInfo(VerifierStatus):
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
-        """Read a verifier's own report, ignoring unknown keys.
-
-        Raises:
-            InvalidArgument: a field is missing or cannot be read.
-        """
+        """Read a verifier's own report, ignoring unknown keys; raises `InvalidArgument`."""
         try:
             return cls(**known_fields(cls, report))
         except (ValueError, TypeError, AttributeError) as error:
@@ -117,11 +113,7 @@ class Cluster(Protocol):
         """Return the present state of all verifiers, sorted by name; those that do not answer are `down`."""
 
     async def drain(self, name: str) -> int:
-        """Ask the sessions of verifier `name` to move, admit no more, and return their number.
-
-        Raises:
-            NotFound: there is no such verifier.
-        """
+        """Ask the sessions of verifier `name` to move, admit no more, and return their number; raises `NotFound`."""
 
     async def send_away(self, sessions: SendAway) -> None:
         """Have verifiers, by name, end these texts; whether they return is a matter of leases."""
@@ -203,11 +195,9 @@ class StaticCluster:
                 await self._ask(name, {"send_away": sorted(those)})
 
     async def tokenizer_json(self, name: str) -> str:
-        """Return the tokenizer in the verifier's settings."""
         return self._require(name).tokenizer_json
 
     async def chat_template_json(self, name: str) -> str:
-        """Return the chat template in the verifier's settings."""
         return self._require(name).chat_template_json
 
     async def allow_learning(self, keys: frozenset[bytes]) -> None:
@@ -217,7 +207,6 @@ class StaticCluster:
         """Do nothing, without trainers."""
 
     async def close(self) -> None:
-        """Close the probing channels."""
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()

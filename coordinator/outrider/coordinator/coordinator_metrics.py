@@ -92,7 +92,6 @@ class CoordinatorMetrics:
         self._models: set[str] = set()
 
     def grant(self, model: str, request: LeaseRequest) -> None:
-        """Count a lease that was granted."""
         self._granted.labels(model).inc()
         self._reopened.labels(model).inc(request.epoch > 0)
         self._suspected.labels(model).inc(request.suspected)
@@ -102,15 +101,12 @@ class CoordinatorMetrics:
         self._prefixes.labels("new" if not most else "same" if known == most else "other").inc()
 
     def refuse(self, error: OutriderError) -> None:
-        """Count a lease that was refused."""
         self._refused.labels(type(error).__name__).inc()
 
     def refuse_call(self, error: OutriderError) -> None:
-        """Count a call that was answered with an error."""
         self._refused_calls.labels(type(error).__name__).inc()
 
     def report(self, report: SessionReport) -> None:
-        """Count a finished session."""
         model = report.model
         if model not in self._models and len(self._models) >= MAX_MODELS:
             model = "other"
@@ -143,11 +139,9 @@ class FleetMetrics(Collector):
         self._versions = versions
 
     def describe(self) -> Iterator[Metric]:
-        """Return the metrics, which the registry asks for their names."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics with their present values."""
         prefix, verifiers = "outrider:coordinator_verifier", self._verifiers()
         states = GaugeMetricFamily(f"{prefix}s", "Verifiers by state (ready, sick, draining, down).", labels=("state",))
         for state in VerifierState:
@@ -222,19 +216,16 @@ class RelayMetrics:
         )
 
     def up(self, size: int, seconds: float) -> None:
-        """Count a frame of `size` bytes that was passed on to a verifier."""
         self._frames_up.inc()
         self._bytes_up.inc(size)
         self._forward.observe(seconds)
 
     def down(self, size: int, seconds: float) -> None:
-        """Count a frame of `size` bytes that was passed on to an edge."""
         self._frames_down.inc()
         self._bytes_down.inc(size)
         self._forward.observe(seconds)
 
     def status(self) -> RelayStatus:
-        """Return what operators see."""
         return RelayStatus(
             streams=self.streams,
             streams_total=_total(self.opened),

@@ -67,13 +67,7 @@ class CoordinatorServer:
         self.service: ControlService | None = None
 
     async def start(self) -> str:
-        """Ask the fleet once, listen, and return the bound host:port.
-
-        Raises:
-            ConfigError: the address cannot be bound, a certificate or the file of API keys is invalid, or the extra
-                for Ray is missing.
-            Unavailable: the Ray cluster of the config does not answer.
-        """
+        """Ask the fleet once, listen, and return the bound host:port; raises `ConfigError` or `Unavailable`."""
         metrics = CoordinatorMetrics()
         if self._config.metrics_listen:  # a thread of its own, before Ray and gRPC
             self._metrics_server = MetricsServer(metrics.registry, self._config.metrics_listen)
@@ -155,12 +149,7 @@ class CoordinatorServer:
 
 
 def cluster_from_config(config: CoordinatorConfig) -> Cluster:
-    """Build the fleet that `config` names.
-
-    Raises:
-        ConfigError: Ray is wanted but not installed.
-        Unavailable: no Ray answers there.
-    """
+    """Build the fleet that `config` names; raises `ConfigError` or `Unavailable`."""
     if not config.ray_address:
         return StaticCluster(config.verifiers, secret=config.lease_secret, tls=config.verifier_tls)
     try:

@@ -52,13 +52,11 @@ class KeyPlaces:
         }
 
     def is_leased(self, key: str, session: str, now_s: float) -> bool:
-        """Return whether a session has its place by a lease."""
         self._expire(now_s)
         return (key, session) in self._leased
 
     @property
     def keys(self) -> frozenset[str]:
-        """Names of the keys that have places."""
         return frozenset(name for name, _ in self._leased) | self._listed.keys()
 
     def take(self, key: str, session: str, verifier: str, now_s: float, until_s: float) -> None:

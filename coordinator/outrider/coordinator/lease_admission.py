@@ -98,7 +98,6 @@ class CallerAdmission:
             )
 
     def has_place(self, caller: Caller, session: str) -> bool:
-        """Return whether the caller's key has counted the session already."""
         return caller.key is not None and self._places.is_leased(caller.key.name, session, self._clock())
 
     def room(self, name: str) -> float:
@@ -176,7 +175,6 @@ class CallerAdmission:
         return self._places.observe(verifiers, asked_s, lambda name: 0 if name in revoked else limits.get(name))
 
     def running(self) -> dict[str, int]:
-        """Return the number of sessions by name of key, for keys that have any."""
         now_s = self._clock()
         counts = {name: len(self._places.held(name, now_s)) for name in sorted(self._places.keys)}
         return {name: count for name, count in counts.items() if count}

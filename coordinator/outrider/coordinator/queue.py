@@ -256,7 +256,6 @@ class PlaceQueue:
         return ticket
 
     def leave(self, key: str, session: str) -> None:
-        """Forget a text that has ended."""
         self.withdraw(key, session)
         self._leased.pop((key, session), None)
 

@@ -135,12 +135,7 @@ class RayCluster:
             return await asyncio.to_thread(self._poll)
 
     async def drain(self, name: str) -> int:
-        """Ask the sessions of verifier `name` to move, and return their number.
-
-        Raises:
-            NotFound: there is no such actor.
-            Unavailable: it does not answer.
-        """
+        """Ask the sessions of verifier `name` to move, and return their number; raises `NotFound` or `Unavailable`."""
         patience_s = self._drain_grace_s + self._info_timeout_s
         sessions = await asyncio.to_thread(self._call, name, "drain", patience_s, self._drain_grace_s)
         async with self._polling:

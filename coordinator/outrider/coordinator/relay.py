@@ -92,7 +92,6 @@ class StreamRelay:
         return {"Decode": grpc.stream_stream_rpc_method_handler(self._decode)}
 
     async def close(self) -> None:
-        """End every connection to a verifier."""
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.channel.close()

@@ -122,7 +122,6 @@ class ControlService:
         await self._cluster.retire_versions(self._offers.retired)
 
     async def scan_drafters(self) -> None:
-        """Scan the folders of drafters, and take in what is new there."""
         await self.catalogue.refresh()
         self._note_versions(changed=self._offers.look())
 

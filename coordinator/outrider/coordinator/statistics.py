@@ -74,7 +74,6 @@ class SharedAcceptance:
             acceptance.inherit(name, version, parent)
 
     def forget(self, name: str, version: str) -> None:
-        """Drop the hits of a version that is offered no more."""
         for acceptance in self._of_keys.values():
             acceptance.forget(name, version)
 
@@ -210,7 +209,6 @@ class FleetStatistics:
         return self.versions.state(name, version) is VersionState.RETIRED
 
     def share(self, name: str, version: str) -> float:
-        """Return the share of edges that are offered a version, 0 to 1."""
         recently = self._clock() - self._began_s < DAY_S
         return self.versions.share(name, version, max(len(self._edges), self._edges_before if recently else 0))
 

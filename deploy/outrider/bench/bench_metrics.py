@@ -23,13 +23,13 @@ class Decoded(Protocol):
     """
 
     @property
-    def arrivals(self) -> Sequence[float]: ...  # noqa: D102 - above
+    def arrivals(self) -> Sequence[float]: ...
 
     @property
-    def seconds(self) -> float: ...  # noqa: D102
+    def seconds(self) -> float: ...
 
     @property
-    def statistics(self) -> EdgeStatistics: ...  # noqa: D102
+    def statistics(self) -> EdgeStatistics: ...
 
 
 def grouped(entries: Iterable[EntryT], key: Callable[[EntryT], KeyT]) -> dict[KeyT, list[EntryT]]:

@@ -49,11 +49,9 @@ class BenchLink:
 
     @property
     def label(self) -> str:
-        """Name for progress lines."""
         return f"trace {self.trace.name}" if self.trace else f"{self.record.rtt_ms:g} ms"
 
     def shape_at(self, time_s: float) -> LinkShape:
-        """Return the shape of the link `time_s` after a text began."""
         if self.trace is None:
             return self.shape
         return replace(self.trace.at(time_s), jitter_s=self.shape.jitter_s)
@@ -65,11 +63,7 @@ class BenchLink:
 
 
 def links_of(settings: LinkListSettings) -> list[BenchLink]:
-    """Return fixed links by --rtt, --up, --down and --jitter, then traced ones.
-
-    Raises:
-        ConfigError: lists of different lengths; each may have one entry, which then holds for all round trips.
-    """
+    """Return fixed links by --rtt, --up, --down and --jitter, then traced ones; raises `ConfigError`."""
     columns = (_spread(getattr(settings, name), len(settings.rtt), name) for name in ("up", "down", "jitter"))
     fixed = [_fixed(*values) for values in zip(settings.rtt, *columns, strict=True)]
     return fixed + [_traced(name, settings.jitter[0]) for name in settings.trace]

@@ -43,11 +43,7 @@ STYLE: Any = {
 
 
 def check_drawing(field: str) -> None:
-    """See that plots can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed; `field` names the option that asks for plots.
-    """
+    """See that plots can be drawn; raises `ConfigError`."""
     try:
         import matplotlib  # noqa: F401, ICN001 - only whether it is there
     except ImportError as error:
@@ -71,11 +67,7 @@ def canvas(size_in: tuple[float, float] | None = None, layout: Any = "constraine
 
 
 def save_plot(drawn: Any, path: Path, field: str = "plot") -> None:
-    """Write what was drawn; a PNG gets a palette, which keeps it small.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write what was drawn; a PNG gets a palette, which keeps it small. Raises `ConfigError`."""
     as_png = path.suffix.lower() == ".png"
     write(path, lambda: _save_png(drawn, path) if as_png else drawn.savefig(path, dpi=DPI), field)
 

@@ -92,11 +92,7 @@ def from_json(kind: type[RecordT], text: str, field: str, *, prefix: str = "", r
 
 
 def check_file(path: Path, field: str) -> None:
-    """Make the folder of `path` and check that the file can be written; its content stays.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Make the folder of `path` and check that the file can be written; its content stays. Raises `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
@@ -108,21 +104,13 @@ def check_file(path: Path, field: str) -> None:
 
 
 def save(record: DataclassInstance, path: Path, field: str = "json") -> None:
-    """Write the JSON file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the JSON file; raises `ConfigError` where the file cannot be written."""
     text = to_json(record)
     write(path, lambda: path.write_text(text, encoding="utf-8"), field)
 
 
 def write(path: Path, how: Callable[[], object], field: str) -> None:
-    """Make the folder of `path`, and write the file by calling `how`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Make the folder of `path`, and write the file by calling `how`; raises `ConfigError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         how()

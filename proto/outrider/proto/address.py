@@ -13,11 +13,7 @@ def without_http(address: str) -> str:
 
 
 def address_of_server(address: str, field: str, *, has_tls: bool) -> str:
-    """Return the `host:port` of a server, which may be written as a URL.
-
-    Raises:
-        ConfigError: it is `https://`, and the client has no authority to check the server by.
-    """
+    """Return the `host:port` of a server, which may be written as a URL; raises `ConfigError`."""
     plain = without_http(address)
     if not plain.startswith("https://"):
         return plain

@@ -34,5 +34,4 @@ class CacheShape:
     dtype: str = "float32"
 
     def bytes_of(self, positions: int) -> int:
-        """Return the bytes of a session's cache with room for `positions`."""
         return CACHE_DTYPES[self.dtype] * 2 * self.layers * self.kv_heads * self.head_dim * positions

@@ -109,7 +109,6 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """Option without its dashes."""
         unit = next((unit for unit in UNITS if self.name.endswith(unit)), "")
         return self.option.flag or self.name.removesuffix(unit).replace("_", "-")
 

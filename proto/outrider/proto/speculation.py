@@ -48,15 +48,12 @@ class SpeculationMetrics(Collector):
         registry.register(self)
 
     def labels(self, part: str, model: str, drafter: str) -> VerifiedDrafts:
-        """Return the counts of one part, target and drafter."""
         return self._counted.setdefault((part, model, drafter), VerifiedDrafts())
 
     def describe(self) -> Iterator[Metric]:
-        """Name the metrics, without values."""
         return iter(_families())
 
     def collect(self) -> Iterator[Metric]:
-        """Show the metrics as they are now."""
         families = drafts, draft_tokens, accepted, per_position = _families()
         for labels, counted in list(self._counted.items()):
             accepted_of = list(counted.accepted_of)

@@ -20,11 +20,7 @@ _MIN_LARGEST = _INT8_STEPS * float(np.finfo(np.float32).tiny)
 
 
 def encode(vector: np.ndarray, precision: SteeringPrecision) -> Steering:
-    """Round `vector` [rank], finite, to bytes.
-
-    Raises:
-        InvalidArgument: `steering.values` is not one row of finite numbers.
-    """
+    """Round `vector` [rank], finite, to bytes; raises `InvalidArgument`."""
     numbers = np.asarray(vector, dtype=np.float32)
     if numbers.ndim != 1:
         raise InvalidArgument(f"has {numbers.ndim} dimensions; a vector has one", field="steering.values")
@@ -47,12 +43,7 @@ def _scale(largest: float, steps: float) -> float:
 
 
 def decode(steering: Steering, rank: int) -> np.ndarray:
-    """Return the vector [rank] float32 that `encode` has rounded.
-
-    Raises:
-        InvalidArgument: `steering.values` does not hold `rank` finite numbers, or `steering.scale` takes one beyond
-            float32.
-    """
+    """Return the vector [rank] float32 that `encode` has rounded; raises `InvalidArgument`."""
     stored = np.dtype("<f2") if steering.precision is SteeringPrecision.FLOAT16 else np.dtype(np.int8)
     length = len(steering.values) // stored.itemsize  # whole: a Steering is checked when made
     if length != rank:

@@ -29,11 +29,7 @@ CLIENT_GONE = grpc.aio.InternalError
 
 
 async def send_bytes(call: Any, data: bytes) -> None:
-    """Put `data` on the stream of `call`, which was made without serializers, when gRPC has room for it.
-
-    Raises:
-        grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError: the stream has ended (`ENDED`).
-    """
+    """Put `data` on the stream of `call`, made without serializers, once gRPC has room; raises one of `ENDED`."""
     await call.wait_for_connection()
     await call._cython_call.send_serialized_message(data)
 

@@ -26,7 +26,6 @@ class TokenCounts:
 
     @property
     def length(self) -> int:
-        """Tokens in the prefix."""
         return len(self._tokens)
 
     @property

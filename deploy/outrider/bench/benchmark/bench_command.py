@@ -50,7 +50,6 @@ class Known:
     drafter_version: str | None
 
     def identical(self, texts: Sequence[Measured]) -> bool:
-        """Return whether each text is the target's own."""
         return all(text.tokens == self.texts[text.prompt.id] for text in texts)
 
 

@@ -35,14 +35,12 @@ class VerifierProcess(Child):
         self._config = config
 
     async def prepare(self) -> None:
-        """Start the server, and write the file of the tokenizer."""
         config = base64.b64encode(pickle.dumps(self._config)).decode()
         with waiting(f"loading the target {self._config.target}"):
             served = await self.ask({"config": config, "tokenizer": str(self.tokenizer)})
         self.address, self.precision = served["address"], served["precision"]
 
     async def step_timings(self) -> list[StepTiming]:
-        """Return the times of the steps since the last call."""
         return [StepTiming(*values) for values in await self.ask({})]
 
 

@@ -38,20 +38,16 @@ class Measured(Observer):
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request to the last token."""
         return self.arrivals[-1]
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
-        """Keep a drafting job."""
         self.jobs.append((began, ended, tokens))
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
-        """Keep drafts."""
         if isinstance(frame, Draft):
             self.drafts.append((frame, at))
 
     def received(self, frame: CloudFrame, at: float) -> None:
-        """Keep commits."""
         if isinstance(frame, Commit):
             self.commits.append((frame, at))
 

@@ -40,7 +40,6 @@ class FarFleet(RayCluster):
         return tuple([replace(info, address=await self._far(info.address)) for info in infos])
 
     async def close(self) -> None:
-        """End the links, and forget the handles."""
         await self._processes.aclose()
         await super().close()
 

@@ -28,7 +28,6 @@ class HereTrainer:
         self._stack = ExitStack()
 
     async def answer(self, request: dict[str, Any]) -> Any:
-        """Do what is asked; raises `OutriderError`."""
         match request["do"]:
             case "begin":
                 return await asyncio.to_thread(self._begin, request)

@@ -51,11 +51,9 @@ class _TrainerProcess(Child):
         self.info: dict[str, Any] = {}
 
     async def prepare(self) -> None:
-        """Load the drafter."""
         self.info = await self.ask(self._begin)
 
     async def learn(self, records: list[bytes]) -> None:
-        """Hand records over, and ask what has been learned."""
         self.info = await self.ask({"do": "learn", "records": [base64.b64encode(each).decode() for each in records]})
 
 

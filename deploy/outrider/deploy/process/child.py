@@ -72,12 +72,7 @@ class Child(ABC):
             await process.wait()
 
     async def ask(self, request: Mapping[str, Any]) -> Any:
-        """Send a request and return the answer.
-
-        Raises:
-            Unavailable: it is not running, or dies.
-            OutriderError: the child refuses the request; the class is that of the child's error.
-        """
+        """Send a request and return the answer; raises `Unavailable` or `OutriderError`."""
         # Shielded: an answer that nobody has read would be taken for the answer to the next request.
         answer = await asyncio.shield(self._exchange(request))
         if "error" in answer:

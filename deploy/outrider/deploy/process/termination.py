@@ -88,17 +88,14 @@ class StopAtStep:
         self._has_stepped = False
 
     def stopping(self) -> bool:
-        """Return whether to end now."""
         return self._stopping
 
     def stepped(self, _: int) -> None:
-        """Note that a step is done."""
         self._has_stepped = True
         WATCH.leave_to_command()
 
     @contextmanager
     def listening(self) -> Iterator[StopAtStep]:
-        """Take the signals inside the `with` block."""
         with _handled(self._take, signal.SIGTERM, signal.SIGINT):
             yield self
 

@@ -83,7 +83,6 @@ class Key:
                 raise ConfigError("must be true or false", field=f"{where}.{name}")
 
     def toml(self) -> str:
-        """Return the key's table in a keys file."""
         name = self.name if "." not in self.name else f'"{self.name}"'
         lines = [f"[keys.{name}]", f'sha256 = "{self.sha256}"']
         lines += [f"{f} = {getattr(self, f)}" for f in ("max_sessions", "tokens_per_minute") if getattr(self, f)]
@@ -114,11 +113,7 @@ class Keys:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read the keys in the TOML file at `path`.
-
-        Raises:
-            ConfigError: it is unreadable or no TOML, a field is unknown or wrong, there is no key, or others may write.
-        """
+        """Read the keys in the TOML file at `path`; raises `ConfigError`."""
         keys = cls()
         otherwise = "are all refused until that is mended"
         keys._file = Watched("API keys", (path,), lambda: _read(path.expanduser()), otherwise)
@@ -173,7 +168,6 @@ class Keys:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the keys."""
         return tuple(key.name for key in self._keys)
 
 
@@ -246,12 +240,10 @@ class Bucket:
         return self._level
 
     def spend(self, tokens: float, now_s: float) -> None:
-        """Take tokens out."""
         self.level(now_s)
         self._level -= tokens
 
     def wait_s(self, tokens: float, now_s: float) -> float:
-        """Return the seconds until it holds `tokens`."""
         return max(0.0, tokens - self.level(now_s)) * 60 / self.tokens_per_minute
 
 
@@ -312,21 +304,13 @@ class Limits:
         self._meters = Meters()
 
     def admit(self, key: Key, now_s: float) -> Ticket:
-        """Admit one more session of `key`.
-
-        Raises:
-            ResourceExhausted: its sessions or its tokens are used up; `retry_after_s` is set.
-        """
+        """Admit one more session of `key`; raises `ResourceExhausted`."""
         if key.max_sessions is not None and self._running[key.name] >= key.max_sessions:
             raise all_taken(key)
         return Ticket(key, self.check_tokens(key, now_s), self._running)
 
     def check_tokens(self, key: Key, now_s: float) -> Bucket | None:
-        """Return the bucket of `key`, if its tokens are limited.
-
-        Raises:
-            ResourceExhausted: they are used up; `retry_after_s` is set.
-        """
+        """Return the bucket of `key`, if its tokens are limited; raises `ResourceExhausted`."""
         if key.tokens_per_minute is None:
             return None
         bucket = self._meters.of(key.name, key.tokens_per_minute, now_s)
@@ -345,5 +329,4 @@ class Limits:
             self._meters.of(key.name, key.tokens_per_minute, now_s).spend(tokens, now_s)
 
     def running(self, name: str) -> int:
-        """Return the number of sessions that key `name` has open."""
         return self._running[name]

@@ -119,12 +119,10 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
         return handler._replace(**{"request_streaming": True, served: counted})
 
     def begin(self, port: int) -> None:
-        """Watch the connections to this port of the process."""
         if _DESCRIPTORS.is_dir():
             threading.Thread(target=self._run, args=(port,), name="outrider-connections", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
         self._ended.set()
 
     def _run(self, port: int) -> None:

@@ -78,7 +78,6 @@ class StandardError(logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]  # an attribute there
-        """Standard error now."""
         return sys.stderr
 
 
@@ -89,7 +88,6 @@ class TextLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's line, with its traceback where it has one."""
         message = _escaped(record.getMessage())
         fields = "".join(f" {name}={_escaped(value)}" for name, value in _known(record).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{fields}"
@@ -101,7 +99,6 @@ class JsonLines(logging.Formatter):
     """One JSON object a line: time (UTC, ISO 8601), level, logger, message; session, verifier, error where known."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's line."""
         fields = {
             "time": _time(record),
             "level": record.levelname.lower(),

@@ -86,7 +86,6 @@ class LoopWatch:
         self.stop()
 
     def begin(self) -> None:
-        """Watch the loop that runs."""
         loop = asyncio.get_running_loop()
         self._beat(loop)
         threading.Thread(
@@ -94,7 +93,6 @@ class LoopWatch:
         ).start()
 
     def stop(self) -> None:
-        """Watch no more."""
         self._ended.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -91,7 +91,6 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -106,7 +105,6 @@ class _Server(ThreadingWSGIServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a thread for a connection."""
         with self._changed:
             if len(self._clients) >= MAX_CLIENTS:
                 counts = Counter(self._clients.values())
@@ -117,7 +115,6 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         super().shutdown_request(request)
         with self._changed:
             self._clients.pop(request, None)

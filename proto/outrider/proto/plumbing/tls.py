@@ -49,11 +49,7 @@ class ServerTls:
 
     @classmethod
     def from_options(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> Self | None:
-        """Make them from options; None where all are left out.
-
-        Raises:
-            ConfigError: an option is missing beside the others.
-        """
+        """Make them from options; None where all are left out. Raises `ConfigError`."""
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
@@ -63,7 +59,6 @@ class ServerTls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are given."""
         return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
 
@@ -85,11 +80,7 @@ class ClientTls:
 
     @classmethod
     def from_options(cls, ca: Path | None, cert: Path | None, key: Path | None, server_name: str = "") -> Self | None:
-        """Make it from options; None where all are left out.
-
-        Raises:
-            ConfigError: an option is missing beside the others.
-        """
+        """Make it from options; None where all are left out. Raises `ConfigError`."""
         if ca is None:
             if cert is not None or key is not None or server_name:
                 raise ConfigError(
@@ -103,7 +94,6 @@ class ClientTls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are given."""
         return tuple(path for path in (self.ca, self.cert, self.key) if path is not None and path != PUBLIC)
 
 
