@@ -41,7 +41,7 @@ class Cluster:
         from outrider.cloud.verifier_config import VerifierConfig
         from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
         from outrider.coordinator.coordinator_server import CoordinatorServer
-        from outrider.deploy.local.local_cluster import embedded_drafters
+        from outrider.drafters.packages import FAMILY
         from outrider.edge import Client, EdgeConfig
         from outrider.edge.daemon import DaemonConfig
         from outrider.edge.daemon.http_server import Daemon
@@ -52,9 +52,7 @@ class Cluster:
         template = chat_template_json("reference")
         fixed = StaticVerifier("verifier", address, "reference", tokenizer_json, chat_template_json=template)
         coordinator = CoordinatorServer(
-            CoordinatorConfig(
-                lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),)
-            )
+            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(FAMILY,))
         )
         self.coordinator = await coordinator.start()
         self._stack.push_async_callback(coordinator.stop)

@@ -18,7 +18,7 @@ import pytest
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy import targets
 from outrider.deploy.cli import main, parse
-from outrider.deploy.local.next_steps import next_steps
+from outrider.deploy.local.servers import next_steps
 from outrider.deploy.process import progress
 from outrider.deploy.process.ports import check_port
 from outrider.deploy.targets import with_target

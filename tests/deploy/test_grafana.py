@@ -294,7 +294,7 @@ async def _decode_and_scrape(tokenizer_file, cache: Path) -> list[str]:
     from outrider.cloud.verifier_config import VerifierConfig
     from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
     from outrider.coordinator.coordinator_server import CoordinatorServer
-    from outrider.deploy.local.local_cluster import embedded_drafters
+    from outrider.drafters.packages import FAMILY
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.edge_metrics import EdgeMetrics
 
@@ -306,7 +306,7 @@ async def _decode_and_scrape(tokenizer_file, cache: Path) -> list[str]:
         lease_secret=SECRET,
         listen="127.0.0.1:0",
         verifiers=(fixed,),
-        drafters=(embedded_drafters(),),
+        drafters=(FAMILY,),
         metrics_listen="127.0.0.1:0",
         relay=True,
     )

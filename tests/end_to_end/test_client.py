@@ -175,10 +175,10 @@ async def test_a_missing_drafter_names_those_that_there_are() -> None:
 
 
 async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
-    from outrider.deploy.local.local_cluster import embedded_drafters
+    from outrider.drafters.packages import FAMILY
 
     broken = tmp_path / "broken"
-    shutil.copytree(embedded_drafters() / "general", broken)
+    shutil.copytree(FAMILY / "general", broken)
     model = broken / "model.onnx"
     model.write_bytes(model.read_bytes()[:-1] + b"x")
 

@@ -15,7 +15,7 @@ from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.deploy.local.local_cluster import embedded_drafters
+from outrider.drafters.packages import FAMILY
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
@@ -73,7 +73,7 @@ async def cluster(tokenizer_file: Path, folder: Path, max_sessions: int | None) 
                 lease_secret=SECRET,
                 listen="127.0.0.1:0",
                 verifiers=fixed,
-                drafters=(embedded_drafters(),),
+                drafters=(FAMILY,),
                 api_keys=made.keys,
                 poll_s=0.1,
             )

@@ -16,7 +16,7 @@ from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.deploy.local.local_cluster import embedded_drafters
+from outrider.drafters.packages import FAMILY
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import PromptTooLong
@@ -31,7 +31,7 @@ def coordinator_config(address: str, tokenizer: Path, **config: Any) -> Coordina
     fixed = StaticVerifier("verifier", address, "reference", tokenizer.read_text())
     return CoordinatorConfig(
         lease_secret=SECRET,
-        **{"listen": "127.0.0.1:0", "verifiers": (fixed,), "drafters": (embedded_drafters(),), **config},
+        **{"listen": "127.0.0.1:0", "verifiers": (fixed,), "drafters": (FAMILY,), **config},
     )
 
 

@@ -15,7 +15,7 @@ from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.deploy.local.local_cluster import embedded_drafters
+from outrider.drafters.packages import FAMILY
 from outrider.edge.testing.tiny_drafter import greedy_by_hand
 
 pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
@@ -60,9 +60,7 @@ async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(
 ) -> None:
     verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
     fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_file.read_text())
-    config = CoordinatorConfig(
-        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),)
-    )
+    config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(FAMILY,))
     coordinator = CoordinatorServer(config)
     address = await coordinator.start()
     arguments = ["generate", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]

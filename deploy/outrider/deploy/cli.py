@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
 from outrider.deploy.process.end_watch import WATCH
-from outrider.deploy.process.failures import machine_failure
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.process.termination import handlers_restored
 from outrider.proto.errors import ConfigError, OutriderError
@@ -109,6 +109,8 @@ class LogSettings(Settings):
 
 
 LOGS = part(LogSettings)
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+NO_MEMORY = ("can't allocate memory", "out of memory", "unable to mmap", "cannot allocate memory")
 
 
 def main(argv: Sequence[str] | None = None, program: Program = OUTRIDER) -> int:
@@ -128,12 +130,22 @@ def main(argv: Sequence[str] | None = None, program: Program = OUTRIDER) -> int:
         print(f"{words}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
         return 1
     except (MemoryError, OSError, RuntimeError) as error:
-        line = machine_failure(error)
+        line = _machine_failure(error)
         if not line:
             raise
         logging.getLogger(__name__).debug("the failure", exc_info=True)
         print(f"{words}: {line}", file=sys.stderr)
         return 1
+
+
+def _machine_failure(error: BaseException) -> str:
+    """Return one line that says what this machine lacks; empty: it is something else, which a traceback explains."""
+    words = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or any(sign in words.lower() for sign in NO_MEMORY):
+        return "there is too little memory here: take a smaller target, fewer verifiers, or a smaller --kv-tokens"
+    if isinstance(error, OSError) and error.errno in MACHINE:
+        return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+    return ""
 
 
 def parse(argv: Sequence[str], program: Program = OUTRIDER) -> Given:

@@ -50,7 +50,7 @@ def cloud() -> Iterator[Cloud]:
     from outrider.cloud.verifier_config import VerifierConfig
     from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
     from outrider.coordinator.coordinator_server import CoordinatorServer
-    from outrider.deploy.local.local_cluster import embedded_drafters
+    from outrider.drafters.packages import FAMILY
 
     loop = LoopThread()
     verifier = VerifierServer(VerifierConfig(threads=1, name="a", max_sessions=PLACES))
@@ -59,7 +59,7 @@ def cloud() -> Iterator[Cloud]:
     def another(**config: Any) -> tuple[Callable[[], None], str]:
         static = StaticVerifier("a", address, "reference", verifier.tokenizer_json)
         common = {"lease_secret": b"s" * 32, "listen": "127.0.0.1:0", "verifiers": (static,)}
-        server = CoordinatorServer(CoordinatorConfig(**common, drafters=(embedded_drafters(),), **config))
+        server = CoordinatorServer(CoordinatorConfig(**common, drafters=(FAMILY,), **config))
         return lambda: loop.run(server.stop(0)), loop.run(server.start())
 
     stop, coordinator = another()

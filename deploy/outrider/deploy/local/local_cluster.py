@@ -18,8 +18,9 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.commands.conditions import Cable
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.process.end_watch import WATCH
-from outrider.deploy.process.ports import check_port
+from outrider.deploy.process.ports import check_ports
 from outrider.deploy.process.progress import stage
+from outrider.drafters.packages import FAMILY, find_folder
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 from outrider.proto.plumbing.cores import computing_cores
 
@@ -91,8 +92,7 @@ async def local_cluster(
     if trainer is not None:
         trainer = replace(trainer, folder=drafters[-1].parent)
     coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
-    for name in ("listen", "metrics_listen"):
-        check_port(getattr(coordinator_config, name), name)
+    check_ports(coordinator_config)
     verifier = replace(verifier, threads=verifier.threads or computing_cores(verifiers))
     with stage("starting Ray"):
         _join_or_start_ray()  # before any gRPC server or channel: Ray forks
@@ -161,15 +161,13 @@ def catalogue_folders(more: Sequence[Path], trainer: TrainerSettings | None) -> 
     Raises:
         NotFound: there is no drafter to train on.
     """
-    from outrider.drafters.packages import find_folder
-
-    folders = (embedded_drafters(), *more)
+    folders = (FAMILY, *more)
     if trainer is None:
         return folders
     from outrider.cloud.learning.learner import drafters_folder
 
     parent = find_folder(trainer.drafter).resolve()
-    own = () if parent.parent == embedded_drafters() else (parent,)
+    own = () if parent.parent == FAMILY else (parent,)
     return (*folders, *own, drafters_folder(trainer))
 
 
@@ -252,10 +250,3 @@ def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
         if isinstance(cause, OutriderError):
             raise cause from None
         raise Unavailable(f"{name} does not start: {str(error).strip().splitlines()[-1]}") from error
-
-
-def embedded_drafters() -> Path:
-    """Return the folder of the embedded drafter packages."""
-    from outrider.drafters.packages import FAMILY
-
-    return FAMILY

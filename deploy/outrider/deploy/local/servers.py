@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,25 +24,26 @@ from outrider.deploy.commands.serving_options import (
     UpSettings,
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
-from outrider.deploy.local.local_cluster import catalogue_folders, embedded_drafters, local_cluster
-from outrider.deploy.local.next_steps import next_steps
+from outrider.deploy.local.local_cluster import catalogue_folders, local_cluster
 from outrider.deploy.process.descendants import descendants, kill, until_gone
-from outrider.deploy.process.ports import check_port
+from outrider.deploy.process.ports import check_ports
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.deploy.targets import with_target
-from outrider.drafters.packages import find_package
-from outrider.proto.address import is_local_address
+from outrider.drafters.packages import FAMILY, find_package
+from outrider.edge.daemon import DaemonConfig
+from outrider.proto.address import is_local_address, is_loopback, join_address, split_address
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.loop_watch import LoopWatch, end_process
-from outrider.proto.plumbing.serving import GrpcServerSettings
-from outrider.proto.plumbing.tls import ClientTls
+from outrider.proto.plumbing.tls import ClientTls, ServerTls
 from outrider.proto.tokenizer import tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
 STOPPED_WITHIN_S = 30.0  # of a step that runs, and of whoever still learns
 END_WITHIN_S = STOPPED_WITHIN_S + 5.0  # of a process that has failed
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
+ASKED = '{"model": "%s", "temperature": 0, "messages": [{"role": "user", "content": "What is 2 + 3?"}]}'
 PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of the strategies
 
 
@@ -93,6 +95,52 @@ async def _up(given: Given) -> int:
     return 0
 
 
+def next_steps(coordinator: str, model: str, verifier: str, given: Given) -> Iterator[str]:
+    """Yield what to type to use a cluster, and to end it.
+
+    Args:
+        coordinator: address at which the coordinator listens.
+        model: id by which edges ask for the target.
+        verifier: name of one of the verifiers.
+        given: options of the command that has started the cluster.
+    """
+    place, elsewhere = _reached(coordinator)
+    needed = f"--coordinator {place}{_credentials(given)}"
+    page = f"http://{DaemonConfig().listen}"
+    yield "next, in another terminal:"
+    yield f"  outrider edge {needed.replace(' --tls-', ' --cloud-tls-')}"
+    yield f"      the page: {page}/   OpenAI's API: {page}/v1"
+    yield f"      curl {page}/v1/chat/completions -H 'Content-Type: application/json' -d '{ASKED % model}'"
+    yield f"  outrider chat {needed}"
+    yield f"  outrider generate {needed} 'Once upon a time'"
+    yield f"  outrider status {needed}"
+    yield f"  outrider drain {verifier} {needed}"
+    if elsewhere:
+        yield "HOST is a name or address of this machine."
+    yield "Ctrl-C ends the cluster."
+
+
+def _reached(coordinator: str) -> tuple[str, bool]:
+    """Return where edges find the coordinator, and whether a name of this machine must be put in."""
+    host, port = split_address(coordinator, "listen")
+    return (f"HOST:{port}", True) if host in EVERYWHERE else (join_address(host, port), False)
+
+
+def _credentials(given: Given) -> str:
+    """Return the options by which an edge passes the coordinator's checks."""
+    asked, tls = given.fields(CoordinatorConfig), given.fields(ServerTls)
+    words = []
+    if tls["cert"] is not None:
+        words.append("--tls-ca FILE")
+    if tls["client_ca"] is not None:
+        words.append("--tls-cert FILE --tls-key FILE")
+    if asked["api_keys"] is not None:
+        words.append("--api-key-file FILE")
+        if tls["cert"] is None and not is_loopback(split_address(asked["listen"], "listen")[0]):
+            words.append("--plaintext")
+    return "".join(f" {word}" for word in words)
+
+
 def _end_with_cluster() -> None:
     kill(descendants())
     end_process()
@@ -117,7 +165,7 @@ async def _coordinator(given: Given) -> int:
     from outrider.coordinator.coordinator_server import CoordinatorServer
 
     config = coordinator_config(given)
-    _check_ports(config)
+    check_ports(config)
     server = CoordinatorServer(config)
     address = await server.start()
     stop = set_when_asked_to_end()
@@ -150,7 +198,7 @@ def coordinator_config(given: Given) -> CoordinatorConfig:
         CoordinatorConfig,
         lease_secret=_required_secret(given(SecretSettings).lease_secret_file),
         tls=tls,
-        drafters=(embedded_drafters(), *given.fields(CoordinatorConfig)["drafters"]),
+        drafters=(FAMILY, *given.fields(CoordinatorConfig)["drafters"]),
         verifiers=verifiers,
         verifier_tls=towards,
         **({"ray_address": ""} if verifiers else {}),
@@ -180,7 +228,7 @@ def verifier(given: Given) -> int:
 
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     find_target(config.target)
-    _check_ports(config)
+    check_ports(config)
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
     end = threading.Timer(END_WITHIN_S, end_process)
@@ -256,11 +304,6 @@ def trainer(given: Given) -> int:
     _, *folders = catalogue_folders((), settings)  # a coordinator has the embedded ones
     print(f"give the coordinator --drafters {' '.join(map(str, folders))}", flush=True)
     return 0
-
-
-def _check_ports(config: GrpcServerSettings) -> None:
-    for name in ("listen", "metrics_listen"):
-        check_port(getattr(config, name), name)
 
 
 def _print_metrics(name: str, address: str) -> None:

@@ -7,14 +7,17 @@ import socket
 
 from outrider.proto.address import split_address
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.serving import GrpcServerSettings
+
+
+def check_ports(config: GrpcServerSettings) -> None:
+    """Refuse addresses that are taken or not of this machine; raises `ConfigError`."""
+    for name in ("listen", "metrics_listen"):
+        check_port(getattr(config, name), name)
 
 
 def check_port(address: str, field: str) -> None:
-    """Refuse an address `host:port` that is taken or not of this machine; an empty one is nobody's.
-
-    Raises:
-        ConfigError: about `field`, with the port and the remedy.
-    """
+    """Refuse an address `host:port` that is taken or not of this machine, unless it is empty; raises `ConfigError`."""
     if not address:
         return
     host, port = split_address(address, field)

@@ -24,26 +24,20 @@ SHOWN_AFTER_S = 0.5  # what is quicker needs no words
 LOOKS_A_SECOND = 4.0
 
 
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> AbstractContextManager[object]:
     """Say what goes on inside the `with` block, and nothing afterwards."""
-    with _said(what):
-        yield
+    if sys.stderr is None or sys.stderr.closed or only_json():
+        return nullcontext()
+    return _shown(what) if sys.stderr.isatty() else _logged(what)
 
 
 @contextmanager
 def stage(what: str) -> Iterator[None]:
     """Do what `waiting` does, and leave a line with the time that it took."""
     began = time.monotonic()
-    with _said(what):
+    with waiting(what):
         yield
     say(f"{what}: {time.monotonic() - began:.1f} s")
-
-
-def _said(what: str) -> AbstractContextManager[object]:
-    if sys.stderr is None or sys.stderr.closed or only_json():
-        return nullcontext()
-    return _shown(what) if sys.stderr.isatty() else _logged(what)
 
 
 class _Newest(logging.Filter):

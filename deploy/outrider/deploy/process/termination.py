@@ -17,8 +17,6 @@ from outrider.deploy.process.end_watch import WATCH, stays_ignored
 if TYPE_CHECKING:
     import asyncio
 
-Handler = Callable[[int, FrameType | None], None]
-
 
 def set_when_asked_to_end() -> asyncio.Event:
     """Return an event that SIGINT, SIGTERM and a closed terminal set from now on; the caller ends in order then.
@@ -64,7 +62,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Restore the handlers of signals after the `with` block, for a command that is not all of its process."""
+    """Restore the handlers of signals after the `with` block, which may not be all of the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,7 +94,11 @@ class StopAtStep:
 
     @contextmanager
     def listening(self) -> Iterator[StopAtStep]:
-        with _handled(self._take, signal.SIGTERM, signal.SIGINT):
+        with handlers_restored():
+            if threading.current_thread() is threading.main_thread():  # no other one can
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    if not stays_ignored(number):
+                        signal.signal(number, self._take)
             yield self
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
@@ -104,20 +106,6 @@ class StopAtStep:
             self._stopping = True
         else:
             raise KeyboardInterrupt
-
-
-@contextmanager
-def _handled(handler: Handler, *numbers: int) -> Iterator[None]:
-    """Handle signals that do not stay ignored inside the `with` block; only the main thread can do so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers if not stays_ignored(number)}
-    try:
-        yield
-    finally:
-        for number, handler_before in before.items():
-            signal.signal(number, handler_before)
 
 
 def has_terminal() -> bool:
