@@ -40,7 +40,7 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
-from outrider.proto.plumbing.health import MAX_WATCHERS
+from outrider.proto.plumbing.connections import MAX_WATCHERS
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.streams import send_bytes
 from outrider.proto.types import (

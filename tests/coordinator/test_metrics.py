@@ -74,8 +74,8 @@ def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
         metrics.streams = 1
         metrics.opened.inc(4)
         metrics.broken.inc(2)
-        metrics.up(100, 0.0002)
-        metrics.down(50, 0.0004)
+        metrics.passed_on("up", 100, 0.0002)
+        metrics.passed_on("down", 50, 0.0004)
         found = await asyncio.to_thread(scrape, call.server.metrics_address)
         assert found["outrider:relay_streams", ()] == 1
         assert found["outrider:relay_streams_opened_total", ()] == 4

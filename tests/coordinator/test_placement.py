@@ -9,7 +9,7 @@ import pytest
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
-from outrider.coordinator.known_prefixes import PrefixMemory
+from outrider.coordinator.fleet_view import PrefixMemory
 from outrider.coordinator.placement import RETRY_WHEN_DOWN_S, place
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 

@@ -637,9 +637,9 @@ def test_quantiles_are_bounds_of_what_was_counted() -> None:
     counted = RelayMetrics(CollectorRegistry())
     assert (counted.status().forward_p50_s, counted.status().forward_p99_s) == (0.0, 0.0)
     for _ in range(98):
-        counted.up(10, 60e-6)
-    counted.down(10, 0.004)
-    counted.down(10, 100.0)
+        counted.passed_on("up", 10, 60e-6)
+    counted.passed_on("down", 10, 0.004)
+    counted.passed_on("down", 10, 100.0)
     status = counted.status()
     assert status.forward_p50_s == 75e-6
     assert status.forward_p99_s == 0.005

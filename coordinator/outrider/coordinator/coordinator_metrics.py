@@ -206,8 +206,8 @@ class RelayMetrics:
         self.broken = _counter(registry, "relay_streams_broken", "Relayed streams that lost their verifier.")
         frames = _counter(registry, "relay_frames", "Frames relayed, by direction (up, down).", "direction")
         sizes = _counter(registry, "relay_bytes", "Bytes of frames relayed, by direction.", "direction")
-        self._frames_up, self._frames_down = frames.labels("up"), frames.labels("down")
-        self._bytes_up, self._bytes_down = sizes.labels("up"), sizes.labels("down")
+        self._frames = {direction: frames.labels(direction) for direction in ("up", "down")}
+        self._bytes = {direction: sizes.labels(direction) for direction in ("up", "down")}
         self._forward = Histogram(
             "outrider:relay_forward_seconds",
             "Latency that the relay adds to a frame, from its receipt until it is passed on.",
@@ -215,14 +215,10 @@ class RelayMetrics:
             buckets=FORWARD_BOUNDS_S,
         )
 
-    def up(self, size: int, seconds: float) -> None:
-        self._frames_up.inc()
-        self._bytes_up.inc(size)
-        self._forward.observe(seconds)
-
-    def down(self, size: int, seconds: float) -> None:
-        self._frames_down.inc()
-        self._bytes_down.inc(size)
+    def passed_on(self, direction: str, size: int, seconds: float) -> None:
+        """Count a frame; the direction is `up` or `down`."""
+        self._frames[direction].inc()
+        self._bytes[direction].inc(size)
         self._forward.observe(seconds)
 
     def status(self) -> RelayStatus:
@@ -231,8 +227,8 @@ class RelayMetrics:
             streams_total=_total(self.opened),
             refused=_total(self.refused),
             broken=_total(self.broken),
-            uplink_bytes=_total(self._bytes_up),
-            downlink_bytes=_total(self._bytes_down),
+            uplink_bytes=_total(self._bytes["up"]),
+            downlink_bytes=_total(self._bytes["down"]),
             forward_p50_s=_quantile(self._forward, 0.5),
             forward_p99_s=_quantile(self._forward, 0.99),
         )

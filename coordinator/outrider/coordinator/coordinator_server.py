@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -20,14 +21,18 @@ from outrider.coordinator.coordinator_metrics import CoordinatorMetrics
 from outrider.coordinator.lease_admission import Caller, CallerAdmission
 from outrider.coordinator.relay import StreamRelay
 from outrider.coordinator.service import ControlService
-from outrider.coordinator.stream_limits import StreamLimits
 from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
-from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
+from outrider.proto.plumbing.connections import (
+    BoundedHealth,
+    ConnectionWatch,
+    connection_options,
+    discount,
+    network_of_peer,
+)
 from outrider.proto.plumbing.extras import lacking
-from outrider.proto.plumbing.health import BoundedHealth
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
@@ -40,6 +45,7 @@ logger = logging.getLogger(__name__)
 MAX_FETCHES, MAX_FETCHES_OF_PEER = 64, 16
 MAX_WATCHES, MAX_WATCHES_OF_PEER = 4096, 1024
 UNREAD_S = 30.0
+RETRY_S = 1.0
 MAX_CALLS = 8192  # of all kinds, so that there is always room for those without a limit of their own
 MAX_STREAMS_OF_CONNECTION = 2048  # a client waits with more
 
@@ -192,6 +198,51 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
         "Status": entry.unary(codec.decode_nothing, status, codec.encode_status),
         "Drain": entry.unary(codec.decode_drain, drain, codec.encode_drained),
     }
+
+
+class StreamLimits:
+    """The running streams of one kind.
+
+    Args:
+        kind: what they are, for errors.
+        most: streams that may work at once.
+        most_of_peer: streams that one address, or IPv6 network of 64 bits, may have, working or not.
+        unread_s: time for which an answer may stay unread; then the stream works no more, and goes with its client.
+    """
+
+    def __init__(self, kind: str, most: int, most_of_peer: int, unread_s: float) -> None:
+        self.unread_s = unread_s
+        self._kind = kind
+        self._most = most
+        self._most_of_peer = most_of_peer
+        self.working = 0
+        self._by_network: Counter[str] = Counter()
+
+    @contextmanager
+    def of_peer(self, peer: str) -> Iterator[None]:
+        """Count a stream of `peer`, in gRPC's notation; raises `ResourceExhausted` where it has too many."""
+        network = network_of_peer(peer)
+        if self._by_network[network] >= self._most_of_peer:
+            raise self._refusal(f"your address has {self._most_of_peer}")
+        self._by_network[network] += 1
+        try:
+            yield
+        finally:
+            discount(self._by_network, network)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Count a stream that works; raises `ResourceExhausted` where there are too many."""
+        if self.working >= self._most:
+            raise self._refusal(f"the coordinator has {self._most}")
+        self.working += 1
+        try:
+            yield
+        finally:
+            self.working -= 1
+
+    def _refusal(self, who: str) -> ResourceExhausted:
+        return ResourceExhausted(f"{who} {self._kind} under way, which is the limit; try again", retry_after_s=RETRY_S)
 
 
 class _Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,12 +11,16 @@ from functools import cache
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.key_places import RESUME_S
-from outrider.coordinator.known_prefixes import PrefixMemory
 from outrider.coordinator.placement import place, verifiers_for
 from outrider.coordinator.queue import RETRY_WHEN_FULL_S, KeyShare, PlaceQueue, PlaceTicket
 from outrider.proto.errors import NotFound, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.types import LeaseRequest
 
+MAX_REMEMBERED = 1 << 16  # beginnings: those of some 3,000 long texts
+MAX_HOLDERS = 4  # of one beginning
+
+# A restarted verifier has another address or number of restarts, and nothing in its cache.
+_Holder = tuple[str, str, int]
 _Wants = tuple[str, str, str, int]  # model, tokenizer, precision, context
 
 
@@ -264,3 +268,45 @@ class FleetView:
         # A lease becomes a session after a round trip, and is in the verifier's report one poll later.
         while self.granted and self.granted[0].at_s < now_s - 2 * self._poll_s:
             self.granted.popleft()
+
+
+class PrefixMemory:
+    """Remembers which verifiers were given texts with which beginnings, the most recently leased ones.
+
+    Beginnings are hashes (see `LeaseRequest.prefixes`). It is a guess: verifiers evict pages without a word, and a
+    leased text may never have been opened.
+
+    Args:
+        max_remembered: beginnings at most; then the least recently leased are forgotten.
+    """
+
+    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._max_remembered = max_remembered
+        self._holders: OrderedDict[tuple[str, int], tuple[_Holder, ...]] = OrderedDict()  # newest holder first
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note(self, tenant: str, prefixes: Sequence[int], verifier: VerifierInfo) -> None:
+        """Note that a text of `tenant` with these beginnings goes to `verifier`."""
+        holder = _holder(verifier)
+        for prefix in reversed(prefixes):  # so that a text's longest beginnings are forgotten first
+            others = (other for other in self._holders.pop((tenant, prefix), ()) if other != holder)
+            self._holders[tenant, prefix] = (holder, *others)[:MAX_HOLDERS]
+        while len(self._holders) > self._max_remembered:
+            self._holders.popitem(last=False)
+
+    def find(self, tenant: str, prefixes: Sequence[int], verifiers: Sequence[VerifierInfo]) -> dict[str, int]:
+        """Return the number of these beginnings, the shortest first, that each verifier took; those with none lack."""
+        names = {_holder(verifier): verifier.name for verifier in verifiers}
+        found: dict[str, int] = {}
+        for count, prefix in enumerate(prefixes, 1):
+            holders = self._holders.get((tenant, prefix))
+            if holders is None:
+                break
+            found.update((names[holder], count) for holder in holders if holder in names)
+        return found
+
+
+def _holder(verifier: VerifierInfo) -> _Holder:
+    return verifier.name, verifier.address, verifier.restarts

@@ -224,20 +224,15 @@ class RayCluster:
 
     def _tell_trainers(self, method: str, argument: frozenset[Any]) -> None:
         for model in _named(TRAINER_PREFIX, self._namespace):
-            try:
-                actor = ray.get_actor(TRAINER_PREFIX + model, namespace=self._namespace)
-                getattr(actor, method).remote(argument)
-            # One of another release may have no such method.
-            except (AttributeError, ValueError, *_RAY_FAILURES) as error:
-                logger.debug("the trainer of %s cannot be told to %s: %s", model, method, error)
+            self._send(TRAINER_PREFIX + model, method, argument)
 
     def _send(self, name: str, method: str, *arguments: Any) -> ray.ObjectRef[Any] | None:
         """Call a method of an actor without waiting for its answer; None: the actor cannot be called."""
         try:
-            answer: ray.ObjectRef[Any] = getattr(ray.get_actor(name, namespace=self._namespace), method).remote(
-                *arguments
-            )
+            actor = ray.get_actor(name, namespace=self._namespace)
+            answer: ray.ObjectRef[Any] = getattr(actor, method).remote(*arguments)
             return answer
+        # One of another release may have no such method.
         except (AttributeError, ValueError, *_RAY_FAILURES) as error:
             logger.debug("%s cannot be called for %s: %s", name, method, error)
             return None

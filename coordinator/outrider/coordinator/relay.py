@@ -173,7 +173,7 @@ class StreamRelay:
             while data is not grpc.aio.EOF:
                 began = time.perf_counter()
                 await send_bytes(call, data)
-                self._metrics.up(len(data), time.perf_counter() - began)
+                self._metrics.passed_on("up", len(data), time.perf_counter() - began)
                 data = await context.read()
             await call.done_writing()
         except ENDED:
@@ -190,7 +190,7 @@ class StreamRelay:
                     await context.write(data)
                 except CLIENT_GONE:
                     return False
-                self._metrics.down(len(data), time.perf_counter() - began)
+                self._metrics.passed_on("down", len(data), time.perf_counter() - began)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the status of the stream says more than that of a read
         return True

@@ -34,8 +34,7 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.connections import ConnectionWatch, connection_options
-from outrider.proto.plumbing.health import BoundedHealth
+from outrider.proto.plumbing.connections import BoundedHealth, ConnectionWatch, connection_options
 from outrider.proto.plumbing.logs import about
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 
 from outrider.proto.address import host_of_peer
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -39,6 +40,7 @@ SPARE_DESCRIPTORS = 256  # for files, for other servers and for Ray
 HANDSHAKE_S = 10.0  # for TLS and the first frame of HTTP/2
 FIRST_CALL_S = 10.0
 MAX_CALLS_OF_ADDRESS = 2304  # that are no streams of messages, until their answers are taken; a connection has fewer
+MAX_WATCHERS = 64  # of the health service, which anybody may call
 MESSAGE_S = 10.0  # from a call's headers to its message
 RETRY_S = 1.0
 IDLE_S = 300.0  # without a call; an edge connects again with its next one, and most always watch for drafters
@@ -242,6 +244,37 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
             line = "shut %d connections that were too many of one address or had no call, the last of %s"
             log.warning(line, self._unsaid, host)
             self._unsaid, self._say_at_s = 0, now_s + LOG_S
+
+
+class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """A health service that refuses watchers beyond `MAX_WATCHERS`, and waits for none when a health changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watchers = 0
+        self._changed = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802 - gRPC's name
+        """Stream the changes of a service's health; a client that takes no answer holds this call alone."""
+        if self._watchers >= MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch; use Check")
+        self._watchers += 1
+        said = None
+        try:
+            while True:
+                changed = self._changed
+                status = self._server_status.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != said:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    said = status
+                await changed.wait()
+        finally:
+            self._watchers -= 1
+
+    async def _set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        self._server_status[service] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 async def _abort(context: Any, code: grpc.StatusCode, details: str, trailing: Any = ()) -> NoReturn:
