@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.bench.benchmark.measure import Measured
-from outrider.bench.benchmark.runs import run_of
+from outrider.bench.benchmark.measure import Measured, run_of
 from outrider.bench.links import LinkRecord
 from outrider.deploy.built_in_prompts import Prompt
 

@@ -19,8 +19,7 @@ from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun
 from outrider.bench.benchmark.bench_table import tables
 from outrider.bench.benchmark.bench_verifier import VerifierProcess
 from outrider.bench.benchmark.html_report import write_report
-from outrider.bench.benchmark.measure import Measured, measure_text
-from outrider.bench.benchmark.runs import Bytes, run_of, step_fields, timeline_of
+from outrider.bench.benchmark.measure import Bytes, Measured, measure_text, run_of, step_fields, timeline_of
 from outrider.bench.environment import environment
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.plot import check_drawing
