@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.deploy.commands.serving_options import ActorSettings
-from outrider.deploy.local.fleet import FleetChange, Replica, of_model, plan
+from outrider.deploy.local.fleet import Replica, of_model, plan
 from outrider.deploy.local.servers import ray_options
 from outrider.proto.errors import ConfigError, NotFound
 
@@ -19,21 +19,21 @@ def fleet(*sessions: int) -> list[Replica]:
 @pytest.mark.parametrize(
     ("replicas", "count", "change"),
     [
-        (fleet(0, 0), 2, FleetChange()),
-        (fleet(0, 0), 4, FleetChange(start=("v-2", "v-3"))),
-        ([Replica("v-1", "m")], 3, FleetChange(start=("v-0", "v-2"))),
-        ([Replica("solo", "m")], 2, FleetChange(start=("solo-0",))),
-        (fleet(5, 0, 3), 1, FleetChange(remove=("v-1", "v-2"))),
-        (fleet(0, 0, 0), 1, FleetChange(remove=("v-2", "v-1"))),
-        (fleet(*[0] * 11), 10, FleetChange(remove=("v-10",))),
-        ([*fleet(2), Replica("v-1")], 1, FleetChange(remove=("v-1",))),
-        ([*fleet(2, 0), Replica("v-2", "m", draining=True, sessions=9)], 1, FleetChange(remove=("v-2", "v-1"))),
-        ([Replica("v-0", "m", draining=True)], 1, FleetChange(start=("v-1",))),
-        (fleet(1), 0, FleetChange(remove=("v-0",))),
+        (fleet(0, 0), 2, ([], [])),
+        (fleet(0, 0), 4, (["v-2", "v-3"], [])),
+        ([Replica("v-1", "m")], 3, (["v-0", "v-2"], [])),
+        ([Replica("solo", "m")], 2, (["solo-0"], [])),
+        (fleet(5, 0, 3), 1, ([], ["v-1", "v-2"])),
+        (fleet(0, 0, 0), 1, ([], ["v-2", "v-1"])),
+        (fleet(*[0] * 11), 10, ([], ["v-10"])),
+        ([*fleet(2), Replica("v-1")], 1, ([], ["v-1"])),
+        ([*fleet(2, 0), Replica("v-2", "m", draining=True, sessions=9)], 1, ([], ["v-2", "v-1"])),
+        ([Replica("v-0", "m", draining=True)], 1, (["v-1"], [])),
+        (fleet(1), 0, ([], ["v-0"])),
     ],
 )
 def test_the_plan_has_the_fewest_changes_and_spares_those_with_sessions(
-    replicas: list[Replica], count: int, change: FleetChange
+    replicas: list[Replica], count: int, change: tuple[list[str], list[str]]
 ) -> None:
     assert plan(replicas, count) == change
 

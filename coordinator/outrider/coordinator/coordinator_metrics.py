@@ -117,14 +117,7 @@ class CoordinatorMetrics:
 
 
 class FleetMetrics(Collector):
-    """The present state of the fleet, read at each scrape.
-
-    Args:
-        verifiers: returns the known verifiers.
-        trainers: returns the trainers.
-        drafters: returns the number of drafter packages served.
-        versions: returns the versions of all drafters.
-    """
+    """The present state of the fleet, read at each scrape; `drafters` returns the number of packages served."""
 
     def __init__(
         self,

@@ -36,9 +36,6 @@ def connect_ray(address: str) -> None:
     """Join the Ray cluster at `address` (`auto`: the one on this machine), unless this process has joined one.
 
     Call it before any gRPC server or channel exists: Ray forks helpers, and gRPC does not survive a fork.
-
-    Raises:
-        Unavailable: no Ray answers there.
     """
     if ray.is_initialized():
         return
@@ -71,11 +68,7 @@ def ray_on_loopback() -> Iterator[None]:
 
 
 def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
-    """Return the sorted names of the verifiers in the joined cluster, including those that load or restart.
-
-    Raises:
-        Unavailable: Ray does not answer.
-    """
+    """Return the sorted names of the joined cluster's verifiers, also those that load; raises `Unavailable`."""
     return _named(ACTOR_PREFIX, namespace)
 
 
@@ -156,19 +149,11 @@ class RayCluster:
         return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
 
     async def allow_learning(self, keys: frozenset[bytes]) -> None:
-        """Tell every trainer these keys, and wait for no answer, since the next poll tells them again.
-
-        Raises:
-            Unavailable: Ray does not answer.
-        """
+        """Tell every trainer these keys, and wait for no answer, since the next poll tells them again."""
         await asyncio.to_thread(self._tell_trainers, "allow", keys)
 
     async def retire_versions(self, versions: frozenset[tuple[str, str]]) -> None:
-        """Tell every trainer these versions, and wait for no answer, since their files are looked at again.
-
-        Raises:
-            Unavailable: Ray does not answer.
-        """
+        """Tell every trainer these versions, and wait for no answer, since their files are looked at again."""
         if versions:
             await asyncio.to_thread(self._tell_trainers, "retire", versions)
 

@@ -32,16 +32,8 @@ class Replica:
     sessions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FleetChange:
-    """Names to start, and names to drain and remove."""
-
-    start: tuple[str, ...] = ()
-    remove: tuple[str, ...] = ()
-
-
-def plan(replicas: Sequence[Replica], count: int) -> FleetChange:
-    """Return the fewest changes that leave `count` replicas.
+def plan(replicas: Sequence[Replica], count: int) -> tuple[list[str], list[str]]:
+    """Return the names to start, and those to drain and remove, of the fewest changes that leave `count` replicas.
 
     Draining replicas go first, then those with the fewest sessions, the newest name first. New ones continue the
     numbers: `verifier-2` after `verifier-0` and `verifier-1`.
@@ -51,11 +43,11 @@ def plan(replicas: Sequence[Replica], count: int) -> FleetChange:
         by_name = sorted(staying, key=lambda replica: _natural(replica.name), reverse=True)
         leaving = sorted(by_name, key=lambda replica: (bool(replica.model), replica.sessions))
         drained = [replica.name for replica in replicas if replica.draining]
-        return FleetChange(remove=(*drained, *(replica.name for replica in leaving[: len(staying) - count])))
+        return [], [*drained, *(replica.name for replica in leaving[: len(staying) - count])]
     taken = {replica.name for replica in replicas}
     base = re.sub(r"-\d+$", "", min(taken)) if taken else "verifier"
     free = (name for name in (f"{base}-{i}" for i in itertools.count()) if name not in taken)
-    return FleetChange(start=tuple(itertools.islice(free, count - len(staying))))
+    return list(itertools.islice(free, count - len(staying))), []
 
 
 def scale(given: Given) -> int:
@@ -63,15 +55,15 @@ def scale(given: Given) -> int:
     options = given(ScaleSettings)
     connect_ray(options.ray_address)
     replicas = of_model(_replicas(), options.model)
-    change = plan(replicas, options.count)
+    start, remove = plan(replicas, options.count)
     recipe_of = next((replica.name for replica in replicas if replica.model), "")
-    if change.start and not recipe_of:
+    if start and not recipe_of:
         raise NotFound(
             "no verifier answers whose settings others could take; start one with `outrider verifier --ray-address`",
             field="count",
         )
-    _start(change.start, recipe_of)
-    _remove(change.remove, options.drain_grace_s)
+    _start(start, recipe_of)
+    _remove(remove, options.drain_grace_s)
     print(f"{options.count} verifiers")
     return 0
 
