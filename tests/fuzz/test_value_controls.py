@@ -17,7 +17,7 @@ from outrider.proto import codec
 from outrider.proto.codec import decoding_codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import SessionReport, checks
-from outrider.proto.types.bounds import NumberRange
+from outrider.proto.types.sampling import NumberRange
 
 Patch = pytest.MonkeyPatch
 

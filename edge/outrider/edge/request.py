@@ -8,8 +8,8 @@ from typing import Any
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import MAX_TOP_LOGPROBS, Open, Sampling
-from outrider.proto.types.bounds import NumberRange
 from outrider.proto.types.checks import require, require_text
+from outrider.proto.types.sampling import NumberRange
 
 _TOP_LOGPROBS = NumberRange(0, MAX_TOP_LOGPROBS)
 

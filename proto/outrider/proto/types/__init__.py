@@ -5,7 +5,6 @@ Positions are absolute (prompt + text, from 0). Token ids are Python ints in tup
 
 from __future__ import annotations
 
-from outrider.proto.types.bounds import BOUNDS
 from outrider.proto.types.branches import Branch, Branches
 from outrider.proto.types.checks import MAX_TOKEN_ID, PROMPT_CLASSES
 from outrider.proto.types.control import (
@@ -57,7 +56,7 @@ from outrider.proto.types.frames import (
     token_ids,
 )
 from outrider.proto.types.logprobs import MAX_TOP_LOGPROBS, PromptLogprobs, TokenFacts, TopLogprobs
-from outrider.proto.types.sampling import Grammar, GrammarKind, Sampling
+from outrider.proto.types.sampling import BOUNDS, Grammar, GrammarKind, Sampling
 from outrider.proto.types.steering import Steering, SteeringPrecision, SteeringRequest
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.settings import option
-from outrider.proto.types.bounds import BOUNDS
-from outrider.proto.types.checks import require, require_text, require_tokens
+from outrider.proto.types.checks import MAX_TOKEN_ID, require, require_text, require_tokens
 
 GROUP = "sampling"
 MAX_STOP_TOKENS = 256  # all are compared with every token
@@ -51,9 +51,67 @@ class Grammar:
         require(size <= MAX_GRAMMAR_BYTES, "sampling.grammar", message)
 
 
-def _number(name: str, default: float, about: str, metavar: str = "") -> Any:
-    """Declare a number of `BOUNDS`."""
-    return option(default, about, metavar=metavar, group=GROUP, check=BOUNDS[name].check)
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """Range of one number.
+
+    Attributes:
+        low: least value.
+        high: largest value.
+        or_zero: whether 0 is allowed below `low`.
+        http_high: largest value of the HTTP APIs; None: `high`.
+        http_low: least value of the HTTP APIs; None: `low`.
+    """
+
+    low: float
+    high: float
+    or_zero: bool = False
+    http_high: float | None = None
+    http_low: float | None = None
+
+    @property
+    def of_http(self) -> NumberRange:
+        """Range of the number in the HTTP APIs."""
+        low = self.low if self.http_low is None else self.http_low
+        return NumberRange(low, self.high if self.http_high is None else self.http_high, self.or_zero)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the number is a whole one."""
+        return isinstance(self.high, int)
+
+    def allows(self, value: float) -> bool:
+        """Return whether a value is a number of its kind, and within; NaN never is."""
+        if not isinstance(value, Integral if self.is_whole else Real) or isinstance(value, bool):
+            return False
+        return self.low <= value <= self.high or (self.or_zero and value == 0)
+
+    def check(self, value: float) -> None:
+        """Raise `ValueError` that names the range unless a number is within."""
+        if not self.allows(value):
+            raise ValueError(f"{value} is not in {self}")
+
+    def __str__(self) -> str:
+        low, high = (str(end) if self.is_whole else f"{end:g}" for end in (self.low, self.high))
+        return f"{low}..{high}{', or 0' if self.or_zero else ''}"
+
+
+BOUNDS = {"logit_bias": NumberRange(-1e4, 1e4, http_low=-100.0, http_high=100.0)}
+"""Range by the name of the setting in `Sampling`; those of `logit_bias` are of each value.
+
+They are wider than an honest client needs, and so narrow that even float32 holds what comes of them: a million times
+the largest penalty, or a logit of 1e30 under the largest repetition penalty and a temperature of 0.01. HTTP APIs are
+narrower, as OpenAI's and vLLM's are.
+"""
+
+
+ADDED = NumberRange(-100.0, 100.0, http_low=-2.0, http_high=2.0)
+
+
+def _number(name: str, default: float, about: str, bounds: NumberRange, metavar: str = "") -> Any:
+    """Declare a number in `bounds`."""
+    BOUNDS[name] = bounds
+    return option(default, about, metavar=metavar, group=GROUP, check=bounds.check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +128,43 @@ class Sampling:
             they may.
     """
 
-    temperature: float = _number("temperature", 0.0, "temperature; 0: greedy", "T")
-    seed: int = _number("seed", 0, "seed of the noise; the same seed gives the same text")
-    top_k: int = _number("top_k", 0, "number of most likely tokens to keep; 0: all", "K")
-    top_p: float = _number("top_p", 1.0, "probability mass of the tokens to keep (nucleus); 1: all", "P")
-    min_p: float = _number("min_p", 0.0, "minimum probability relative to the most likely token; 0: none", "P")
-    repetition_penalty: float = _number("repetition_penalty", 1.0, "penalty of repeated tokens, a factor; 1: none")
-    presence_penalty: float = _number("presence_penalty", 0.0, "penalty of tokens in the text; 0: none")
+    temperature: float = _number(  # some write 1e-8 for greedy
+        "temperature", 0.0, "temperature; 0: greedy", NumberRange(1e-12, 1e3, or_zero=True, http_high=2.0), "T"
+    )
+    seed: int = _number(
+        "seed", 0, "seed of the noise; the same seed gives the same text", NumberRange(0, (1 << 64) - 1)
+    )
+    top_k: int = _number("top_k", 0, "number of most likely tokens to keep; 0: all", NumberRange(0, MAX_TOKEN_ID), "K")
+    top_p: float = _number(
+        "top_p", 1.0, "probability mass of the tokens to keep (nucleus); 1: all", NumberRange(1e-12, 1.0), "P"
+    )
+    min_p: float = _number(
+        "min_p", 0.0, "minimum probability relative to the most likely token; 0: none", NumberRange(0.0, 1.0), "P"
+    )
+    repetition_penalty: float = _number(
+        "repetition_penalty",
+        1.0,
+        "penalty of repeated tokens, a factor; 1: none",
+        NumberRange(1e-3, 1e3, http_high=2.0),
+    )
+    presence_penalty: float = _number("presence_penalty", 0.0, "penalty of tokens in the text; 0: none", ADDED)
     frequency_penalty: float = _number(
-        "frequency_penalty", 0.0, "penalty of tokens per occurrence in the text; 0: none"
+        "frequency_penalty", 0.0, "penalty of tokens per occurrence in the text; 0: none", ADDED
     )
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
-    max_tokens: int = _number("max_tokens", 128, "limit of generated tokens")
-    min_tokens: int = _number("min_tokens", 0, "tokens before which neither EOS nor a stop ends the text; 0: none")
+    max_tokens: int = _number("max_tokens", 128, "limit of generated tokens", NumberRange(1, MAX_TOKEN_ID))
+    min_tokens: int = _number(
+        "min_tokens",
+        0,
+        "tokens before which neither EOS nor a stop ends the text; 0: none",
+        NumberRange(0, MAX_TOKEN_ID),
+    )
     no_repeat_ngram_size: int = _number(
         "no_repeat_ngram_size",
         0,
         "length of runs of tokens that may not come twice, prompt included; 0: any may",
+        NumberRange(0, 64),  # each row compares so many tokens with all before
         "N",
     )
     stop_tokens: tuple[int, ...] = ()
