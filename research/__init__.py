@@ -6,7 +6,6 @@ simulator, replay            sessions on a virtual clock, and recorded hits in t
 traces                       hits of drafters recorded, and replayed over any link
 ends, costs                  who drafts, replayed with emulated times; the cloud's work, summed up
 capacity                     sessions that one verifier holds
-engine                       steps of a target by part
 learning                     an edge beside a cluster that learns from it
 systems                      whole systems side by side
 """

@@ -16,7 +16,6 @@ RESEARCH = Program(
     {
         "costs": Entry("sum up the cloud's work in a benchmark's record", f"{SETTINGS}:COSTS"),
         "capacity": Entry("simulate how many sessions one verifier holds, by who drafts", f"{SETTINGS}:CAPACITY"),
-        "engine": Entry("time a target's steps on a CPU by part, and those of transformers", f"{SETTINGS}:ENGINE"),
         "learn": Entry("watch an edge become faster beside a cluster that learns from it", f"{SETTINGS}:LEARN"),
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
         "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),

@@ -17,30 +17,9 @@ from outrider.deploy.arguments import Command, Part, part
 from outrider.edge.edge_config import EdgeConfig
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, option
 from outrider.proto.types import Goal
-from research.step_shape import StepShape
 
 CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings(Settings):
-    """Steps of a target on a CPU, in turn with transformers: in CPU time with one thread, else by the wall clock."""
-
-    steps: tuple[StepShape, ...] = listed(
-        tuple(map(StepShape.parse, ("1x1", "1x5", "1x9", "4x1", "16x1"))),
-        "steps to time: sessions x rows of each",
-        parse=StepShape.parse,
-    )
-    prefill: int = option(512, "tokens of a prompt to time, too; 0: none", check=at_least(0))
-    context: tuple[int, ...] = listed((100, 1000), "tokens before the rows of a session", check=at_least(1))
-    repetitions: int = option(20, "maximum of turns, of a few steps", check=at_least(1))
-    seconds: float = option(
-        60.0, "time for the turns of all steps together, each of which gets two turns or more", check=at_least(0)
-    )
-    temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
-    parts: bool = option(False, "time the parts of our steps, too")
-    json: Path | None = option(None, "file to write the record to")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +201,6 @@ def loaded(*names: str, **defaults: Any) -> Part:
     return tuple(argument for argument in options if argument.field.name in names)
 
 
-ENGINE = Command(
-    "research.engine.engine_command:engine_bench",
-    (part(EngineSettings), loaded("target", "dtype", "threads", dtype="float32", threads=1)),
-)
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
 _PRICE = tuple(argument for argument in part(VerifierConfig, HERE) if argument.field.name == "draft_price")
 ENDS = Command("research.ends:ends", (part(EndsSettings), _PRICE))

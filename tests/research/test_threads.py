@@ -20,7 +20,6 @@ class Asked(Exception):
     [
         (["traces", "record", "--output", "traces.jsonl"], 5),
         (["traces", "record", "--output", "traces.jsonl", "--threads", "2"], 2),
-        (["engine", "--threads", "0"], 5),
     ],
 )
 def test_where_nobody_names_threads_there_is_one_fewer_than_cores(
