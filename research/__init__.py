@@ -5,7 +5,6 @@ chaos                        random faults under both machines, on a virtual clo
 simulator, replay            sessions on a virtual clock, and recorded hits in them
 traces                       hits of drafters recorded, and replayed over any link
 ends, costs                  who drafts, replayed with emulated times; the cloud's work, summed up
-capacity                     sessions that one verifier holds
 learning                     an edge beside a cluster that learns from it
 systems                      whole systems side by side
 """

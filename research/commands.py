@@ -15,7 +15,6 @@ RESEARCH = Program(
     "What measures Outrider, from a checkout; `python -m research` runs it.",
     {
         "costs": Entry("sum up the cloud's work in a benchmark's record", f"{SETTINGS}:COSTS"),
-        "capacity": Entry("simulate how many sessions one verifier holds, by who drafts", f"{SETTINGS}:CAPACITY"),
         "learn": Entry("watch an edge become faster beside a cluster that learns from it", f"{SETTINGS}:LEARN"),
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
         "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),

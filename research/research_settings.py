@@ -15,10 +15,9 @@ from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.verifier_config import HERE, TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, Part, part
 from outrider.edge.edge_config import EdgeConfig
-from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, option
+from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
 from outrider.proto.types import Goal
 
-CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
 
 
@@ -108,39 +107,6 @@ class CostSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapacitySettings(Settings):
-    """A recording whose texts many sessions replay at once, and what they may cost."""
-
-    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
-    rtt: tuple[float, ...] = listed(
-        (2.0, 10.0, 30.0, 60.0, 120.0, 200.0), "round-trip times of the links, ms", check=at_least(0)
-    )
-    drafting: tuple[float, ...] = listed((0.5, 2.0, 10.0), "times of a drafted token at either end, ms", check=above(0))
-    draft_threads: tuple[int, ...] = listed((1,), "threads of the verifier that draft", check=at_least(1))
-    modes: tuple[str, ...] = listed(
-        CROWD_MODES, "who drafts: nobody, the verifier alone, edges alone, both", choices=CROWD_MODES
-    )
-    step_costs: tuple[str, ...] = listed(
-        ("flat",),
-        "assumed times of a step: by the recorded costs, or flat: the minimum and little for a row, as on a GPU",
-        choices=("measured", "flat"),
-    )
-    min_step: float = option(
-        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=above(0)
-    )
-    flat_row: float = option(0.1, "time of a row of flat steps", metavar="MS", check=at_least(0))
-    gap: float = option(75.0, "longest 95th percentile of the gaps between tokens", metavar="MS", check=above(0))
-    pace: float = option(25.0, "longest mean time a token of a session; 0: any", metavar="MS", check=at_least(0))
-    max_sessions: int = option(128, "most sessions to try", check=at_least(1))
-    seconds: float = option(
-        48.0, "simulated time of a trial, of all sessions together, after a warm-up", metavar="S", check=above(0)
-    )
-    seeds: int = option(3, "searches of each capacity, with different texts and beginnings", check=at_least(1))
-    drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
-    json: Path | None = option(None, "file to write all results to")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnDemoSettings(Settings):
     """A cluster that learns, and an edge that decodes texts of one domain over an emulated link."""
 
@@ -205,7 +171,6 @@ REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
 _PRICE = tuple(argument for argument in part(VerifierConfig, HERE) if argument.field.name == "draft_price")
 ENDS = Command("research.ends:ends", (part(EndsSettings), _PRICE))
 COSTS = Command("research.costs:costs", (part(CostSettings),))
-CAPACITY = Command("research.capacity.capacity_command:capacity", (part(CapacitySettings),))
 LEARN = Command(
     "research.learning.live:learn_demo",
     (

@@ -21,7 +21,6 @@ from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import WireLink
 
-LENGTHS = (1, 2, 3, 4, 6, 8)  # of co-located drafting; without drafts it is cloud streaming
 WARM_UP_S = 1.5  # until measurements have settled
 MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
 _HASH = "0" * 64

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from outrider.bench.record import from_json, to_json
 from outrider.deploy.arguments import read_text
-from research.capacity.capacity_record import Capacities
 from research.traces.pool_replay import PoolReplayed
 
 
-@pytest.mark.parametrize(("name", "kind"), [("capacity", Capacities), ("selection", PoolReplayed)])
-def test_the_committed_records_load_and_are_written_as_they_are(root, name, kind) -> None:
-    path = root / "docs" / "figures" / f"{name}.json"
-    found = from_json(kind, read_text(path, "record"), "record")
+def test_the_committed_record_of_selectors_loads_and_is_written_as_it_is(root) -> None:
+    path = root / "docs" / "figures" / "selection.json"
+    found = from_json(PoolReplayed, read_text(path, "record"), "record")
     committed, written = (json.loads(text) for text in (path.read_text(encoding="utf-8"), to_json(found)))
     assert contains(written, committed)
 

@@ -1,24 +1,16 @@
-"""Sessions of one simulated verifier, the search for the most, and the table and record of `capacity`."""
+"""Many sessions of one simulated verifier, which share its steps and its drafter."""
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 
 import pytest
 
-from outrider.bench.record import from_json, save
-from outrider.deploy.arguments import read_text
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.types import Patience
-from research.capacity import capacity_search
-from research.capacity.capacity_record import Capacities, StepModel
-from research.capacity.capacity_search import Bounds, Search, most_sessions, sizes_to
-from research.commands import main
-from research.recording import CostSheet, DrafterCosts, TargetCosts
 from research.replay.crowd import Load, load_of
-from research.replay.hit_traces import HitTrace, save_traces
+from research.replay.hit_traces import HitTrace
 from research.replay.lengths import colocated
 from research.replay.traced import Policy
 from research.simulator.clock import Costs
@@ -118,41 +110,6 @@ def test_both_ends_are_not_slowed_by_the_rows_of_each_other(row_ms) -> None:
     assert both > 0.9 * edge
 
 
-@pytest.mark.parametrize("guess", [1, 6, 16, 99])
-@pytest.mark.parametrize("most", [0, 1, 2, 5, 15, 16])
-def test_the_search_finds_the_most_sessions(most: int, guess: int) -> None:
-    tried: list[int] = []
-    assert most_sessions(lambda n: tried.append(n) or n <= most, 16, guess) == most
-    assert max(tried) <= 16
-    assert len(set(tried)) == len(tried), "each number is tried once"
-
-
-@pytest.mark.parametrize("guess", [1, 5, 10, 16])
-@pytest.mark.parametrize("failed", range(1, 12))
-def test_one_failed_trial_does_not_end_the_search(failed: int, guess: int) -> None:
-    assert most_sessions(lambda n: n <= 12 and n != failed, 16, guess) == 12
-
-
-def test_a_large_capacity_is_found_to_an_eighth_of_it() -> None:
-    assert 88 <= most_sessions(lambda n: n <= 100, 10_000) <= 100
-    assert sizes_to(20) == [*range(1, 17), 18, 20]
-
-
-def test_a_capacity_is_the_median_of_searches_and_keeps_their_range(monkeypatch) -> None:
-    held, seconds = (9, 4, 7), {}
-
-    def loaded(*_: object, sessions: int, seed: int, **more: float) -> Load:
-        seconds[sessions] = more["seconds"]
-        return Load(0.01 if sessions <= held[seed] else 1.0, 40.0, (), 1.0, 1.0, 0.0, 0.0)
-
-    monkeypatch.setattr(capacity_search, "load_of", loaded)
-    searched = Search(TRACES, COSTS, Bounds(0.06, math.inf, 16, 24.0, seeds=3))
-    (cloud,) = searched.capacities(StepModel("flat", 30.0, 0.1, 30.0), 2.0, (1,), (2.0,), ("cloud",))
-    assert (cloud.sessions, cloud.low, cloud.high) == (7, 4, 9)
-    assert cloud.tokens_per_second == 40.0
-    assert (seconds[1], seconds[8], seconds[16]) == (24.0, 3.0, 1.5), "of all sessions together, and not too short"
-
-
 def test_another_seed_gives_sessions_other_texts_and_beginnings() -> None:
     one, same, other = (
         load_of(
@@ -162,55 +119,3 @@ def test_another_seed_gives_sessions_other_texts_and_beginnings() -> None:
     )
     assert one == same
     assert one != other
-
-
-def test_gap_and_pace_both_bound_what_is_held() -> None:
-    alone = load(Policy(drafting=False), 1)
-    assert Bounds(0.06, math.inf, 8, 1.0).hold(alone)
-    assert not Bounds(0.02, math.inf, 8, 1.0).hold(alone)
-    assert not Bounds(0.06, 0.02, 8, 1.0).hold(alone), "33 tokens/s are no token every 20 ms"
-
-
-@pytest.fixture(scope="module")
-def recording(tmp_path_factory):
-    path = tmp_path_factory.mktemp("capacity") / "traces.jsonl"
-    save_traces(TRACES, path)
-    sheet = CostSheet(TargetCosts(0.012, 0.001, 0.0003), {"general": DrafterCosts(0.002, 0.0002)})
-    save(sheet, path.with_suffix(".costs.json"))
-    return path
-
-
-def test_the_command_prints_a_table_and_writes_a_record(recording, tmp_path, capsys) -> None:
-    grid = ("--rtt", "2,200", "--drafting", "2", "--draft-threads", "1", "--seeds", "2", "--max-sessions", "2")
-    written = ("--json", str(tmp_path / "c.json"))
-    assert main(["capacity", str(recording), *grid, "--seconds", "4", *written]) == 0
-    found = from_json(Capacities, read_text(tmp_path / "c.json", "json"), "json")
-    by_mode = {}
-    for result in found.results:
-        by_mode.setdefault(result.mode, []).append(result)
-    assert {mode: [own.rtt_ms for own in results] for mode, results in by_mode.items()} == {
-        "cloud": [None],
-        "edge": [2.0, 200.0],
-        "colocated": [None],
-        "outrider": [2.0, 200.0],
-    }
-    assert by_mode["cloud"][0].sessions == 0, "33 tokens/s are below the pace"
-    assert by_mode["colocated"][0].sessions == 2
-    assert by_mode["edge"][1].sessions < by_mode["edge"][0].sessions == 2
-    assert all(own.low <= own.sessions <= own.high for results in by_mode.values() for own in results)
-    shown = capsys.readouterr().out
-    assert "Sessions, flat steps: 30 ms + 0.1 ms a row" in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--rtt", ""], "rtt: is empty"),
-        (["--drafting", "2,2"], "drafting: names 2.0 twice"),
-        (["--modes", ""], "modes: is empty"),
-        (["--drafter", "other"], "drafter: 'other' was not recorded"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(arguments, says, recording, capfd) -> None:
-    assert main(["capacity", str(recording), *arguments]) == 1
-    assert says in capfd.readouterr().err
