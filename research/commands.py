@@ -32,11 +32,6 @@ RESEARCH = Program(
             f"{SETTINGS}:ENDS",
             "traces_ends",
         ),
-        "traces trees": Entry(
-            "count the steps of chains, of trees, and of trees merged of several drafters",
-            f"{SETTINGS}:TREES",
-            "traces_trees",
-        ),
     },
 )
 

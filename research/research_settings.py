@@ -151,16 +151,6 @@ class RecordSettings(WritingSettings):
     output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreesSettings(Settings):
-    """A recording whose texts are verified by chains, trees, and trees merged of several drafters."""
-
-    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
-    drafter: tuple[str, ...] = listed((), "recorded drafters, the first of which leads; not set: all")
-    max_drafts: int = option(16, "most drafts of a step", check=at_least(1))
-    json: Path | None = option(None, "file to write all results to")
-
-
 def loaded(*names: str, **defaults: Any) -> Part:
     """Choose options of a target that a command loads by itself; "target" names a group of options, too."""
     options = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults=defaults)
@@ -190,6 +180,5 @@ RECORD = Command(
         part(VerifierConfig, "steering"),
     ),
 )
-TREES = Command("research.traces.tree_counts:trees", (part(TreesSettings),))
 LINES = Command("research.lines:show")
 WAY = Command("research.token_way:show")
