@@ -14,7 +14,6 @@ RESEARCH = Program(
     "python -m research",
     "What measures Outrider, from a checkout; `python -m research` runs it.",
     {
-        "costs": Entry("sum up the cloud's work in a benchmark's record", f"{SETTINGS}:COSTS"),
         "learn": Entry("watch an edge become faster beside a cluster that learns from it", f"{SETTINGS}:LEARN"),
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
         "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),
@@ -26,11 +25,6 @@ RESEARCH = Program(
         ),
         "traces replay": Entry(
             "simulate recorded drafters over any link, on a virtual clock", f"{SETTINGS}:REPLAY", "traces_replay"
-        ),
-        "traces ends": Entry(
-            "simulate who drafts, at given times of a drafted token: nobody, verifier, edge, both",
-            f"{SETTINGS}:ENDS",
-            "traces_ends",
         ),
     },
 )

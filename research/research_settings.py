@@ -5,14 +5,13 @@ This module loads neither numpy nor torch, since help and completion read it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.bench_settings import GOALS, LinkListSettings, listed
+from outrider.bench.bench_settings import LinkListSettings, listed
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.verifier_config import HERE, TARGET, VerifierConfig
+from outrider.cloud.verifier_config import TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, Part, part
 from outrider.edge.edge_config import EdgeConfig
 from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
@@ -56,54 +55,6 @@ class ReplaySettings(LinkListSettings):
         20, "number of runs, with different orders and random draws", group=SELECTORS, check=at_least(1)
     )
     json: Path | None = option(None, "file to write all results to")
-
-
-def check_drafting(text: str) -> None:
-    """Refuse a text that is not `CLOUD:EDGE`, two times above 0."""
-    try:
-        times = [float(part) for part in text.split(":")]
-    except ValueError:
-        times = []
-    if len(times) != 2 or not all(0 < time < math.inf for time in times):
-        raise ValueError(f"{text!r} is not CLOUD:EDGE in ms, such as 8:2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndsSettings(LinkListSettings):
-    """A recording to replay by who drafts, with emulated drafters."""
-
-    traces: Path = option(REQUIRED, "file that `traces record` wrote", metavar="FILE", positional=True)
-    rtt: tuple[float, ...] = (2.0, 10.0, 30.0, 60.0, 120.0, 200.0)
-    up: tuple[float, ...] = (0.0,)
-    down: tuple[float, ...] = (0.0,)
-    drafting: tuple[str, ...] = listed(
-        ("2:2", "8:2"),
-        "times of a drafted token beside the target and at the edge, CLOUD:EDGE, ms",
-        check=check_drafting,
-    )
-    min_step: float = option(
-        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
-    )
-    goal: tuple[str, ...] = listed(
-        GOALS, "goals of edges and both ends: earliest tokens, least work of the cloud", choices=GOALS
-    )
-    drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
-    json: Path | None = option(None, "file to write the record to")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostSettings(Settings):
-    """A benchmark whose work in the cloud is summed up."""
-
-    record: Path = option(
-        REQUIRED,
-        "file that `outrider bench` or `python -m research traces ends` wrote for --json",
-        metavar="FILE",
-        positional=True,
-    )
-    step_cores: float = option(
-        0.0, "cores that a target step occupies; 0: the threads of the record's target", metavar="N", check=at_least(0)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +109,6 @@ def loaded(*names: str, **defaults: Any) -> Part:
 
 
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
-_PRICE = tuple(argument for argument in part(VerifierConfig, HERE) if argument.field.name == "draft_price")
-ENDS = Command("research.ends:ends", (part(EndsSettings), _PRICE))
-COSTS = Command("research.costs:costs", (part(CostSettings),))
 LEARN = Command(
     "research.learning.live:learn_demo",
     (

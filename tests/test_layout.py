@@ -60,8 +60,7 @@ ROOMS = {room: folder for room, folder in lines.ROOMS.items() if room != "tests"
 COMMANDS = {
     *("deploy.certs", "deploy.fleet_control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
     *("deploy.models", "deploy.submit", "deploy.training"),
-    *("research.costs", "research.ends", "research.learning"),
-    "research.traces",
+    *("research.learning", "research.traces"),
 }
 Graph = dict[str, set[str]]
 

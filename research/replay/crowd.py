@@ -98,7 +98,7 @@ def load_of(
     local = None
     if policy.here:
         beside = {str(number): _text(trace, number, costs.here) for number, trace in enumerate(endless)}
-        local = LocalThreads(clock, DraftingHere("here", policy.price), beside.__getitem__, threads)
+        local = LocalThreads(clock, DraftingHere("here"), beside.__getitem__, threads)
     verifier = SimulatedVerifier(clock, _rules(texts, policy), ManyTexts(texts), costs, local=local)
     dealt_out = zip(texts, itertools.cycle(links), strict=False)
     simulations = [_simulation(clock, verifier, text, policy, costs, link) for text, link in dealt_out]

@@ -52,7 +52,6 @@ class Policy:
         logprobs: whether the edge asks for log probabilities, 4 bytes a token.
         here: whether the verifier has a drafter of its own, the edge's.
         drafts_here: drafts that it makes before every step, none during one; None: as it prices them.
-        price: seconds of waiting that a second of its drafting is worth; None: derived.
         trees: whether steps verify branches beside the chain.
     """
 
@@ -64,8 +63,17 @@ class Policy:
     logprobs: bool = True
     here: bool = False
     drafts_here: int | None = None
-    price: float | None = None
     trees: bool = False
+
+
+def synchronous(length: int) -> Policy:
+    """Return classical speculative decoding: draft, wait for the verdict, begin again (Leviathan et al. 2023)."""
+    return Policy(window=Window(length), patience=Patience(math.inf, length))
+
+
+def colocated(length: int) -> Policy:
+    """Return drafting beside the target: so many drafts before every step, none during one, and none at the edge."""
+    return Policy(drafting=False, here=True, drafts_here=length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +354,7 @@ def replay(
         measurements=Measurements(),
         batching=Batching(),
         seed=seed,
-        here=DraftingHere("here", policy.price) if policy.here else None,
+        here=DraftingHere("here") if policy.here else None,
     )
 
     def one(trace: HitTrace, others: Sequence[DrafterArm], *, first: bool) -> ReplayOutcome:
@@ -360,3 +368,14 @@ def replay(
         one(trace, others, first=not (i or warm_up_tokens))
         for i, (trace, others) in enumerate(zip(traces, all_others, strict=True))
     ]
+
+
+def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
+    """Return tokens a second over all texts, from the request to the last token.
+
+    Raises:
+        ConfigError: there is no text.
+    """
+    if not outcomes:
+        raise ConfigError("are none; record some with a drafter first", field="traces")
+    return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)

@@ -68,14 +68,10 @@ class Costs:
 
     @property
     def here(self) -> Costs:
-        """Costs with the verifier's own drafter in place of the edge's."""
-        return self.with_drafting(self.drafting_here_s or self.drafting_s)
-
-    def with_drafting(self, drafting_s: float, drafting_here_s: float = 0.0) -> Costs:
-        """Return the costs with other times of a drafted token, and with reading in proportion to the first."""
-        scale = drafting_s / self.drafting_s if self.drafting_s else 1.0
-        catch_up_s = self.catch_up_s * scale
-        return replace(self, drafting_s=drafting_s, drafting_here_s=drafting_here_s, catch_up_s=catch_up_s)
+        """Costs with the verifier's own drafter in place of the edge's, which reads as much slower as it drafts."""
+        here_s = self.drafting_here_s or self.drafting_s
+        scale = here_s / self.drafting_s if self.drafting_s else 1.0
+        return replace(self, drafting_s=here_s, catch_up_s=self.catch_up_s * scale)
 
     def batch_s(self, decoding: int, reading: int) -> float:
         """Return the duration of a step with rows of sessions that decode, and of those that read a prompt."""

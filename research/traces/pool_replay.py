@@ -14,7 +14,6 @@ from outrider.bench.links import LinkRecord
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
-from research.intervals import Bootstrap, Interval
 from research.recording import Recording
 from research.replay.pool_texts import PoolText
 from research.traces.stages import Stage, Trajectory
@@ -23,7 +22,54 @@ DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
 MIX = "mix"
 STATIC = "static"  # stands for every drafter alone
 
+RESAMPLES = 2000
+
 Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class Interval:
+    """The 95 % confidence interval of a metric."""
+
+    low: float
+    high: float
+
+
+class Bootstrap:
+    """Resamples of prompts, drawn within each domain and shared by all drafters, so that comparisons are paired.
+
+    Intervals are by percentiles (Efron and Tibshirani 1993, chapters 8 and 13).
+    """
+
+    def __init__(self, domains: Sequence[str], *, seed: int, resamples: int = RESAMPLES) -> None:
+        """Draw the resamples; `domains`: [n] domain of each prompt."""
+        rng = np.random.default_rng(seed)
+        self._domains = np.array(domains)
+        self._drawn = np.zeros((resamples, len(domains)))  # times that each prompt is in each resample
+        self._too_few = set[str]()
+        for domain in dict.fromkeys(domains):
+            columns = np.flatnonzero(self._domains == domain)
+            share = np.full(len(columns), 1 / len(columns))
+            self._drawn[:, columns] = rng.multinomial(len(columns), share, size=resamples)
+            if len(columns) < 2:
+                self._too_few.add(domain)
+
+    def within(self, domain: str | None) -> np.ndarray:
+        """Return [n] whether each prompt belongs to `domain`; None: all do."""
+        return np.ones(len(self._domains), dtype=bool) if domain is None else self._domains == domain
+
+    def sums(self, values: np.ndarray, domain: str | None = None) -> np.ndarray:
+        """Return [resamples] sums of `values` [n] over the drawn prompts of `domain`; None: over all."""
+        columns = self.within(domain)
+        sums: np.ndarray = self._drawn[:, columns] @ values[columns]
+        return sums
+
+    def interval(self, resampled: np.ndarray, domain: str | None = None) -> Interval | None:
+        """Return the interval of `resampled` [resamples]; None where a domain has one prompt: no two differ."""
+        if self._too_few if domain is None else domain in self._too_few:
+            return None
+        low, high = np.percentile(resampled, (2.5, 97.5)).tolist()
+        return Interval(low, high)
 
 
 def variants_of(texts: Sequence[PoolText]) -> Variants:

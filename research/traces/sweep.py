@@ -18,10 +18,8 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.types import Goal
-from research.intervals import bytes_per_token
 from research.recording import Recording
-from research.replay.lengths import synchronous, tokens_per_second
-from research.replay.traced import Policy, ReplayOutcome, replay
+from research.replay.traced import Policy, ReplayOutcome, replay, synchronous, tokens_per_second
 
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
 
@@ -192,6 +190,7 @@ class Sweep:
         for domain in (None, *(domains if len(domains) > 1 else ())):
             chosen = [i for i, text in enumerate(texts) if domain in (None, text.prompt[0])]
             own = [outcomes[i] for i in chosen]
+            tokens = sum(len(outcome.arrivals) for outcome in own)
             result = WindowResult(
                 link.record,
                 drafter,
@@ -200,7 +199,8 @@ class Sweep:
                 **pooled(own),
                 ratio=tokens_per_second(own) / tokens_per_second([cloud[i] for i in chosen]),
                 first_token_ms=1e3 * median(outcome.arrivals[0] for outcome in own),
-                **bytes_per_token(own),
+                uplink_bytes_per_token=sum(outcome.uplink_bytes for outcome in own) / tokens,
+                downlink_bytes_per_token=sum(outcome.downlink_bytes for outcome in own) / tokens,
                 window_mean=window_mean if domain is None else None,
             )
             results.append(result)

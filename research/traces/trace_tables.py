@@ -8,8 +8,7 @@ from rich.console import Group
 
 from outrider.bench.links import LinkRecord, link_name
 from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
-from research.intervals import Interval
-from research.traces.pool_replay import DRAFTER, ORACLE, SELECTOR, Against, Cell, PoolReplayed, PoolRow
+from research.traces.pool_replay import DRAFTER, ORACLE, SELECTOR, Against, Cell, Interval, PoolReplayed, PoolRow
 from research.traces.sweep import Replayed, WindowResult, fastest
 
 BESIDE = 5  # drafters in a table

@@ -45,7 +45,7 @@ def benchmark() -> Benchmark:
         session_tokens_per_second=(54.0, 55.8),
         timeline=(Span("draft", 0.0, 0.002), Span("up", 0.002, 0.017)),
     )
-    return Benchmark(found, (full, BenchmarkRun("edge", LinkRecord(30.0), replayed=True)))
+    return Benchmark(found, (full, BenchmarkRun("edge", LinkRecord(30.0))))
 
 
 def test_a_saved_record_loads(benchmark, tmp_path) -> None:
@@ -56,7 +56,7 @@ def test_a_saved_record_loads(benchmark, tmp_path) -> None:
 def test_the_json_has_the_agreed_shape_and_null_for_unknown_metrics(benchmark) -> None:
     parsed = json.loads(to_json(benchmark))
     assert set(parsed) == {"environment", "runs"}
-    run, replayed = parsed["runs"]
+    run, bare = parsed["runs"]
     shape = {"rtt_ms": 30.0, "up_mbit": 5.0, "down_mbit": None, "jitter_ms": 2.5, "trace": "lte"}
     assert run["link"] == shape
     assert run["timeline"][0] == {"lane": "draft", "start_s": 0.0, "end_s": 0.002}
@@ -65,13 +65,13 @@ def test_the_json_has_the_agreed_shape_and_null_for_unknown_metrics(benchmark) -
         "mode link min_step_ms temperature sessions tokens seconds tokens_per_second steps_per_token "
         "rows_per_token cloud_drafting_ms_per_token edge_drafting_ms_per_token acceptance "
         "ttft_ms_p50 token_gap_ms_p50 token_gap_ms_p99 uplink_bytes_per_token downlink_bytes_per_token "
-        "identical_to_cloud goal sync_length drafts_here drafting_ms drafting_here_ms window_mean "
-        "vector_age_mean domain token_gaps_ms session_tokens_per_second timeline replayed forward_ms_p50 sample_ms_p50 "
+        "identical_to_cloud goal sync_length drafts_here window_mean "
+        "vector_age_mean domain token_gaps_ms session_tokens_per_second timeline forward_ms_p50 sample_ms_p50 "
         "overhead_ms_p50 arrivals_s"
     )
     assert set(run) == set(agreed.split())
     unknown = {"tokens", "seconds", "tokens_per_second", "acceptance", "identical_to_cloud", "timeline", "goal"}
-    assert {name for name in unknown if replayed[name] is not None} == set()
+    assert {name for name in unknown if bare[name] is not None} == set()
 
 
 def test_the_environment_names_machine_and_versions(benchmark) -> None:

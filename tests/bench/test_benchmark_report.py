@@ -92,7 +92,7 @@ def over_link(rtt_ms: float) -> list[BenchmarkRun]:
     runs = [
         run("cloud", rtt_ms, 30, steps_per_token=1.0, token_gaps_ms=gaps(0, 30), timeline=timeline("cloud", rtt_ms)),
         run("colocated", rtt_ms, 11, drafts_here=8, cloud_drafting_ms_per_token=4.0, edge_drafting_ms_per_token=0.0),
-        run("edge", rtt_ms, 11 + 0.1 * rtt_ms, goal="latency", replayed=True, cloud_drafting_ms_per_token=0.0),
+        run("edge", rtt_ms, 11 + 0.1 * rtt_ms, goal="latency", cloud_drafting_ms_per_token=0.0),
     ]
     runs[0] = replace(runs[0], uplink_bytes_per_token=1.2, downlink_bytes_per_token=39.0)
     for length, factor in ((4, 1.1), (8, 1.0)):
@@ -202,7 +202,6 @@ def test_the_tables_fit_a_hundred_columns_and_lose_nothing(synthetic) -> None:
     flat = " ".join(text.split())
     assert LEGEND in flat
     assert "every step takes at least 100 ms" in flat
-    assert "* is replayed" in flat
 
 
 def test_the_table_shows_different_texts_and_unknown_metrics() -> None:
@@ -210,7 +209,6 @@ def test_the_table_shows_different_texts_and_unknown_metrics() -> None:
     text = printed(Benchmark(ENVIRONMENT, (bare, replace(bare, mode="sync", identical_to_cloud=False))))
     assert re.search(r"sync( +-){6} +NO", text)
     assert re.search(r"sync( +-){7}\s", text)
-    assert "All metrics are measured" in text
 
 
 def test_a_report_is_a_page_with_plots_tables_and_record(synthetic, tmp_path) -> None:
@@ -294,11 +292,9 @@ def test_a_missing_matplotlib_is_named_with_its_extra(synthetic, tmp_path, monke
         write_report(synthetic, tmp_path)
 
 
-def test_measured_runs_and_runs_for_latency_are_preferred() -> None:
+def test_runs_for_latency_are_preferred() -> None:
     saving = run("outrider", 5, 10, goal="efficiency")
     for_speed = run("outrider", 5, 12, goal="latency")
-    replayed = run("outrider", 5, 8, goal="latency", replayed=True)
-    assert fastest([replayed, saving, for_speed], "outrider") is for_speed
-    assert fastest([replayed, saving], "outrider") is saving
-    assert fastest([replayed], "outrider") is replayed
-    assert fastest([replayed], "sync") is None
+    assert fastest([saving, for_speed], "outrider") is for_speed
+    assert fastest([saving], "outrider") is saving
+    assert fastest([saving], "sync") is None

@@ -11,8 +11,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.proto.types import Patience
 from research.replay.crowd import Load, load_of
 from research.replay.hit_traces import HitTrace
-from research.replay.lengths import colocated
-from research.replay.traced import Policy
+from research.replay.traced import Policy, colocated
 from research.simulator.clock import Costs
 
 COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)

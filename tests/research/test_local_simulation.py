@@ -14,8 +14,7 @@ from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRu
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from outrider.proto.types import Open, Sampling
 from research.replay.hit_traces import HitTrace
-from research.replay.lengths import tokens_per_second
-from research.replay.traced import Policy, replay
+from research.replay.traced import Policy, replay, tokens_per_second
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
 from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle

@@ -21,13 +21,7 @@ from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
 from research.replay.hit_traces import HitTrace
-from research.replay.lengths import (
-    LENGTHS,
-    best_length,
-    synchronous,
-    tokens_per_second,
-)
-from research.replay.traced import DrafterArm, Policy, Replay, replay
+from research.replay.traced import DrafterArm, Policy, Replay, replay, synchronous, tokens_per_second
 from research.simulator.clock import Costs
 from research.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 
@@ -423,14 +417,7 @@ def test_a_link_that_never_comes_back_is_an_error() -> None:
         replay([trace_of([True])], at(dead), FREE, CLOUD)
 
 
-# --- the best ---
-
-
-def test_the_best_synchronous_length_is_the_best_of_all() -> None:
-    traces = random_traces(3)
-    length, best = best_length(synchronous, traces, at(LINK), Costs())
-    rates = {n: tokens_per_second(replay(traces, at(LINK), Costs(), synchronous(n))) for n in LENGTHS}
-    assert best.tokens_per_second == max(rates.values()) == rates[length]
+# --- speed ---
 
 
 def test_no_texts_have_no_speed() -> None:

@@ -19,8 +19,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, EdgeConfig, Sampling
 from research.measured import costs_of, traces_of
 from research.replay.hit_traces import HitTrace
-from research.replay.lengths import tokens_per_second
-from research.replay.traced import Policy, ReplayOutcome, replay
+from research.replay.traced import Policy, ReplayOutcome, replay, tokens_per_second
 from research.simulator.clock import Costs
 
 pytestmark = pytest.mark.alone

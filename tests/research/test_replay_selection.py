@@ -18,9 +18,8 @@ from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.drafting import Drafting
 from research.replay.hit_traces import HitTrace
-from research.replay.lengths import synchronous
 from research.replay.pool_texts import PoolText, joined, texts_of
-from research.replay.traced import Policy
+from research.replay.traced import Policy, synchronous
 from research.simulator.clock import Costs
 from research.traces.stages import Stage, Trajectory
 

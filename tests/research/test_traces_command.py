@@ -33,8 +33,7 @@ from research.recording import (
 )
 from research.replay.hit_recorder import HitRecorder
 from research.replay.hit_traces import HitTrace, load_traces, save_traces
-from research.replay.lengths import synchronous, tokens_per_second
-from research.replay.traced import Policy
+from research.replay.traced import Policy, synchronous, tokens_per_second
 from research.replay.traced import replay as replay_texts
 from research.simulator.clock import Costs
 from research.traces.sweep import Sweep, policy_of

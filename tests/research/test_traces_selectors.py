@@ -23,9 +23,8 @@ from research.commands import main
 from research.outputs import LINE_S, progress
 from research.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
 from research.replay.hit_traces import HitTrace, save_traces
-from research.replay.lengths import synchronous
 from research.replay.pool_texts import joined, texts_of
-from research.replay.traced import Policy, replay
+from research.replay.traced import Policy, replay, synchronous
 from research.simulator.clock import Costs
 from research.traces.pool_replay import (
     DRAFTER,

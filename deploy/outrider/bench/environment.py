@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from outrider.bench.record import RECORD, from_json
+from outrider.bench.record import RECORD
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.plumbing.cores import available_cores
 
@@ -54,7 +53,7 @@ def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environ
     `options` are further fields of `Environment`.
     """
     return Environment(
-        date=_now(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
         python=platform.python_version(),
         platform=platform.platform(),
@@ -69,25 +68,11 @@ def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environ
     )
 
 
-def environment_of_replay(recorded: Mapping[str, Any]) -> Environment:
-    """Return the environment of the running command, which replays what was recorded in another.
-
-    Raises:
-        ConfigError: the recorded one lacks a field, or one is wrong.
-    """
-    text = json.dumps({**recorded, "command": command_line(), "date": _now(), "revision": _revision()})
-    return from_json(Environment, text, "costs.environment", prefix="costs.environment.", remedy="record again")
-
-
 def command_line() -> str:
     """Return the running command in the form that one would type."""
     spec = sys.modules["__main__"].__spec__  # None, where a script runs
     program = f"python -m {spec.parent}" if spec else "outrider"
     return f"{program} {shlex.join(sys.argv[1:])}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _version(package: str) -> str | None:

@@ -51,9 +51,6 @@ class BenchmarkRun:
         goal: goal of the policies, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
         drafts_here: drafts that the verifier's own drafter made before every step, in co-located drafting.
-        drafting_ms, drafting_here_ms: emulated times of a drafted token at the edge and beside the target; None: their
-            own.
-        replayed: whether computed from recorded hits on a virtual clock instead of measured.
         tokens: tokens committed by all sessions together.
         seconds: time in which they were committed.
         tokens_per_second: rate of all sessions together.
@@ -87,9 +84,6 @@ class BenchmarkRun:
     goal: Annotated[str, one_of(*GOALS)] | None = None
     sync_length: Count | None = None
     drafts_here: Count | None = None
-    drafting_ms: Metric | None = None
-    drafting_here_ms: Metric | None = None
-    replayed: bool = False
     tokens: Count | None = None
     seconds: Metric | None = None
     tokens_per_second: Metric | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from rich.console import Group
@@ -38,15 +38,11 @@ class Condition:
     temperature: float
     sessions: int
     domain: str
-    drafting_ms: float | None
-    drafting_here_ms: float | None
 
     def __str__(self) -> str:
-        own = self.drafting_ms is None
-        drafting = "" if own else f"a draft {self.drafting_here_ms:g} ms in the cloud, {self.drafting_ms:g} at the edge"
         sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
         step = f"target step at least {self.min_step_ms:g} ms" if self.min_step_ms else "target at its own speed"
-        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, drafting, self.domain) if part)
+        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, self.domain) if part)
 
 
 def by_condition(benchmark: Benchmark) -> dict[Condition, list[BenchmarkRun]]:
@@ -64,10 +60,9 @@ def by_link(runs: Sequence[BenchmarkRun]) -> dict[LinkRecord, list[BenchmarkRun]
 def fastest(runs: Sequence[BenchmarkRun], mode: str) -> BenchmarkRun | None:
     """Return the fastest run of a mode, for sync that of the best length; None where no speed is known.
 
-    Measured runs are preferred to replayed ones, and runs for latency to those that save target steps.
+    Runs for latency are preferred to those that save target steps.
     """
     known = [run for run in runs if run.mode == mode and run.tokens_per_second]
-    known = [run for run in known if not run.replayed] or known
     known = [run for run in known if run.goal != "efficiency"] or known
     return max(known, key=lambda run: run.tokens_per_second or 0.0, default=None)
 
@@ -80,11 +75,11 @@ def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
 
 
 def mode_name(run: BenchmarkRun) -> str:
-    """Return the mode with its variant: `sync 4`, `colocated 8`, `outrider eff.`, and `*` where it was replayed."""
+    """Return the mode with its variant: `sync 4`, `colocated 8`, `outrider eff.`."""
     drafts = next((n for n in (run.sync_length, run.drafts_here) if n is not None), None)
     length = f" {drafts}" if drafts is not None else ""
     goal = " eff." if run.goal == "efficiency" else ""
-    return run.mode + length + goal + ("*" if run.replayed else "")
+    return run.mode + length + goal
 
 
 def results(condition: Condition, runs: Sequence[BenchmarkRun]) -> Grid:
@@ -93,7 +88,8 @@ def results(condition: Condition, runs: Sequence[BenchmarkRun]) -> Grid:
     for link, over_link in by_link(runs).items():
         cloud, names = fastest(over_link, "cloud"), _down_the_rows(link, len(over_link))
         blocks.append([(name, *_row(run, cloud)) for name, run in zip(names, over_link, strict=True)])
-    return Grid("Speed", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
+    paced = "A shortest step stands for a larger target: every step takes at least {:g} ms"
+    return Grid("Speed", HEADINGS, 2, blocks, paced.format(condition.min_step_ms) if condition.min_step_ms else "")
 
 
 def work(runs: Sequence[BenchmarkRun]) -> Grid:
@@ -124,16 +120,6 @@ def ratios(runs: Sequence[BenchmarkRun]) -> Grid | None:
     return Grid("Ratios", headings, 2, blocks) if blocks else None
 
 
-def notes(condition: Condition, runs: Sequence[BenchmarkRun]) -> Iterator[str]:
-    """Yield notes on the runs of a condition."""
-    if condition.min_step_ms:
-        yield f"A shortest step stands for a larger target: every step takes at least {condition.min_step_ms:g} ms"
-    if any(run.replayed for run in runs):
-        yield "* is replayed: computed from recorded hits on a virtual clock. All else is measured"
-    elif runs:
-        yield "All metrics are measured"
-
-
 def grids(condition: Condition, runs: Sequence[BenchmarkRun]) -> list[Grid]:
     """Return the tables of one condition."""
     return [grid for grid in (results(condition, runs), work(runs), ratios(runs)) if grid is not None]
@@ -155,7 +141,6 @@ def _order(run: BenchmarkRun) -> tuple[object, ...]:
     return (
         (link.rtt_ms, link.jitter_ms, rates, link.trace or ""),
         MODES.index(run.mode),
-        run.replayed,
         run.goal == "efficiency",
         run.sync_length or run.drafts_here or 0,
     )
