@@ -8,7 +8,6 @@ from statistics import median
 
 from outrider.bench.benchmark.measure import Measured
 from outrider.cloud.serving.step_timing import StepTiming
-from outrider.cloud.target.text_writer import TextRequest
 from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Sampling
 from outrider.proto.policy import Line
@@ -16,6 +15,7 @@ from outrider.proto.types import FinishReason
 from research.replay.hit_recorder import HitRecorder
 from research.replay.hit_traces import HitTrace
 from research.simulator.clock import Costs
+from research.text_writer import TextRequest
 
 
 def costs_of(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.cloud.target.text_writer import TextVectors
 from outrider.proto.steering_vector import decode, encode
 from outrider.proto.types import SteeringPrecision
+from research.text_writer import TextVectors
 
 
 @dataclass(frozen=True, slots=True, eq=False)

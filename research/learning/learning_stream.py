@@ -16,10 +16,10 @@ from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.models.family_index import find_target, load_causal_lm, load_tokenizer
 from outrider.cloud.target.target import Target
-from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.training.corpus import Documents, domain_name, load_domain, split_held_out
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
+from research.text_writer import TextRequest, TextWriter, WrittenText
 
 PAGE = 16
 TEXT_TOKENS = 96

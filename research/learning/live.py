@@ -20,7 +20,6 @@ from outrider.bench.links import LinkRecord
 from outrider.bench.record import check_file, save
 from outrider.bench.table import Grid, draw
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.target.text_writer import TextRequest
 from outrider.cloud.training.corpus import domain_name
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
@@ -36,6 +35,7 @@ from outrider.proto.errors import ConfigError, Unavailable
 from research.learning.learning_stream import StreamPlan, StreamWriter
 from research.learning.live_record import DecodedTexts, LearningDemo, OfferedVersion, ServingWindow
 from research.research_settings import LearnDemoSettings
+from research.text_writer import TextRequest
 
 END_WITHIN_S = 60.0
 REST_S = 15.0  # for steps of training that the stream's last texts allow

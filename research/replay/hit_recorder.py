@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from outrider.cloud.target.text_writer import TextRequest
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import PROMPT_TOKENS
 from outrider.proto.types import DraftToken
 from research.replay.hit_traces import HitTrace
+from research.text_writer import TextRequest
 from research.vectors import SentVectors
 
 # The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.

@@ -21,7 +21,6 @@ from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.steering_vectors import load_projections
 from outrider.cloud.target.target import SessionRows, Target, load_target
-from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
@@ -43,6 +42,7 @@ from research.replay.hit_recorder import Chances, HitRecorder
 from research.replay.hit_traces import HitTrace, save_traces
 from research.research_settings import RecordSettings
 from research.simulator.clock import Costs
+from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.vectors import SentVectors
 
 # The target is timed after a few prompts, in steps that verify these numbers of drafts.
@@ -167,7 +167,7 @@ class Recorder:
             closing(HitRecorder(self._drafters, requests)) as recorder,
             progress(self._console, "writing and recording", len(requests)) as advance,
         ):
-            writer = TextWriter(self._target, self._projections, max_age=max(0, self._age))
+            writer = TextWriter(self._target, self._projections)
             for text in writer.stream(requests):
                 ended, vectors = text.tokens[-1] in self._target.eos_tokens, self._vectors(text)
                 self._give_document(text)

@@ -12,10 +12,10 @@ from all_architectures import NAMES, NOT_SMALL, SERVED, VOCAB, small_model
 
 from outrider.cloud.target.architecture import _check_kinds, check_architecture
 from outrider.cloud.target.target import load_target
-from outrider.cloud.target.text_writer import TextRequest, TextWriter
 from outrider.proto.errors import ModelRefused
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import Sampling
+from research.text_writer import TextRequest, TextWriter
 
 torch.set_num_threads(1)
 
@@ -127,13 +127,13 @@ def test_each_writes_the_texts_of_generate_or_is_refused(name, tmp_path) -> None
     assert name in SERVED
     target = load_target(str(tmp_path), kv_tokens=1024)
     model.set_attn_implementation("eager")
-    requests, own = [], []
+    requests, own, greedy = [], [], Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)
     for seed in range(2):
         prompt = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(seed))
-        requests.append(TextRequest(tuple(prompt[0].tolist()), Sampling(temperature=0.0, max_tokens=24)))
+        requests.append(TextRequest(tuple(prompt[0].tolist()), greedy))
         text = model.generate(prompt, max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
         own.append(text[0].tolist())
-    written = TextWriter(target, at_once=2, eos_tokens=set()).write(requests)
+    written = TextWriter(target, at_once=2).write(requests)
     assert [list(text.transcript) for text in written] == own
 
 

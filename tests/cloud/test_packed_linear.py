@@ -21,9 +21,9 @@ from outrider.cloud.target.packed_linear import (
     row_multiple,
 )
 from outrider.cloud.target.target import SessionRows, Target, load_model, load_target
-from outrider.cloud.target.text_writer import TextRequest, TextWriter
 from outrider.cloud.testing import save_tiny_target
 from outrider.proto.types import Sampling
+from research.text_writer import TextRequest, TextWriter
 
 torch.set_num_threads(1)
 

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from outrider.cloud.target.text_writer import TextRequest, TextVectors
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
 from research.replay.hit_recorder import HitRecorder
 from research.replay.hit_traces import HitTrace, load_traces, save_traces
+from research.text_writer import TextRequest, TextVectors
 from research.vectors import SentVectors
 
 PROMPT = (7, 8, 9)

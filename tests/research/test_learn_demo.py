@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.target.text_writer import TextRequest
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy import cli
 from outrider.deploy.commands.conditions import ConditionSettings
@@ -24,6 +23,7 @@ from research.commands import main, parse
 from research.learning import live
 from research.learning.live import decoded_texts, up_options
 from research.research_settings import LearnDemoSettings
+from research.text_writer import TextRequest
 
 
 def test_the_cluster_gets_the_options_of_the_command(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
-from outrider.cloud.target.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.built_in_prompts import Prompt
 from outrider.deploy.link.shape import LinkShape
@@ -36,6 +35,7 @@ from research.replay.hit_traces import HitTrace, load_traces, save_traces
 from research.replay.traced import Policy, synchronous, tokens_per_second
 from research.replay.traced import replay as replay_texts
 from research.simulator.clock import Costs
+from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.traces.sweep import Sweep, policy_of
 from research.traces.trace_recording import DrafterProbe, Recorder
 
@@ -192,7 +192,7 @@ def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypat
     many = {each.request: each for each in TextWriter(target).stream(requests)}
     assert max(at_once) == 5
     at_once.clear()
-    monkeypatch.setattr("outrider.cloud.target.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
+    monkeypatch.setattr("research.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
     few = {each.request: each for each in TextWriter(target).stream(requests)}
     assert max(at_once) == 2
     for request in requests:

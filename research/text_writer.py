@@ -1,25 +1,23 @@
 """Texts that a target writes alone, many at once, by the rules of a session and the shared noise.
 
-Every edge gets these texts from a verifier of this target, whatever it drafts. Training learns from them, and
-comparisons of drafters run on them.
+Every edge gets these texts from a verifier of this target, whatever it drafts.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from outrider.cloud.target.backend import Handle, StepRow
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.kv_cache import SessionCache
 from outrider.cloud.target.projection import Projection
-from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.steering_vectors import fold, tapped_layers
-from outrider.cloud.target.target import SessionRows, Target
+from outrider.cloud.target.target import Target
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Open, Sampling
@@ -59,7 +57,7 @@ class WrittenText:
     Attributes:
         transcript: [p + n] prompt and text.
         limit: number of tokens that the text could have; an EOS token ends it earlier.
-        vectors: steering vectors of the positions that the target has processed, by projection.
+        vectors: steering vectors from the last position of the prompt on, by projection.
         logits: [n, vocab] float32, the target's for each token; None: not kept.
     """
 
@@ -91,7 +89,7 @@ class _Sheet:
     request: TextRequest
     session: VerifierSession
     vectors: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    cache: SessionCache = field(init=False)  # from when it is admitted
+    handle: Handle = field(init=False)  # from when it is admitted
 
     @property
     def room(self) -> int:
@@ -100,15 +98,16 @@ class _Sheet:
 
     def text(self, logits: torch.Tensor | None = None) -> WrittenText:
         session = self.session
-        processed = len(session.transcript) - 1  # never the last token
-        stacked = {name: np.stack(rows) for name, rows in self.vectors.items()}
-        return WrittenText(
-            self.request,
-            tuple(session.transcript),
-            session.sampling.max_tokens,
-            {name: TextVectors(processed - len(rows), rows) for name, rows in stacked.items()},
-            logits,
+        first = session.prompt_length - 1
+        vectors = {name: TextVectors(first, np.stack(rows)) for name, rows in self.vectors.items()}
+        return WrittenText(self.request, tuple(session.transcript), session.sampling.max_tokens, vectors, logits)
+
+    def row(self, *, tapped: bool) -> StepRow:
+        session = self.session
+        verification = VerificationInput(
+            session.sampling, session.transcript, session.prompt_length, (), eos_tokens=session.eos_tokens
         )
+        return StepRow(self.handle, tuple(session.transcript[self.handle.length :]), verification, tapped)
 
 
 class TextWriter:
@@ -117,35 +116,26 @@ class TextWriter:
     Args:
         target: the model that writes; tapped from now on, if there is a projection.
         projections: projections whose steering vectors are wanted, by id; None: none.
-        max_age: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
         at_once: number of texts that are written at the same time.
-        eos_tokens: tokens that end a text; None: the target's own.
     """
 
     def __init__(
-        self,
-        target: Target,
-        projections: Mapping[str, Projection] | None = None,
-        *,
-        max_age: int = 0,
-        at_once: int = AT_ONCE,
-        eos_tokens: Set[int] | None = None,
+        self, target: Target, projections: Mapping[str, Projection] | None = None, *, at_once: int = AT_ONCE
     ) -> None:
         projections = projections or {}
-        self._target = target
+        self._backend = TransformersBackend(target)
         self._at_once = at_once
-        self._sampler = Sampler(target.device)
+        self._tapped = tapped_layers(projections)
         if projections:
-            target.tap(tapped_layers(projections))
+            self._backend.tap(self._tapped)
         self._projections = fold(projections, target.device)
-        self._wanted_of_prompt = max_age + 1 if projections else 1
         self._rules = VerifierRules(
             name="writer",
             model="target",
             tokenizer_sha256=target.tokenizer_sha256,
             vocab_size=target.vocab_size,
             context_length=target.context_length,
-            eos_tokens=target.eos_tokens if eos_tokens is None else frozenset(eos_tokens),
+            eos_tokens=target.eos_tokens,
         )
 
     def write(self, requests: Sequence[TextRequest]) -> list[WrittenText]:
@@ -167,7 +157,7 @@ class TextWriter:
         """
         sheets = [self._sheet(request) for request in requests]
         longest = max((sheet.request.sampling.max_tokens for sheet in sheets), default=1)
-        at_once = min(self._at_once, max(1, LOGITS_BYTES // (4 * longest * self._target.vocab_size)))
+        at_once = min(self._at_once, max(1, LOGITS_BYTES // (4 * longest * self._rules.vocab_size)))
         kept: dict[_Sheet, list[torch.Tensor]] = {}
         for step, logits in self._steps(sheets, at_once):
             for sheet, row in zip(step, logits, strict=True):
@@ -184,7 +174,7 @@ class TextWriter:
             logits = self._step(writing)
             for sheet in writing:
                 if sheet.session.finish is not None:
-                    self._target.pool.release(sheet.cache)
+                    self._backend.release(sheet.handle)
             yield writing, logits
             writing = [sheet for sheet in writing if sheet.session.finish is None]
 
@@ -200,54 +190,36 @@ class TextWriter:
     def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
         """Return the texts that begin with the next step: those with a place, KV pages, and room for their prompts.
 
-        The KV pages of a prompt that another text has read are shared, once it has been read.
+        A prompt that another text has read is not read again.
         """
-        pool, admitted, rows = self._target.pool, list[_Sheet](), 0
-        readers = {sheet.request.prompt: sheet for sheet in writing} if waiting and places else {}
-        while waiting and len(admitted) < places and pool.pages_for(waiting[0].room) <= pool.free_pages:
-            # Steering vectors need the hidden states of every prompt.
-            reader = None if self._projections else readers.get(waiting[0].request.prompt)
-            rows += waiting[0].session.prompt_length if reader is None else 1
-            if admitted and (rows > MAX_PROMPT_ROWS or reader in admitted):
+        backend, admitted, rows = self._backend, list[_Sheet](), 0
+        readers = {sheet.request.prompt: sheet for sheet in writing}
+        while waiting and len(admitted) < places:
+            sheet = waiting[0]
+            reader = readers.get(sheet.request.prompt)
+            rows += sheet.session.prompt_length if reader is None else 1
+            capacity = backend.capacity
+            no_room = capacity.pages_for(sheet.room) > capacity.free_pages
+            if no_room or (admitted and (rows > MAX_PROMPT_ROWS or reader in admitted)):
                 break
-            sheet = waiting.popleft()
             if reader is None:
-                sheet.cache = pool.open()
+                sheet.handle = backend.open()
                 readers[sheet.request.prompt] = sheet
             else:
-                sheet.cache = pool.fork(reader.cache, sheet.session.prompt_length - 1)
-            pool.resize(sheet.cache, sheet.room)
-            admitted.append(sheet)
+                sheet.handle = backend.fork(reader.handle)
+                backend.truncate(sheet.handle, sheet.session.prompt_length - 1)
+            backend.reserve(sheet.handle, sheet.room)
+            admitted.append(waiting.popleft())
         return admitted
 
     def _step(self, sheets: Sequence[_Sheet]) -> torch.Tensor:
         """Give each sheet its next token; return the logits [sheets, vocab] of these."""
-        unread = [tuple(sheet.session.transcript[sheet.cache.length :]) for sheet in sheets]
-        batch = [
-            SessionRows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
-            for sheet, tokens in zip(sheets, unread, strict=True)
-        ]
-        logits = self._target.forward(batch)
-        ends = list(itertools.accumulate(rows.wanted for rows in batch))
-        self._take_vectors(sheets, ends)
-        inputs = [
-            VerificationInput(
-                sheet.session.sampling,
-                sheet.session.transcript,
-                sheet.session.prompt_length,
-                (),
-                eos_tokens=sheet.session.eos_tokens,
-            )
-            for sheet in sheets
-        ]
-        logits = logits[[end - 1 for end in ends]]
-        for sheet, sampled in zip(sheets, self._sampler.sample(logits, inputs), strict=True):
-            sheet.session.on_verified(Verified((), sampled.tokens), 0.0)
-        return logits
-
-    def _take_vectors(self, sheets: Sequence[_Sheet], ends: Sequence[int]) -> None:
-        """Keep the steering vectors of all rows of the newest logits; those of sheets[i] end before ends[i]."""
+        output = self._backend.step([sheet.row(tapped=bool(self._projections)) for sheet in sheets])
         for name, project in self._projections.items():
-            vectors = project(self._target.tapped(project.layers, range(ends[-1])))
-            for sheet, first, end in zip(sheets, (0, *ends), ends, strict=False):
-                sheet.vectors.setdefault(name, []).extend(vectors[first:end])
+            places = [self._tapped.index(layer) for layer in project.layers]
+            taps = output.taps.unflatten(1, (len(self._tapped), -1))[:, places].flatten(1)  # type: ignore[union-attr]
+            for sheet, vector in zip(sheets, project(taps), strict=True):
+                sheet.vectors.setdefault(name, []).append(vector)
+        for sheet, sampled in zip(sheets, output.sampled, strict=True):
+            sheet.session.on_verified(Verified((), sampled.tokens), 0.0)  # type: ignore[union-attr]
+        return output.logits  # type: ignore[return-value]
