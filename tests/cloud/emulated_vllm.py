@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from conformance_oracle import VOCAB, Oracle
 
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.target.sampler import Sampler
-from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.cloud.vllm.requests import committed_tokens
 from outrider.cloud.vllm.vllm_backend import VllmBackend
 from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, PassRow

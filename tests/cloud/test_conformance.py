@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from branch_conformance import BRANCH_CHECKS
+from conformance import CHECKS, Suite
+from conformance_oracle import Oracle, save_conformance_target
 
 from outrider.cloud.target.backend import Backend, Handle, StepOutput, StepRow
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
-from outrider.cloud.testing.branch_conformance import BRANCH_CHECKS
-from outrider.cloud.testing.conformance import CHECKS, Suite
-from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import token_ids

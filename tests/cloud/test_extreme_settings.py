@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from conformance import Suite, Text
+from conformance_oracle import Oracle, save_conformance_target
 from emulated_vllm import EmulatedCore, emulated_backend
 
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.shortlist import SMALLEST_VOCAB
-from outrider.cloud.testing.conformance import Suite, Text
-from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.proto.types import BOUNDS, DraftToken, Sampling
 
 torch.set_num_threads(1)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from drafting_outbox import DraftingOutbox
+from kept_lessons import KeptLessons
 
 from outrider.cloud.learning import lessons, sink
 from outrider.cloud.learning.inclusion import BURST_S, LessonKind
@@ -25,8 +26,7 @@ from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
-from outrider.cloud.testing.kept_lessons import KeptLessons
-from outrider.cloud.testing.tiny_target import CONTEXT, VOCAB, tiny_llama
+from outrider.cloud.testing import CONTEXT, VOCAB, tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.salts import salted
 from outrider.proto.session import VerifierRules

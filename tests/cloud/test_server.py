@@ -20,8 +20,7 @@ from outrider.cloud.serving.heartbeat import HealthJudge, HealthRules
 from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.cloud.serving.verifier_report import verifier_report
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing import decode_by_hand, save_tiny_target
-from outrider.cloud.testing.tiny_target import VOCAB
+from outrider.cloud.testing import VOCAB, decode_by_hand, save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import (

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conformance import CHECKS, Suite, Text
+from conformance_oracle import Oracle, save_conformance_target
 from emulated_vllm import EmulatedCore, emulated_backend
 
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.testing.conformance import CHECKS, Suite, Text
-from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.cloud.vllm.sequences import BlockSequence, Paging
 from outrider.cloud.vllm.vllm_backend import passes
 from outrider.proto.types import DraftToken, Sampling

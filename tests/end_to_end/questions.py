@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.testing import decode_by_hand
-from outrider.cloud.testing.tiny_target import VOCAB
+from outrider.cloud.testing import VOCAB, decode_by_hand
 from outrider.proto.testing import word
 
 _FIRST_WORD = 3  # 0 to 2 are special to the model

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from kept_lessons import KeptLessons
 
 from outrider.cloud.learning import lessons
 from outrider.cloud.learning import trainer_actor as trainers
@@ -18,7 +19,6 @@ from outrider.cloud.learning.lessons import TICK_S
 from outrider.cloud.serving.verifier_actor import VerifierActor
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_lessons import KeptLessons
 from tokenizers import Tokenizer
 
 from outrider.cloud.learning.batch import check_record
 from outrider.cloud.learning.judge import ShadowJudge, ShadowText, reading_of
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing.kept_lessons import KeptLessons
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package

@@ -6,8 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-
-from outrider.cloud.testing.oracle import Oracle, save_conformance_target
+from conformance_oracle import Oracle, save_conformance_target
 
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance import CHECKS, Suite, Text
 
-from outrider.cloud.testing.conformance import CHECKS, Suite, Text
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.cloud.vllm.loading import load_vllm_backend
 from outrider.cloud.vllm.vllm_backend import VllmBackend

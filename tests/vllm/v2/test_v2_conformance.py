@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance import CHECKS, Suite
+from conformance_oracle import Oracle
 
-from outrider.cloud.testing.conformance import CHECKS, Suite
-from outrider.cloud.testing.oracle import Oracle
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.cloud.vllm import adapter
 from outrider.cloud.vllm.loading import load_vllm_backend

@@ -1,7 +1,7 @@
 """The port in front of a target: all that engine, server, policies and steering know of a model.
 
 Behind it stand our own runs of transformers models (`transformers_backend.py`), the default and the oracle, and others
-that pass the same conformance suite (`outrider.cloud.testing.conformance`).
+that pass the same conformance suite (`tests/cloud/conformance.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The conformance suite: what every backend must do, checked against transformers' own forward pass.
 
-A test file makes a `Suite` of its backend, on the folder of `save_conformance_target` (`oracle.py`), and calls each of
-`CHECKS`; of a backend that verifies branches, `BRANCH_CHECKS` of `branch_conformance.py` too. The expected token is
-worked out from the plain model's logits and the documented rule, at every position that a check meets, so a text cannot
-go astray unnoticed. Wrong backends must fail: `tests/cloud/test_conformance.py` has some.
+A test file makes a `Suite` of its backend, on the folder of `save_conformance_target` (`conformance_oracle.py`), and
+calls each of `CHECKS`; of a backend that verifies branches, `BRANCH_CHECKS` of `branch_conformance.py` too. The
+expected token is worked out from the plain model's logits and the documented rule, at every position that a check
+meets, so a text cannot go astray unnoticed. Wrong backends must fail: `test_conformance.py` has some.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from conformance_oracle import VOCAB, Oracle
 
 from outrider.cloud.target.backend import Backend, Handle, StepOutput, StepRow
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampled
-from outrider.cloud.testing.oracle import VOCAB, Oracle
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import DraftToken, Sampling, token_ids
 

@@ -1,4 +1,4 @@
-"""A target that costs next to nothing, and the text that it must give, worked out without any part of the engine."""
+"""A target for tests that costs next to nothing, and its texts, worked out without any part of the engine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.testing.tiny_target import VOCAB, save_tiny_target
+from outrider.cloud.testing import VOCAB, save_tiny_target
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling
 

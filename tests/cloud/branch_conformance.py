@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from conformance import SETTINGS, Check, Suite, Text
+from conformance_oracle import VOCAB
 
 from outrider.cloud.target.backend import StepRow, VerificationBranch
-from outrider.cloud.testing.conformance import SETTINGS, Check, Suite, Text
-from outrider.cloud.testing.oracle import VOCAB
 from outrider.proto.types import BlockBranch, DraftToken, Sampling, token_ids
 
 Tree = tuple[tuple[int, ...], Sequence[BlockBranch]]  # a block, and the branches beside it
