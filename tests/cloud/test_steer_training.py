@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider.cloud.export.steered import STEERING_FILE
+from outrider.cloud.export.steered import STEERING_FILE, biases_by, steered_by
 from outrider.cloud.target.projection import (
     PROJECTION_FILE,
     Projection,
@@ -34,9 +34,16 @@ from outrider.cloud.target.projection import (
 )
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.steer import AGES, tokens_a_round, train_steering
-from outrider.cloud.training.steered_training import SURVIVAL, SteeredDrafter, aged_sources, sources_of
-from outrider.cloud.training.training_settings import ARMS, SteerTraining, TrainingArm
+from outrider.cloud.training.steer import (
+    AGES,
+    SURVIVAL,
+    SteeredDrafter,
+    aged_sources,
+    sources_of,
+    tokens_a_round,
+    train_steering,
+)
+from outrider.cloud.training.training_settings import SteerTraining
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 
 VOCAB = 40
@@ -105,14 +112,13 @@ def config(folders: dict[str, Path], tmp_path: Path) -> SteerTraining:
     )
 
 
-def steered_pair(arm: TrainingArm) -> SteeredDrafter:
+def steered_pair() -> SteeredDrafter:
     torch.manual_seed(3)
-    return SteeredDrafter(llama(16, 2, 1), Projection((1, 2, 3), 32, 8), arm)
+    return SteeredDrafter(llama(16, 2, 1), Projection((1, 2, 3), 32, 8))
 
 
-@pytest.mark.parametrize("arm", [ARMS["steered"], ARMS["after"]])
-def test_an_untrained_steering_changes_nothing_bit_for_bit(arm: TrainingArm) -> None:
-    steered = steered_pair(arm)
+def test_an_untrained_steering_changes_nothing_bit_for_bit() -> None:
+    steered = steered_pair()
     tokens = torch.randint(VOCAB, (2, 10))
     taps = torch.randn(2, 10, 96)
     plain = steered.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -120,23 +126,23 @@ def test_an_untrained_steering_changes_nothing_bit_for_bit(arm: TrainingArm) -> 
 
 
 def test_a_vector_is_added_to_the_up_projection_before_the_gate() -> None:
-    steered = steered_pair(ARMS["steered"])
+    steered = steered_pair()
     mlp = steered.drafter.model.layers[1].mlp
     with torch.no_grad():
-        for weight in steered.steering.layers:
+        for weight in steered.layers:
             weight.normal_()
     vectors, stream = torch.randn(2, 5, 8), torch.randn(2, 5, 16)
-    with steered.steering.by(vectors):
+    with steered_by(steered.drafter, biases_by(list(steered.layers), vectors)):
         found = mlp(stream)
-    up = mlp.up_proj(stream) + vectors @ steered.steering.layers[1].T
+    up = mlp.up_proj(stream) + vectors @ steered.layers[1].T
     torch.testing.assert_close(found, mlp.down_proj(up * mlp.act_fn(mlp.gate_proj(stream))))
-    after = mlp(stream) + (vectors @ steered.steering.layers[1].T)[..., :16]
+    after = mlp(stream) + (vectors @ steered.layers[1].T)[..., :16]
     assert not torch.allclose(found, after, atol=1e-2)
     assert torch.equal(mlp(stream), mlp.down_proj(mlp.up_proj(stream) * mlp.act_fn(mlp.gate_proj(stream))))
 
 
 def test_every_position_gets_the_vector_of_its_source_and_none_where_there_is_none() -> None:
-    steered = steered_pair(ARMS["steered"])
+    steered = steered_pair()
     taps = torch.randn(1, 4, 96)
     vectors = steered.vectors(taps, torch.tensor([[-1, 0, 0, 2]]))
     alone = steered.projection(taps)[0]
@@ -213,37 +219,23 @@ def test_what_is_no_projection_is_refused(tmp_path: Path, folders: dict[str, Pat
         Projection.load(tmp_path / "text")
 
 
-def ages(arm: str, *, unsteered: float = 0.0, max_age: int = 4) -> torch.Tensor:
+def ages(*, unsteered: float = 0.0, max_age: int = 4) -> torch.Tensor:
     """Ages [256, 64]; 0: none."""
     tokens = torch.zeros(256, 64, dtype=torch.int64)
-    generator = torch.Generator().manual_seed(0)
-    sources = sources_of(ARMS[arm], tokens, max_age=max_age, unsteered=unsteered, generator=generator)
+    torch.manual_seed(0)
+    sources = sources_of(tokens, max_age=max_age, unsteered=unsteered)
     return torch.where(sources >= 0, torch.arange(64) - sources, 0)
 
 
-def test_random_vectors_are_of_every_age_up_to_the_oldest() -> None:
-    found = ages("random")[:, 20:]
-    shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
-    assert shares[0] == 0
-    torch.testing.assert_close(shares[1:], torch.full((4,), 0.25), atol=0.03, rtol=0)
-    assert (found[:, 1:] != found[:, :-1] % 4 + 1).any()
-
-
-def test_likely_vectors_are_of_an_age_as_often_as_drafts_of_that_age_are_verified() -> None:
-    found = ages("steered")[:, 20:]
+def test_vectors_are_of_an_age_as_often_as_drafts_of_that_age_are_verified() -> None:
+    found = ages()[:, 20:]
     shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
     verified = SURVIVAL ** torch.arange(4)
     torch.testing.assert_close(shares, torch.cat([torch.zeros(1), verified / verified.sum()]), atol=0.03, rtol=0)
 
 
-def test_vectors_of_a_block_age_together() -> None:
-    found = ages("block")[:, 20:]
-    assert (found[:, 1:] == found[:, :-1] % 4 + 1).all()
-    assert len(found[:, 0].unique()) == 4
-
-
-def test_fresh_vectors_are_one_position_old_and_prompts_and_some_texts_have_none() -> None:
-    found = ages("fresh", unsteered=0.25)
+def test_prompts_and_some_texts_have_no_vectors() -> None:
+    found = ages(unsteered=0.25, max_age=1)
     assert set(found.unique().tolist()) == {0, 1}
     without = (found == 0).all(dim=1)
     assert 0.15 < without.float().mean() < 0.35
@@ -253,34 +245,18 @@ def test_fresh_vectors_are_one_position_old_and_prompts_and_some_texts_have_none
     assert ((found[~without] == 0).int().diff(dim=1) <= 0).all()
 
 
-def test_arms_learn_side_by_side_what_each_may_learn(config: SteerTraining, folders: dict[str, Path]) -> None:
-    result = train_steering(replace(config, arms=("steered", "distilled", "frozen")))
-    start = load_file(folders["drafter"] / "model.safetensors")
-    ends = {name: load_file(folder / "model.safetensors") for name, folder in result.folders.items()}
-    assert all(torch.equal(ends["frozen"][name], start[name]) for name in start)
-    for name in ("steered", "distilled"):
-        assert not any(
-            torch.equal(ends[name][key], start[key]) for key in start if "layers" in key and "norm" not in key
-        )
-    assert not (result.folders["distilled"] / STEERING_FILE).exists()
-    for name in ("steered", "frozen"):
-        learnt = load_file(result.folders[name] / STEERING_FILE)
-        assert {key: tuple(value.shape) for key, value in learnt.items()} == {
-            f"layers.{i}.weight": (32, 8) for i in range(2)
-        }
-        assert all(value.abs().max() > 0 for value in learnt.values())
-        projection = Projection.load(result.folders[name] / PROJECTION_FILE)
-        untrained = Projection(projection.layers, 32, 8)
-        assert not torch.equal(projection.mix.weight, untrained.mix.weight)
-        assert not torch.equal(projection.down.weight, untrained.down.weight)
+def test_drafter_steering_and_projection_all_learn(config: SteerTraining, folders: dict[str, Path]) -> None:
+    result = train_steering(config)
+    start, end = (load_file(each / "model.safetensors") for each in (folders["drafter"], result.folder))
+    assert not any(torch.equal(end[key], start[key]) for key in start if "layers" in key and "norm" not in key)
+    learnt = load_file(result.folder / STEERING_FILE)
+    assert {key: tuple(value.shape) for key, value in learnt.items()} == {f"layers.{i}.weight": (32, 8) for i in (0, 1)}
+    assert all(value.abs().max() > 0 for value in learnt.values())
+    projection = Projection.load(result.folder / PROJECTION_FILE)
+    untrained = Projection(projection.layers, 32, 8)
+    assert not torch.equal(projection.mix.weight, untrained.mix.weight)
+    assert not torch.equal(projection.down.weight, untrained.down.weight)
     assert result.tokens_seen == 6 * 4 * 32
-
-
-def test_the_distilled_arm_learns_the_same_alone_and_beside_another(config: SteerTraining) -> None:
-    together = train_steering(replace(config, arms=("steered", "distilled")))
-    alone = train_steering(replace(config, arms=("distilled",), output=config.output.with_name("alone")))
-    for name, tensor in load_file(together.folders["distilled"] / "model.safetensors").items():
-        torch.testing.assert_close(tensor, load_file(alone.folders["distilled"] / "model.safetensors")[name])
 
 
 class Crash(Exception):
@@ -288,7 +264,6 @@ class Crash(Exception):
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit(config: SteerTraining) -> None:
-    config = replace(config, arms=("steered", "distilled"))
     whole = train_steering(config)
 
     def crash_at_four(step: int) -> None:
@@ -300,19 +275,17 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit
         train_steering(broken, on_step=crash_at_four)
     torch.manual_seed(99)
     resumed = train_steering(replace(broken, resume=True))
-    for name in ("steered", "distilled"):
-        for file in whole.folders[name].glob("*.safetensors"):
-            tensors = load_file(resumed.folders[name] / file.name)
-            assert all(torch.equal(tensors[key], value) for key, value in load_file(file).items()), file
+    for file in whole.folder.glob("*.safetensors"):
+        tensors = load_file(resumed.folder / file.name)
+        assert all(torch.equal(tensors[key], value) for key, value in load_file(file).items()), file
     assert resumed.acceptance == whole.acceptance
 
 
 def test_a_drafter_learns_from_vectors_what_the_text_does_not_say() -> None:
     """The target's word is a secret of each sequence, known only to the residual stream of one position in four."""
     torch.manual_seed(0)
-    steered = SteeredDrafter(llama(16, 2, 1), Projection((1,), 32, 8), ARMS["steered"])
-    parameters = [*steered.drafter.parameters(), *steered.projection.parameters(), *steered.steering.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    steered = SteeredDrafter(llama(16, 2, 1), Projection((1,), 32, 8))
+    optimizer = torch.optim.AdamW(steered.parameters(), lr=1e-2)
     streams = torch.randn(4, 32)
 
     def kl(max_age: int) -> torch.Tensor:
@@ -337,12 +310,10 @@ def test_a_drafter_learns_from_vectors_what_the_text_does_not_say() -> None:
 
 def test_the_record_names_the_gain_of_vectors_of_each_age(config: SteerTraining) -> None:
     result = train_steering(config)
-    record = json.loads((result.folders["steered"] / "training.json").read_text())
+    record = json.loads((result.folder / "training.json").read_text())
     assert set(record["steering_gain"]) == {str(age) for age in AGES}
     for age, gain in record["steering_gain"].items():
-        with_vectors, without = (
-            tokens_a_round(result.acceptance[f"steered/{kind}/mean"].sampled) for kind in (age, "none")
-        )
+        with_vectors, without = (tokens_a_round(result.acceptance[f"{kind}/mean"].sampled) for kind in (age, "none"))
         assert gain == pytest.approx(with_vectors / without - 1, abs=1e-3)
     assert set(record["held_out_acceptance"]) == {
         f"{kind}/{name}" for kind in ("none", *AGES) for name in ("corpus/words", "mean")
@@ -359,9 +330,6 @@ def test_tokens_a_round_are_those_of_the_geometric_series() -> None:
     ("field", "bad"),
     [
         ("drafter", {"drafter": Path("nowhere")}),
-        ("arms", {"arms": ("best",)}),
-        ("arms", {"arms": ()}),
-        ("arms", {"arms": ("steered", "steered")}),
         ("rank", {"rank": 0}),
         ("max_age", {"max_age": 32}),
         ("unsteered", {"unsteered": 1.0}),

@@ -40,7 +40,7 @@ def test_a_drafter_with_a_window_is_steered_exported_and_drafts(corpus: str, tmp
     assert main(["train", "drafter", "--corpus", corpus, "--output", str(training), *window, *SMALL, *SHORT]) == 0
     start = printed_folder(capfd.readouterr().out)
     assert json.loads((start / "config.json").read_text())["sliding_window"] == 4
-    steer = ["--drafter", str(start), "--arms", "steered", "--rank", "8"]
+    steer = ["--drafter", str(start), "--rank", "8"]
     assert main(["train", "steer", "--corpus", corpus, "--output", str(steered), *steer, *SHORT]) == 0
     folder = printed_folder(capfd.readouterr().out)
     assert json.loads((folder / "config.json").read_text())["sliding_window"] == 4

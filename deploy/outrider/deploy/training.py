@@ -69,9 +69,8 @@ def train_steer(given: Given) -> int:
     training = given(SteerTraining, model=target, **_common(given, SteerTraining))
     with StopAtStep().listening() as stop:
         result = train_steering(training, on_step=stop.stepped, stopping=stop.stopping)
-    print(f"{', '.join(result.folders)} after {result.tokens_seen:,} tokens each, in {training.output}")
-    for folder in result.folders.values():
-        _say_next(folder, target)
+    print(f"a steered drafter after {result.tokens_seen:,} tokens, in {result.folder}")
+    _say_next(result.folder, target)
     return 0
 
 

@@ -191,14 +191,13 @@ class _DrafterRun(TrainingRun):
             target,
             texts,
             reporter,
-            models={"": drafter},
+            drafter=drafter,
             students={"": logits_of(drafter)},
             decisive="",
-            trained=[list(drafter.parameters())],
+            trained=list(drafter.parameters()),
             optimizers=[Muon(matrices, lr=config.matrix_lr), adam(others, config.other_lr)],
             fall=linear_fall(config.decay_fraction),
         )
-        self.drafter = drafter
         self.known = tokens_of(drafter)
         self.cache(self.known)
 

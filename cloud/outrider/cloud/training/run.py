@@ -48,16 +48,16 @@ class TrainingResult:
     """The results of a finished run.
 
     Attributes:
-        folders: folder of each drafter, an ordinary transformers folder with `training.json`, by the name of its arm.
-        parameters: number in a drafter, tied ones counted once.
-        tokens_seen: tokens trained on, the same for every arm.
-        losses: (step, mean KL in nats a token since the entry before) of the first arm.
-        acceptance: results on held-out text; keys `corpus/<domain>` or `teacher`, and `mean`, after
-            `<arm>/<none or age>/` where there are arms.
+        folder: an ordinary transformers folder of the drafter, with `training.json`.
+        parameters: number in the drafter, tied ones counted once.
+        tokens_seen: tokens trained on.
+        losses: (step, mean KL in nats a token since the entry before).
+        acceptance: results on held-out text; keys `corpus/<domain>` or `teacher`, and `mean`, after `<none or age>/`
+            of a steered drafter's vectors.
         elapsed_s: seconds of training, over all resumes.
     """
 
-    folders: Mapping[str, Path]
+    folder: Path
     parameters: int
     steps: int
     tokens_seen: int
@@ -65,14 +65,9 @@ class TrainingResult:
     acceptance: Mapping[str, MeanAcceptance]
     elapsed_s: float
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the first drafter."""
-        return next(iter(self.folders.values()))
-
 
 class TrainingRun(ABC):
-    """A training run: target, drafters, optimizers, text and progress."""
+    """A training run: target, drafter, optimizers, text and progress."""
 
     cached: CachedTeacher | None = None
 
@@ -83,10 +78,10 @@ class TrainingRun(ABC):
         texts: Texts,
         reporter: Reporter,
         *,
-        models: Mapping[str, PreTrainedModel],
+        drafter: PreTrainedModel,
         students: Mapping[str, Student],
         decisive: str,
-        trained: Sequence[Sequence[torch.nn.Parameter]],
+        trained: Sequence[torch.nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         fall: Callable[[float], float],
     ) -> None:
@@ -97,10 +92,10 @@ class TrainingRun(ABC):
             target: model to learn from.
             texts: text to train and to measure on.
             reporter: place for reports on progress.
-            models: drafters by the folder inside `output` that each is written to ("": itself).
+            drafter: model to train.
             students: what is measured, by the prefix of its results.
             decisive: prefix of the student whose KL ends a run early.
-            trained: parameters of each drafter, whose gradients are clipped together.
+            trained: parameters, whose gradients are clipped together.
             optimizers: optimizers whose learning rates are their peaks.
             fall: course of the learning rates, see `Budget`.
         """
@@ -108,7 +103,7 @@ class TrainingRun(ABC):
         self.target = target
         self.texts = texts
         self.reporter = reporter
-        self.models = models
+        self.drafter: Any = drafter
         self.students = students
         self.decisive = decisive
         self.trained = trained
@@ -128,23 +123,19 @@ class TrainingRun(ABC):
         """
 
     def write_models(self, folder: Path) -> None:
-        """Write the drafters of a checkpoint."""
-        tokenizer = load_tokenizer(self.config.target)
-        for name, model in self.models.items():
-            model.save_pretrained(folder / name)
-            tokenizer.save_pretrained(folder / name)
-            save_tokenizer(self.config.target, folder / name)
+        """Write the drafter of a checkpoint."""
+        self.drafter.save_pretrained(folder)
+        load_tokenizer(self.config.target).save_pretrained(folder)
+        save_tokenizer(self.config.target, folder)
 
     def read_models(self, folder: Path) -> None:
         """Read the files of `write_models`."""
-        for name, model in self.models.items():
-            saved = load_causal_lm(folder / name, "the checkpoint holds no drafter", field="output")
-            model.load_state_dict(saved.state_dict())
+        saved = load_causal_lm(folder, "the checkpoint holds no drafter", field="output")
+        self.drafter.load_state_dict(saved.state_dict())
 
-    def facts(self, name: str, acceptance: Mapping[str, MeanAcceptance]) -> dict[str, Any]:
-        """Return further entries of the training.json of the drafter `name`."""
-        del name
-        return {"held_out_acceptance": as_json(acceptance)}
+    def facts(self, acceptance: Mapping[str, MeanAcceptance]) -> dict[str, Any]:  # noqa: ARG002 - a subclass uses it
+        """Return further entries of the drafter's training.json."""
+        return {}
 
     # --- every run's ---
 
@@ -165,8 +156,8 @@ class TrainingRun(ABC):
         """Train until the budget is spent, publish, and return the last measurement."""
         config, progress = self.config, self.progress
         self.reporter.stage("training")
-        drafters = [f"{name or 'drafter'} of {self.parameters(name):,} parameters" for name in self.models]
-        self.reporter.say(f"{'; '.join(drafters)}; {', '.join(source.name for source in self.texts.sources)}")
+        sources = ", ".join(source.name for source in self.texts.sources)
+        self.reporter.say(f"drafter of {self.parameters:,} parameters; {sources}")
         saved = (progress.step, progress.elapsed_s)
         measured = progress.elapsed_s
         while self.budget.spent(progress.step, progress.elapsed_s) < 1:
@@ -205,8 +196,7 @@ class TrainingRun(ABC):
         loss = 0.0
         for part in passes:
             loss += self.backward(part, share=1 / len(passes))
-        for parameters in self.trained:
-            torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        torch.nn.utils.clip_grad_norm_(self.trained, config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -261,8 +251,7 @@ class TrainingRun(ABC):
 
         The mean is over texts, each with the same weight.
         """
-        for model in self.models.values():
-            model.eval()
+        self.drafter.eval()
         measured: dict[str, dict[str, MeanAcceptance]] = {name: {} for name in self.students}
         for text, (rows, greedy_rows) in self.texts.held_out.items():
             sampled = self._compare(rows or greedy_rows)
@@ -271,13 +260,13 @@ class TrainingRun(ABC):
                 by_text[text] = replace(sampled[name], greedy=greedy[name].greedy)
         for by_text in measured.values():
             by_text["mean"] = _mean_acceptance([*by_text.values()])
-        for model in self.models.values():
-            model.train()
+        self.drafter.train()
         return {f"{name}{text}": a for name, by_text in measured.items() for text, a in by_text.items()}
 
-    def parameters(self, name: str) -> int:
-        """Return the number of parameters of the drafter `name`, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.models[name].parameters())
+    @property
+    def parameters(self) -> int:
+        """Number of the drafter's parameters, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.drafter.parameters())
 
     def _compare(self, rows: list[HeldOutText]) -> dict[str, MeanAcceptance]:
         return compare_students(self.target, self.students, rows, seed=self.config.seed)
@@ -307,8 +296,7 @@ class TrainingRun(ABC):
             self.read_models(newest)
             acceptance = self.measure()
         self.reporter.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
-        for name in self.models:
-            self._publish(newest / name, name, acceptance)
+        self._publish(newest, acceptance)
         return acceptance
 
     def _report(self) -> None:
@@ -327,25 +315,25 @@ class TrainingRun(ABC):
         progress.taken, progress.drawn = self.sampler.taken, self.sampler.drawn
         return save_checkpoint(self.config.output / "checkpoints", self.write_models, self.optimizers, progress)
 
-    def _publish(self, written: Path, name: str, acceptance: Mapping[str, MeanAcceptance]) -> None:
-        """Copy a drafter's files from the folder `written` to the output folder, `training.json` last."""
+    def _publish(self, written: Path, acceptance: Mapping[str, MeanAcceptance]) -> None:
+        """Copy the drafter's files from the folder `written` to the output folder, `training.json` last."""
         progress = self.progress
         record = {
             "config": settings_of_run(self.config),
-            "parameters": self.parameters(name),
+            "parameters": self.parameters,
             "steps": progress.step,
             "tokens_seen": progress.tokens_seen,
             "elapsed_s": round(progress.elapsed_s, 1),
             "loss": "KL(target || drafter), nats a token",
             "losses": [[step, round(loss, 4)] for step, loss in progress.losses],
-            **self.facts(name, acceptance),
+            "held_out_acceptance": as_json(acceptance),
+            **self.facts(acceptance),
             "versions": {
                 "python": platform.python_version(),
                 **{module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},
             },
         }
-        output = self.config.output / name
-        output.mkdir(parents=True, exist_ok=True)
+        output = self.config.output
         (written / TRAINING_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         names = [path.name for path in written.iterdir() if path.is_file() and path.name != STATE]
         for file in sorted(names, key=lambda file: file == TRAINING_FILE):
@@ -389,8 +377,8 @@ def carry_out(
         acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
     progress = run.progress
     return TrainingResult(
-        folders={name: config.output / name for name in run.models},
-        parameters=run.parameters(next(iter(run.models))),
+        folder=config.output,
+        parameters=run.parameters,
         steps=progress.step,
         tokens_seen=progress.tokens_seen,
         losses=progress.losses,

@@ -204,49 +204,12 @@ class DrafterTraining(Training):
             raise ConfigError(f"{self.block} exceeds the context, {self.shape.context}", field="block")
 
 
-@dataclass(frozen=True)
-class TrainingArm:
-    """A way to train the drafter; all arms of a run learn from the same sequences.
-
-    Attributes:
-        frozen: whether only projection and steering learn, and the drafter's own weights stay.
-        place: "inside" the MLP (U c is added to the up projection) or "after" it (to what it adds to the stream).
-        offset: age of the vector that a position gets: "likely" (1 to `max_age`, drawn for every position, each age as
-            often as drafts of that age are verified), "random" (all ages equally often, as in the paper), "block"
-            (rising from 1 to `max_age` in blocks) or "fresh" (always 1).
-    """
-
-    steered: bool = True
-    frozen: bool = False
-    place: str = "inside"
-    offset: str = "likely"
-
-
-STEERED = "steered"
-ARMS: Mapping[str, TrainingArm] = {
-    STEERED: TrainingArm(),
-    "distilled": TrainingArm(steered=False),
-    "frozen": TrainingArm(frozen=True),
-    "after": TrainingArm(place="after"),
-    "random": TrainingArm(offset="random"),
-    "block": TrainingArm(offset="block"),
-    "fresh": TrainingArm(offset="fresh"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class SteerTraining(Training):
     """The training of a drafter that a target steers (SD²); all learning rates fall to zero on a cosine."""
 
     drafter: Path = option(REQUIRED, "folder written by `outrider train drafter`", metavar="DIR")
     model: str = option("", "the target's id, by which edges ask for it", metavar="NAME")
-    arms: tuple[str, ...] = option(
-        (STEERED,),
-        f"variants to train on the same text, each into a folder of its name: {', '.join(ARMS)}",
-        metavar="A,B",
-        choices=tuple(ARMS),
-        many="commas",
-    )
     rank: int = option(64, "numbers in a steering vector", check=at_least(1))
     layers: tuple[int, ...] = option(
         (),
@@ -266,11 +229,8 @@ class SteerTraining(Training):
         """Refuse settings that do not go together."""
         super().check_together()
         _require_drafter(self.drafter, "drafter")
-        for name in ("arms", "layers"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ConfigError("names something twice; once is enough", field=name)
-        if not self.arms:
-            raise ConfigError(f"name at least one; there are {', '.join(ARMS)}", field="arms")
+        if len(set(self.layers)) < len(self.layers):
+            raise ConfigError("names one twice; once is enough", field="layers")
         if not 0 <= self.unsteered < 1:
             raise ConfigError(f"{self.unsteered} is not in [0, 1)", field="unsteered")
         if self.max_age >= self.block:

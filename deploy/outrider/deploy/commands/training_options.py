@@ -78,7 +78,7 @@ TRAIN_TEACHER = Command(
 )
 TRAIN_STEER = Command(
     "outrider.deploy.training:train_steer",
-    (part(SteerTraining, *TRAINING, *PACE, "drafter", "arms", "rank", "layers", "max_age", defaults=DEFAULTS),),
+    (part(SteerTraining, *TRAINING, *PACE, "drafter", "rank", "layers", "max_age", defaults=DEFAULTS),),
 )
 EXPORT = Command("outrider.deploy.training:export", (part(ExportSettings),))
 MODELS = Command("outrider.deploy.models:models", (part(ModelsSettings),))
