@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -10,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from outrider.cloud.learning.lesson_record import TOP, LessonRecord
 from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.models.family_index import find_target, load_causal_lm, load_tokenizer
 from outrider.cloud.target.target import Target
-from outrider.cloud.training.corpus import Documents, domain_name, load_domain, split_held_out
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 from research.text_writer import TextRequest, TextWriter, WrittenText
@@ -25,7 +26,7 @@ PAGE = 16
 TEXT_TOKENS = 96
 AT_ONCE = 64
 KEYS = 40  # whose texts they are said to be: each stays below its share of a buffer
-HELD_OUT_TOKENS, HELD_OUT_SEED = 1 << 18, 0  # those that `outrider train drafter` sets aside come first
+HELD_OUT_TOKENS, HELD_OUT_SEED = 1 << 18, 0  # the embedded drafters have not seen the first of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class StreamPlan:
 
     Attributes:
         texts: their number.
-        held_out: whether their prompts are from documents that training sets aside.
+        held_out: whether their prompts are from documents that are set aside.
         prompt, length: tokens of a prompt, and of a text after it.
     """
 
@@ -89,11 +90,9 @@ class StreamWriter:
     def requests(self, corpus: Path, plan: StreamPlan) -> Sequence[TextRequest]:
         """Return what the texts of a plan are asked for with; the target need not be loaded."""
         tokenizer = load_tokenizer(self._source)
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        domain = load_domain(corpus, tokenizer.backend_tokenizer, bos=bos, eos=eos, cache=self._folder)
-        documents: Documents = split_held_out(domain, HELD_OUT_TOKENS, HELD_OUT_SEED)[int(plan.held_out)]
+        documents = split_documents(read_documents(corpus, tokenizer.backend_tokenizer))[int(plan.held_out)]
         choose = np.random.default_rng([plan.seed, int(plan.held_out)])
-        prefixes = choose_prefixes(documents, plan.texts, plan.prompt, plan.length, bos, choose)
+        prefixes = choose_prefixes(documents, plan.texts, plan.prompt, plan.length, tokenizer.bos_token_id, choose)
         return [
             TextRequest(
                 tuple(prefix.tolist()),
@@ -120,15 +119,36 @@ class StreamWriter:
         )
 
 
+def domain_name(path: Path) -> str:
+    """Return the domain of a file: `code` for `train.code.jsonl`."""
+    return path.name.removesuffix(path.suffix).removeprefix("train.")
+
+
+def read_documents(corpus: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Return the tokens, int64 [length] each, of the texts of a .jsonl of {"text"}."""
+    texts = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines() if line.strip()]
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [np.array(each.ids, dtype=np.int64) for each in encoded if each.ids]
+
+
+def split_documents(documents: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Set documents aside until they hold `HELD_OUT_TOKENS`, or a tenth of all tokens; return the others, and them."""
+    lengths = np.array([len(document) + 2 for document in documents])  # each stands between two marks
+    order = np.random.default_rng([HELD_OUT_SEED, 0]).permutation(len(documents))
+    allowance = min(HELD_OUT_TOKENS, int(lengths.sum()) // 10)
+    held = min(len(order) - 1, int(np.searchsorted(np.cumsum(lengths[order]), allowance)) + 1)
+    return [documents[i] for i in np.sort(order[held:])], [documents[i] for i in order[:held]]
+
+
 def choose_prefixes(
-    documents: Documents, rows: int, length: int, new_tokens: int, bos: int, choose: np.random.Generator
+    documents: Sequence[np.ndarray], rows: int, length: int, new_tokens: int, bos: int, choose: np.random.Generator
 ) -> np.ndarray:
     """Choose prefixes `<bos>` + window of a document, int64 [rows, length].
 
     A document shorter than one whole row (`length + new_tokens`) is continued from its beginning, a longer one from
     anywhere inside it. Documents too short for the prefix are passed over; if all are, the prefix is shortened.
     """
-    inner = np.diff(documents.starts) - 2
+    inner = np.array(list(map(len, documents)))
     length = min(length, int(inner.max()) + 1)
     eligible = np.flatnonzero(inner >= length - 1)
     weights = np.where(inner[eligible] < length + new_tokens, length + new_tokens, inner[eligible]).astype(float)
@@ -137,5 +157,5 @@ def choose_prefixes(
     for row, index in enumerate(picked):
         room = inner[index] - (length - 1)
         first = 0 if inner[index] < length + new_tokens else int(choose.integers(room + 1))
-        prefixes[row, 1:] = documents[int(index)][1 + first : first + length]
+        prefixes[row, 1:] = documents[index][first : first + length - 1]
     return prefixes

@@ -20,7 +20,6 @@ from outrider.bench.links import LinkRecord
 from outrider.bench.record import check_file, save
 from outrider.bench.table import Grid, draw
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.training.corpus import domain_name
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.link.link_process import LinkProcess
@@ -32,7 +31,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Completion, EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.errors import ConfigError, Unavailable
-from research.learning.learning_stream import StreamPlan, StreamWriter
+from research.learning.learning_stream import StreamPlan, StreamWriter, domain_name
 from research.learning.live_record import DecodedTexts, LearningDemo, OfferedVersion, ServingWindow
 from research.research_settings import LearnDemoSettings
 from research.text_writer import TextRequest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +63,26 @@ def save_with_byte_tokenizer(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     save_byte_tokenizer(folder)
     return folder
+
+
+def teacher_of(target: Path | str, folder: Path, texts: Iterable[str], tokens: int = 3000) -> Path:
+    """Have a target read pieces of texts, and return the teacher's folder, of `tokens` tokens or some more."""
+    from outrider.cloud.training.teacher_writing import write_teacher
+    from outrider.cloud.training.training_settings import TeacherWriting
+
+    folder.mkdir(exist_ok=True)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    writing = TeacherWriting(
+        target=str(target),
+        texts=(folder / "texts.jsonl",),
+        output=folder / "says",
+        tokens=tokens,
+        read=1.0,
+        rows=16,
+        new_tokens=30,
+        longest=30,
+        threads=1,
+        dtype="float32",
+    )
+    write_teacher(writing)
+    return writing.output

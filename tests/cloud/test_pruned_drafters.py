@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import SMALL, save_random_model
+from random_models import SMALL, save_random_model, teacher_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cloud.export import export_drafter
@@ -95,18 +95,16 @@ def test_another_tokenizer_and_logits_that_are_capped_are_refused(target: Path, 
 def test_a_pruned_model_is_distilled_with_a_small_head_and_exported(target: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved(source, "qwen3", tie_word_embeddings=True)
-    corpus = tmp_path / "text.txt"
-    corpus.write_text("\n\n".join(" ".join(f"{i * j}" for j in range(40)) for i in range(1, 60)))
+    texts = (" ".join(f"{i * j}" for j in range(40)) for i in range(1, 60))
     config = DrafterTraining(
         target=str(target),
         source=str(source),
         keep_layers=(2,),
-        corpus=(corpus,),
+        teacher=teacher_of(target, tmp_path, texts),
         output=tmp_path / "out",
         shape=DrafterShape(context=64),
         steps=2,
         block=32,
-        held_out_tokens=128,
         vocabulary=60,
     )
     result = train_drafter(config)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from random_models import BYTE_LLAMA, save_with_byte_tokenizer
+from random_models import BYTE_LLAMA, save_with_byte_tokenizer, teacher_of
 from safetensors.torch import load_file, save_file
 
 from outrider.cloud.export import export_drafter
@@ -25,10 +25,8 @@ from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import MISSING_NATS, SmallHead, head_terms, reduce_head, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
-from outrider.cloud.training.corpus import Source, most_frequent
-from outrider.cloud.training.drafter_training import train_drafter
+from outrider.cloud.training.drafter_training import fit_head, most_frequent, train_drafter
 from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.small_head import fit_head
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
@@ -65,19 +63,22 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_byte_tokenizer(tied_llama(), tmp_path_factory.mktemp("target"))
 
 
+@pytest.fixture(scope="module")
+def teacher(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    texts = (f"line {i} of {i * i} lines; " * 3 for i in range(200))
+    return teacher_of(target, tmp_path_factory.mktemp("teacher"), texts)
+
+
 @pytest.fixture
-def config(target: Path, tmp_path: Path) -> DrafterTraining:
-    corpus = tmp_path / "text.txt"
-    corpus.write_text("".join(f"line {i} of {i * i} lines; " * 3 + "\n\n" for i in range(200)))
+def config(target: Path, teacher: Path, tmp_path: Path) -> DrafterTraining:
     return DrafterTraining(
         target=str(target),
-        corpus=(corpus,),
+        teacher=teacher,
         output=tmp_path / "out",
         shape=DrafterShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24, context=64),
         steps=4,
         block=32,
         warm_up_steps=1,
-        held_out_tokens=256,
         head_rank=6,
     )
 
@@ -158,13 +159,11 @@ def test_a_drafter_whose_head_is_not_its_embedding_keeps_its_vocabulary() -> Non
 
 
 def test_kept_tokens_are_ends_of_texts_then_the_most_read_then_the_lowest() -> None:
-    often = Source("a", np.array([7] * 9 + [5] * 3, dtype=np.uint32), 0.5)
-    rare = Source("b", np.array([4], dtype=np.uint32), 0.25)
-    unread = Source("c", np.array([8] * 100, dtype=np.uint32), 0.0)
-    assert most_frequent([often, rare, unread], 10, 3, {9}).tolist() == [4, 7, 9]
-    assert most_frequent([often, rare, unread], 10, 6, {9}).tolist() == [0, 1, 4, 5, 7, 9]
+    tokens = np.array([7] * 9 + [5] * 3 + [4] * 6, dtype=np.uint32)
+    assert most_frequent(tokens, 10, 3, {9}).tolist() == [4, 7, 9]
+    assert most_frequent(tokens, 10, 6, {9}).tolist() == [0, 1, 4, 5, 7, 9]
     among = np.array([2, 3, 5, 8, 9])
-    assert most_frequent([often, rare, unread], 10, 4, {9}, among=among).tolist() == [2, 3, 5, 9]
+    assert most_frequent(tokens, 10, 4, {9}, among=among).tolist() == [2, 3, 5, 9]
 
 
 def test_a_saved_small_head_is_loaded_again_and_other_tensors_are_refused(low_rank: Path, tmp_path: Path) -> None:

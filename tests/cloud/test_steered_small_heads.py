@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import BYTE_LLAMA, save_with_byte_tokenizer
+from random_models import BYTE_LLAMA, save_with_byte_tokenizer, teacher_of
 from safetensors.torch import load_file, save_file
 
 from outrider.cloud.export import export_drafter
@@ -46,11 +46,9 @@ def test_a_small_head_is_steered_from_training_to_drafts(
 ) -> None:
     drafter = tiny_llama(seed=0, **BYTE_LLAMA, tie_word_embeddings=True)
     reduce(drafter)
-    corpus = tmp_path / "text.txt"
-    corpus.write_text("".join(f"line {i} of {i * i} lines; " for i in range(100)))
     config = SteerTraining(
         target=str(target),
-        corpus=(corpus,),
+        teacher=teacher_of(target, tmp_path, [f"line {i} of {i * i} lines; " * 3 for i in range(100)]),
         output=tmp_path / "out",
         drafter=save_with_byte_tokenizer(drafter, tmp_path / "drafter"),
         rank=RANK,
@@ -58,7 +56,6 @@ def test_a_small_head_is_steered_from_training_to_drafts(
         steps=2,
         block=32,
         warm_up_steps=0,
-        held_out_tokens=64,
     )
     folder = train_steering(config).folder
     before, after = (load_file(each / "model.safetensors") for each in (config.drafter, folder))

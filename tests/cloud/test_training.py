@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_models import teacher_of
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, normalizers
+from tokenizers import normalizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,12 +25,12 @@ from transformers import (
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_tokenizer, resolve_target
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
-from outrider.cloud.training.corpus import BlockSampler, Source, join_documents, load_domain, split_held_out
 from outrider.cloud.training.drafter_training import build_drafter, read_drafter, start_embedding, train_drafter
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
 from outrider.cloud.training.optimizers import Budget, cosine_fall, linear_fall, orthogonalised
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
+from outrider.cloud.training.training_texts import BlockSampler
 from outrider.drafters import find_package
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
@@ -78,20 +79,16 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> tuple[Path, Path]:
-    lines = tmp_path / "train.lines.jsonl"
-    lines.write_text("".join(json.dumps({"id": str(i), "text": t}) + "\n" for i, t in enumerate(LINES)))
-    plain = tmp_path / "plain.txt"
-    plain.write_text(PLAIN)
-    return lines, plain
+@pytest.fixture(scope="module")
+def teacher(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return teacher_of(target_folder, tmp_path_factory.mktemp("teacher"), (*LINES, PLAIN))
 
 
 @pytest.fixture
-def config(target_folder: Path, corpus: tuple[Path, Path], tmp_path: Path) -> DrafterTraining:
+def config(target_folder: Path, teacher: Path, tmp_path: Path) -> DrafterTraining:
     return DrafterTraining(
         target=str(target_folder),
-        corpus=corpus,
+        teacher=teacher,
         output=tmp_path / "out",
         shape=SHAPE,
         steps=8,
@@ -100,7 +97,6 @@ def config(target_folder: Path, corpus: tuple[Path, Path], tmp_path: Path) -> Dr
         blocks_per_pass=2,
         positions_per_chunk=24,
         warm_up_steps=2,
-        held_out_tokens=256,
     )
 
 
@@ -140,9 +136,8 @@ def test_a_trained_drafter_agrees_with_its_target_far_better_than_a_fresh_one(co
     result = train_drafter(replace(config, steps=120))
     assert result.losses[-1][1] < 0.5 * result.losses[0][1]
     untrained = train_drafter(replace(config, steps=1, output=config.output.with_name("untrained"), warm_start=False))
-    assert set(result.acceptance) == {"corpus/lines", "corpus/plain", "mean"}
-    assert result.acceptance["mean"].overlap > untrained.acceptance["mean"].overlap + 0.2
-    assert result.acceptance["mean"].greedy > untrained.acceptance["mean"].greedy + 0.2
+    assert result.acceptance["drafter"].overlap > untrained.acceptance["drafter"].overlap + 0.2
+    assert result.acceptance["drafter"].greedy > untrained.acceptance["drafter"].greedy + 0.2
 
 
 def test_a_run_goes_on_from_a_drafter_that_was_trained_before(config: DrafterTraining) -> None:
@@ -168,7 +163,10 @@ def test_a_run_goes_on_from_the_8_bit_weights_of_an_embedded_drafter(config: Dra
     tiny_llama(
         seed=0, vocab_size=8192, hidden_size=16, num_hidden_layers=1, bos_token_id=BOS, eos_token_id=EOS
     ).save_pretrained(target)
-    hardly = replace(config, target=str(target), start="general", steps=1, matrix_lr=1e-9, other_lr=1e-9)
+    teacher = teacher_of(target, tmp_path, LINES, tokens=500)
+    hardly = replace(
+        config, target=str(target), teacher=teacher, start="general", steps=1, matrix_lr=1e-9, other_lr=1e-9
+    )
     trained = AutoModelForCausalLM.from_pretrained(train_drafter(hardly).folder)
     parent = load_parent(find_package("general")).model.state_dict()
     for name, tensor in trained.state_dict().items():
@@ -257,9 +255,8 @@ def test_the_output_is_an_ordinary_model_folder_with_the_record_of_its_training(
     assert (result.folder / "tokenizer.json").exists()
     record = json.loads((result.folder / "training.json").read_text())
     assert record["tokens_seen"] == 8 * 4 * 32
-    assert record["config"]["corpus"] == ["train.lines.jsonl", "plain.txt"]
-    assert str(config.output.parent) not in json.dumps(record["config"]["corpus"])
-    assert record["held_out_acceptance"]["corpus/plain"]["positions"] > 0
+    assert record["config"]["teacher"] == "says"  # and no path of this machine
+    assert record["held_out_acceptance"]["drafter"]["positions"] > 0
     assert record["versions"]["torch"] == torch.__version__
 
 
@@ -285,21 +282,17 @@ def test_a_second_run_into_a_folder_or_a_resumption_with_other_settings_is_refus
     ("field", "bad"),
     [
         ("target", {"target": ""}),
-        ("corpus", {"corpus": ()}),
-        ("corpus", {"corpus": (Path("nowhere.jsonl"),)}),
         ("steps", {"steps": None}),
         ("steps", {"minutes": 5.0}),
         ("steps", {"steps": 0}),
         ("block", {"block": 65}),
         ("blocks_per_pass", {"blocks_per_pass": 3}),
-        ("corpus", {"teacher": Path()}),
-        ("teacher", {"corpus": (), "teacher": Path("nowhere")}),
+        ("teacher", {"teacher": Path("nowhere")}),
         ("vocabulary", {"vocabulary": 90, "head_rank": 6}),
         ("decay_fraction", {"decay_fraction": 1.5}),
         ("matrix_lr", {"matrix_lr": float("nan")}),
         ("threads", {"threads": -1}),
         ("dtype", {"dtype": "int3"}),
-        ("domain_weights", {"domain_weights": {"lines": -1.0}}),
     ],
 )
 def test_bad_settings_name_their_field(config: DrafterTraining, field: str, bad: dict[str, Any]) -> None:
@@ -318,23 +311,13 @@ def test_bad_shapes_name_their_field(field: str, bad: dict[str, int]) -> None:
     assert refused.value.field == field
 
 
-def test_bad_input_found_only_when_read_names_its_field(config: DrafterTraining, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"id": "0", "text": "fine"}\n{"id": "1"}\n')
-    empty = tmp_path / "empty.txt"
-    empty.write_text("")
-    short = tmp_path / "short.txt"
-    short.write_text("a few words")
-    for field, words, bad in (
-        ("corpus", "line 2", {"corpus": (broken,)}),
-        ("corpus", "no text", {"corpus": (empty,)}),
-        ("block", "shorter blocks", {"corpus": (short,)}),
-        ("domain_weights", "no such domain", {"domain_weights": {"prose": 1.0}}),
-        ("target", "safetensors", {"target": str(tmp_path / "nowhere")}),
-    ):
-        with pytest.raises(InvalidArgument, match=words) as refused:
-            train_drafter(replace(config, **bad))
-        assert refused.value.field == field
+def test_a_target_that_is_not_there_and_too_little_text_are_refused(config: DrafterTraining, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="safetensors") as refused:
+        train_drafter(replace(config, target=str(tmp_path / "nowhere")))
+    assert refused.value.field == "target"
+    with pytest.raises(InvalidArgument, match="shorter blocks") as refused:
+        BlockSampler(np.arange(63, dtype=np.uint32), 32, seed=0)
+    assert refused.value.field == "block"
 
 
 def test_the_chunked_loss_and_its_gradients_equal_those_of_the_whole() -> None:
@@ -377,46 +360,16 @@ def test_the_rate_warms_up_holds_and_falls_to_zero_under_either_budget() -> None
 
 
 def test_every_token_of_an_epoch_is_read_once_and_the_order_resumes_anywhere() -> None:
-    sources = [
-        Source("a", np.arange(100, dtype=np.uint32), 1.0),
-        Source("b", np.arange(100, 200, dtype=np.uint32), 3.0),
-    ]
-    sampler = BlockSampler(sources, 10, seed=5)
-    blocks = sampler.draw(64)
+    places = np.arange(100, dtype=np.uint32)
+    blocks = BlockSampler(places, 10, seed=5).draw(64)
     assert (np.diff(blocks, axis=1) == 1).all()
-    from_a = blocks[blocks[:, 0] < 100]
-    assert 6 <= len(from_a) <= 26
-    first_epoch = from_a[:9]
-    assert len(np.unique(first_epoch)) == min(len(from_a), 9) * 10
-    again = BlockSampler(sources, 10, seed=5)
+    for epoch in range(7):
+        assert len(np.unique(blocks[9 * epoch : 9 * epoch + 9])) == 90
+    assert len({tuple(blocks[first : first + 9, 0]) for first in range(0, 63, 9)}) == 7, "each in an order of its own"
+    again, later = BlockSampler(places, 10, seed=5), BlockSampler(places, 10, seed=5)
     again.draw(20)
-    later = BlockSampler(sources, 10, seed=5)
-    later.taken, later.drawn = list(again.taken), again.drawn
+    later.drawn = again.drawn
     np.testing.assert_array_equal(later.draw(44), blocks[20:])
-
-
-def test_documents_are_framed_and_cached_until_the_file_changes(tmp_path: Path, target_folder: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(target_folder / "tokenizer.json"))
-    path = tmp_path / "train.words.jsonl"
-    path.write_text('{"id": "0", "text": "ab"}\n\n{"id": "1", "text": "c"}\n')
-    first = load_domain(path, tokenizer, bos=BOS, eos=EOS, cache=tmp_path)
-    assert first.name == "words"
-    assert [len(first[i]) for i in range(len(first))] == [4, 3]
-    assert all((first[i][0], first[i][-1]) == (BOS, EOS) for i in range(len(first)))
-    assert tokenizer.decode(first[0][1:-1].tolist()) == "ab"
-    assert len(list(tmp_path.glob("tokens-*"))) == 1
-    np.testing.assert_array_equal(load_domain(path, tokenizer, bos=BOS, eos=EOS, cache=tmp_path).tokens, first.tokens)
-    path.write_text('{"id": "0", "text": "other"}\n')
-    assert len(load_domain(path, tokenizer, bos=BOS, eos=EOS, cache=tmp_path).tokens) == 7
-
-
-def test_held_out_documents_are_whole_and_never_trained_on() -> None:
-    documents = join_documents("d", [np.full(10, i) for i in range(50)])
-    training, held_out = split_held_out(documents, 25, seed=0)
-    assert len(held_out) == 3
-    assert len(held_out.tokens) == 30
-    assert not set(training.tokens) & set(held_out.tokens)
-    assert len(training) + len(held_out) == 50
 
 
 def measured(target: Any, drafter: Any, rows: list[HeldOutText]) -> MeanAcceptance:

@@ -142,7 +142,7 @@ def _marked(mark: str) -> tuple[str, ...]:
 
 # In the folder that `main` fills.
 SECRET = ["--listen", "127.0.0.1:0", "--lease-secret-file", "secret"]
-LONG = ["--corpus", "corpus.jsonl", "--output", "trained", "--steps", "9"]
+LONG = ["--teacher", ".", "--output", "trained", "--steps", "9"]
 STAGES = (
     ("run", ["run", "x"], ("argparse", "rich", "numpy", "torch", "transformers", "onnxruntime"), ("⟦",)),
     ("bench", ["bench", "--per-domain", "1"], ("rich", "subprocess.Popen"), ()),

@@ -133,14 +133,14 @@ def test_the_line_wins_over_the_environment_and_that_over_the_file(tmp_path, mon
 
 def test_lists_are_written_as_each_place_writes_lists(tmp_path, monkeypatch) -> None:
     file = tmp_path / "outrider.toml"
-    file.write_text('[verifier]\nsteering = ["/a", "/b"]\n[bench]\nrtt = [1, 2.5]\n[train]\ncorpus = ["x", "y"]\n')
-    needed = ["train", "drafter", "--output", "o"]
+    file.write_text('[verifier]\nsteering = ["/a", "/b"]\n[bench]\nrtt = [1, 2.5]\n[train]\ntexts = ["x", "y"]\n')
+    needed = ["train", "teacher", "--output", "o"]
     assert parse(["verifier", "--steering", "/a", "--steering", "/b"]).values["steering"] == ("/a", "/b")
     assert parse(["verifier", "--config", str(file)]).values["steering"] == ("/a", "/b")
     assert parse(["bench", "--rtt", "1,2.5"]).values["rtt"] == (1, 2.5)
     assert parse(["bench", "--config", str(file)]).values["rtt"] == (1, 2.5)
-    assert parse([*needed, "--corpus", "x", "y"]).values["corpus"] == (Path("x"), Path("y"))
-    assert parse([*needed, "--config", str(file)]).values["corpus"] == (Path("x"), Path("y"))
+    assert parse([*needed, "--texts", "x", "y"]).values["texts"] == (Path("x"), Path("y"))
+    assert parse([*needed, "--config", str(file)]).values["texts"] == (Path("x"), Path("y"))
     monkeypatch.setenv("OUTRIDER_VERIFIER_STEERING", "[/c, /d]")
     assert parse(["verifier", "--config", str(file)]).values["steering"] == ("/c", "/d")
     monkeypatch.setenv("OUTRIDER_BENCH_RTT", "7,8")

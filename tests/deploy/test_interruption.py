@@ -42,7 +42,7 @@ def test_a_signal_while_the_command_line_is_read_is_one_line(event: str, number:
         ("run", "x", "numpy"),
         ("bench", "", "rich"),
         ("coordinator", "", "grpc"),
-        ("train drafter", "--corpus x --output x", "torch"),
+        ("train drafter", "--teacher x --output x", "torch"),
         ("submit", "-- run x", "ray"),
     ],
 )

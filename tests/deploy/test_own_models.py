@@ -1,4 +1,4 @@
-"""The path of one's own models by the commands of the README: train, steer, export, run."""
+"""The path of one's own models by the commands of the README: what the target says, train, steer, export, run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.deploy.cli import main
 
 FILES = {"manifest.json", "model.onnx", "tokenizer.json"}
 SMALL = ["--hidden", "32", "--layers", "1", "--mlp", "32"]
-SHORT = ["--steps", "1", "--threads", "1"]
+SHORT = ["--steps", "1", "--block", "64", "--threads", "1"]
 
 
 @pytest.fixture
@@ -36,12 +36,15 @@ def tokens(drafter: str, *more: str, capfd: pytest.CaptureFixture[str]) -> list[
 
 def test_a_drafter_with_a_window_is_steered_exported_and_drafts(corpus: str, tmp_path: Path, capfd) -> None:
     training, steered, package = tmp_path / "training", tmp_path / "steered", tmp_path / "package"
+    says = ["--teacher", str(tmp_path / "says")]
+    few = ["--tokens", "1200", "--read", "1", "--rows", "4", "--threads", "1"]
+    assert main(["train", "teacher", "--texts", corpus, "--output", says[1], *few]) == 0
     window = ["--window", "4"]
-    assert main(["train", "drafter", "--corpus", corpus, "--output", str(training), *window, *SMALL, *SHORT]) == 0
+    assert main(["train", "drafter", *says, "--output", str(training), *window, *SMALL, *SHORT]) == 0
     start = printed_folder(capfd.readouterr().out)
     assert json.loads((start / "config.json").read_text())["sliding_window"] == 4
     steer = ["--drafter", str(start), "--rank", "8"]
-    assert main(["train", "steer", "--corpus", corpus, "--output", str(steered), *steer, *SHORT]) == 0
+    assert main(["train", "steer", *says, "--output", str(steered), *steer, *SHORT]) == 0
     folder = printed_folder(capfd.readouterr().out)
     assert json.loads((folder / "config.json").read_text())["sliding_window"] == 4
     assert main(["export", str(folder), str(package), "--name", "mine"]) == 0

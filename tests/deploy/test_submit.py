@@ -195,11 +195,11 @@ def sent(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[dict[str, An
 
 def test_a_job_has_its_inputs_and_its_output_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.txt").write_text("text")
-    train = ["--", "train", "drafter", "--output", "run", "--steps", "1", "--corpus", "../c.txt"]
+    train = ["--", "train", "teacher", "--output", "run", "--texts", "../c.txt"]
     request, task, words = sent(monkeypatch, "--env", "A=1", "--input", "../c.txt", *train)
     place = tmp_path / "here" / "j"
     assert task == {"output": str(place), "mark": ".j.submitted", "marked": True, "resume": ["run"]}
-    assert words == ["train", "drafter", "--output", "run", "--steps", "1", "--corpus", "c.txt"]
+    assert words == ["train", "teacher", "--output", "run", "--texts", "c.txt"]
     assert request["packed"] == {"c.txt": b"text"}
     assert request["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "A": "1"}
     assert any(Path(path, "deploy", "job.py").is_file() for path in request["runtime_env"]["py_modules"])

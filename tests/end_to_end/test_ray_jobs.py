@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 from command_processes import free_port
+from random_models import teacher_of
+
+from outrider.cloud.models.family_index import target_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
 
@@ -90,21 +93,19 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
 
 
 def test_a_drafter_is_trained_into_the_output_place_and_a_stopped_job_resumed(head: RayHead, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"id": str(i), "text": f"Sentence number {i} of many. " * 40}) + "\n" for i in range(12))
-    )
-    train = ["train", "drafter", "--corpus", "texts.jsonl", "--output", "run", *TINY]
-    done = head.outrider("--input", "texts.jsonl", "--name", "train", "--", *train, "--steps", "2", folder=tmp_path)
+    teacher_of(target_folder("reference"), tmp_path, (f"Sentence number {i} of many. " * 40 for i in range(12)))
+    train = ["train", "drafter", "--teacher", "says", "--output", "run", *TINY]
+    done = head.outrider("--input", "says", "--name", "train", "--", *train, "--steps", "2", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished after 2 steps" in done.stdout
     assert f"files in {tmp_path / 'train'}" in done.stdout
     assert json.loads((tmp_path / "train/run/training.json").read_text())["steps"] == 2
     assert (tmp_path / "train/run/model.safetensors").stat().st_size > 100_000
-    assert not (tmp_path / "train/texts.jsonl").exists(), "an input is no output"
+    assert not (tmp_path / "train/says").exists(), "an input is no output"
 
     # Ctrl-C leaves the job running; a stop keeps what was learnt for a job to resume.
     place = f"file://{tmp_path}/kept"
-    arguments = ["--input", "texts.jsonl", "--installed", "--output", place]
+    arguments = ["--input", "says", "--installed", "--output", place]
     with head.start("--name", "ended", *arguments, "--", *train, "--minutes", "30", folder=tmp_path) as sent:
         head.wait_for_log("ended", "% step ")
         sent.send_signal(signal.SIGINT)

@@ -1,33 +1,37 @@
-"""Distillation of a drafter: the run from corpus and target to a model folder."""
+"""Distillation of a drafter: the run from a teacher's folder to a model folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
-from outrider.cloud.models.heads import head_terms, reduce_head, reduce_vocabulary, tokens_of
-from outrider.cloud.training.corpus import BlockSampler, most_frequent
+from outrider.cloud.models.heads import SmallHead, head_terms, reduce_head, reduce_vocabulary, tokens_of
+from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.measured_acceptance import logits_of
-from outrider.cloud.training.optimizers import Muon, adam, linear_fall
+from outrider.cloud.training.optimizers import Budget, Muon, adam, linear_fall
 from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
-from outrider.cloud.training.small_head import fit_head
+from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.training_report import Reporter
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
-from outrider.cloud.training.training_texts import Texts
+from outrider.cloud.training.training_texts import BlockSampler, Texts
 from outrider.drafters import embedded_packages, find_package
 from outrider.proto.errors import InvalidArgument
 
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
 FITTED_BLOCKS = 48  # of text that a low-rank head begins as the best for
+FIT_STEPS, FIT_ROWS, FIT_WARM_UP_STEPS = 250, 512, 10
+FIT_RATE = 2e-3
+FIT_FALL = 0.7  # last share of the steps, over which the rate falls
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -151,14 +155,30 @@ def _kept_tokens(count: int, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
     special = [getattr(drafter.config, name) for name in SPECIAL_TOKENS]
     always = {token for each in special for token in (each if isinstance(each, list) else [each]) if token is not None}
     among = None if known is None else known.cpu().numpy()
-    return torch.from_numpy(most_frequent(texts.read(), vocab, count, always, among=among))
+    read = texts.rows.tokens.numpy()[texts.places]
+    return torch.from_numpy(most_frequent(read, vocab, count, always, among=among))
+
+
+def most_frequent(
+    tokens: np.ndarray, vocab: int, count: int, always: Collection[int], *, among: np.ndarray | None = None
+) -> np.ndarray:
+    """Return `count` tokens of a vocabulary, ascending int64: `always`, then those most frequent in `tokens`.
+
+    Among tokens that no text has the lower ids come first, which byte-pair encodings merged earlier. With `among`
+    (int64) there are these alone.
+    """
+    counts = np.bincount(tokens, minlength=vocab).astype(float)
+    counts[sorted(always)] = np.inf
+    if among is not None:
+        counts[np.setdiff1d(np.arange(vocab), among)] = -1
+    return np.sort(np.argsort(-counts, kind="stable")[:count])
 
 
 @torch.no_grad()
 def _states(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
     """Return float32 [n, hidden], the states before the head on blocks of the text to train on."""
-    blocks = torch.from_numpy(BlockSampler(texts.sources, config.block, config.seed).draw(FITTED_BLOCKS))
-    tokens = texts.tokens_of(blocks).to(drafter.device)
+    places = torch.from_numpy(BlockSampler(texts.places, config.block, config.seed).draw(FITTED_BLOCKS))
+    tokens = texts.tokens_of(places).to(drafter.device)
     states = [drafter.model(input_ids=block[None], use_cache=False).last_hidden_state[0] for block in tokens]
     return torch.cat(states).float()
 
@@ -169,6 +189,31 @@ def _make_head_small(rank: int, config: DrafterTraining, drafter: Any, texts: Te
     reduce_head(drafter, rank, moments=states.T @ states / len(states))
     reporter.stage("fitting the head")
     fit_head(drafter.lm_head, whole.weight.detach(), states, seed=config.seed)
+
+
+def fit_head(head: SmallHead, whole: torch.Tensor, states: torch.Tensor, *, seed: int) -> None:
+    """Train a head of low rank to say of `states` what the whole head says; nothing else learns.
+
+    The whole head is a better teacher here than the target: what the states do not tell cannot be learned from them,
+    and on few states is learned by heart.
+
+    Args:
+        head: head that `reduce_head` made.
+        whole: float32 [vocab, hidden], the head before.
+        states: float32 [n, hidden], which the head sees on text.
+        seed: seed of the order of the states.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = adam(list(head.parameters()), FIT_RATE)
+    budget = Budget(FIT_STEPS, None, FIT_WARM_UP_STEPS, linear_fall(FIT_FALL))
+    for step in range(FIT_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = FIT_RATE * budget.rate(step, 0.0)
+        chosen = states[torch.randint(len(states), (FIT_ROWS,), generator=generator).to(states.device)]
+        loss = forward_kl(head.down(chosen), head.up.weight, chosen @ whole.T, positions_per_chunk=FIT_ROWS // 2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 class _DrafterRun(TrainingRun):
@@ -192,18 +237,22 @@ class _DrafterRun(TrainingRun):
             texts,
             reporter,
             drafter=drafter,
-            students={"": logits_of(drafter)},
-            decisive="",
+            students={"drafter": logits_of(drafter)},
+            decisive="drafter",
             trained=list(drafter.parameters()),
             optimizers=[Muon(matrices, lr=config.matrix_lr), adam(others, config.other_lr)],
             fall=linear_fall(config.decay_fraction),
         )
-        self.known = tokens_of(drafter)
-        self.cache(self.known)
+        self.teacher = CachedTeacher(
+            texts.rows,
+            TeacherFolder(config.teacher).best(),
+            vocab=target.config.get_text_config().vocab_size,
+            known=tokens_of(drafter),
+            device=target.device,
+        )
 
-    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
-        return self.distil(blocks, self._terms, known=self.known, share=share)
-
-    def _terms(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
-        return head_terms(self.drafter.lm_head, hidden)
+    def loss(self, places: torch.Tensor) -> torch.Tensor:
+        device, chunk = places.device.type, self.config.positions_per_chunk
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            hidden = self.drafter.model(input_ids=self.texts.tokens_of(places), use_cache=False).last_hidden_state
+            return self.teacher.loss(places, *head_terms(self.drafter.lm_head, hidden), positions_per_chunk=chunk)

@@ -1,18 +1,19 @@
 """A training run: steps until the budget is spent, with progress, checkpoints and measurements on the way.
 
-The subclasses in `drafter` and `steer` define what is trained.
+The subclasses in `drafter_training` and `steer` define what is trained.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,17 @@ import transformers
 from transformers import PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
-from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
-from outrider.cloud.training.corpus import BlockSampler
-from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.same_tokenizer import save_tokenizer
-from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.training_report import Reporter, acceptance_table, duration, reporter_for_stdout
 from outrider.cloud.training.training_settings import Training
-from outrider.cloud.training.training_texts import Texts, gather_texts, load_target
+from outrider.cloud.training.training_texts import BlockSampler, Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
 from outrider.proto.plumbing.cores import available_cores
 
 TRAINING_FILE = "training.json"
+STATE = "state.pt"  # of a checkpoint, beside the drafter
 BEST = "best"
 MODELS = {"target", "start", "source", "parent"}  # settings that are a model's name or its folder
 # Settings that may differ between a run and its resumption: they do not change its result.
@@ -52,8 +50,7 @@ class TrainingResult:
         parameters: number in the drafter, tied ones counted once.
         tokens_seen: tokens trained on.
         losses: (step, mean KL in nats a token since the entry before).
-        acceptance: results on held-out text; keys `corpus/<domain>` or `teacher`, and `mean`, after `<none or age>/`
-            of a steered drafter's vectors.
+        acceptance: results on held-out text, by student.
         elapsed_s: seconds of training, over all resumes.
     """
 
@@ -66,10 +63,33 @@ class TrainingResult:
     elapsed_s: float
 
 
+@dataclass
+class Progress:
+    """The state of a run.
+
+    Attributes:
+        run: settings that must not change between resumes.
+        drawn: blocks that were read.
+        elapsed_s: seconds spent training, over all resumes.
+        losses: (step, mean KL in nats a token since the entry before).
+        recent: losses of the steps since the last entry of `losses`.
+        best_kl: least held-out KL that was measured, nats a token.
+        stale: measurements since that one.
+    """
+
+    run: dict[str, Any]
+    drawn: int = 0
+    step: int = 0
+    elapsed_s: float = 0.0
+    tokens_seen: int = 0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
+    best_kl: float = math.inf
+    stale: int = 0
+
+
 class TrainingRun(ABC):
     """A training run: target, drafter, optimizers, text and progress."""
-
-    cached: CachedTeacher | None = None
 
     def __init__(
         self,
@@ -93,8 +113,8 @@ class TrainingRun(ABC):
             texts: text to train and to measure on.
             reporter: place for reports on progress.
             drafter: model to train.
-            students: what is measured, by the prefix of its results.
-            decisive: prefix of the student whose KL ends a run early.
+            students: what is measured, by name.
+            decisive: name of the student whose KL ends a run early.
             trained: parameters, whose gradients are clipped together.
             optimizers: optimizers whose learning rates are their peaks.
             fall: course of the learning rates, see `Budget`.
@@ -110,17 +130,14 @@ class TrainingRun(ABC):
         self.optimizers = optimizers
         self.budget = Budget(config.steps, config.minutes, config.warm_up_steps, fall)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-        self.sampler = BlockSampler(texts.sources, config.block, config.seed)
-        self.progress = Progress(taken=self.sampler.taken, run=settings_of_run(config))
+        self.sampler = BlockSampler(texts.places, config.block, config.seed)
+        self.progress = Progress(settings_of_run(config))
 
     # --- the subclasses' ---
 
     @abstractmethod
-    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
-        """Add the gradient of `share` times the loss on `blocks`, and return that loss.
-
-        `blocks` is int64 [rows, block], drawn of a source of `texts`, whose `tokens_of` has the tokens.
-        """
+    def loss(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the loss on blocks of the teacher's tokens, int64 [rows, block] places in `texts`."""
 
     def write_models(self, folder: Path) -> None:
         """Write the drafter of a checkpoint."""
@@ -141,23 +158,23 @@ class TrainingRun(ABC):
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint; raise InvalidArgument where that is another run's."""
-        progress = load_checkpoint(checkpoint, self.optimizers)
+        state = torch.load(checkpoint / STATE, weights_only=True)
+        progress = Progress(**state["progress"])
         for name, value in self.progress.run.items():
             if progress.run.get(name) != value:
                 raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
-        state = torch.get_rng_state()
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.read_models(checkpoint)
-        torch.set_rng_state(state)  # reading the models has drawn from it
-        self.progress = progress
-        self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
+        torch.set_rng_state(state["torch_rng"])  # last, since reading the models draws from it
+        self.progress, self.sampler.drawn = progress, progress.drawn
         self.reporter.say(f"resumed after step {progress.step}")
 
     def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> dict[str, MeanAcceptance]:
         """Train until the budget is spent, publish, and return the last measurement."""
         config, progress = self.config, self.progress
         self.reporter.stage("training")
-        sources = ", ".join(source.name for source in self.texts.sources)
-        self.reporter.say(f"drafter of {self.parameters:,} parameters; {sources}")
+        self.reporter.say(f"drafter of {self.parameters:,} parameters; {len(self.texts.places):,} tokens to learn from")
         saved = (progress.step, progress.elapsed_s)
         measured = progress.elapsed_s
         while self.budget.spent(progress.step, progress.elapsed_s) < 1:
@@ -191,77 +208,31 @@ class TrainingRun(ABC):
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * rate
-        blocks = torch.from_numpy(self.sampler.draw(config.blocks_per_step)).to(config.device)
-        passes = blocks.split(config.blocks_per_pass)
-        loss = 0.0
+        places = torch.from_numpy(self.sampler.draw(config.blocks_per_step)).to(config.device)
+        passes = places.split(config.blocks_per_pass)
+        total = 0.0
         for part in passes:
-            loss += self.backward(part, share=1 / len(passes))
+            loss = self.loss(part) / len(passes)
+            loss.backward()
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.trained, config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         progress.step += 1
-        progress.tokens_seen += blocks.numel()
-        return loss
-
-    def cache(self, known: torch.Tensor | None) -> None:
-        """Let `distil` do without the target where a teacher's folder is given, for a drafter of the tokens `known`."""
-        if self.config.teacher is None or self.texts.rows is None:
-            return
-        best, vocab = TeacherFolder(self.config.teacher).best(), self.target.config.get_text_config().vocab_size
-        self.cached = CachedTeacher(self.texts.rows, best, vocab=vocab, known=known, device=self.target.device)
-
-    def distil(
-        self,
-        blocks: torch.Tensor,
-        student: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        *,
-        known: torch.Tensor | None,
-        share: float,
-    ) -> float:
-        """Do what `backward` does.
-
-        Args:
-            blocks: those of `backward`.
-            student: returns states [rows, block, hidden] and head [tokens, hidden] of the drafter on tokens.
-            known: int64, tokens of that head; None: all.
-            share: share of the loss.
-        """
-        tokens = self.texts.tokens_of(blocks)
-        if self.cached is None:
-            with torch.no_grad():
-                logits = self.target(input_ids=tokens, use_cache=False).logits
-            return self.learn(*student(tokens), logits if known is None else logits[..., known], share=share)
-        device = tokens.device.type
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            chunk = self.config.positions_per_chunk
-            loss = share * self.cached.loss(blocks, *student(tokens), positions_per_chunk=chunk)
-        loss.backward()
-        return float(loss.detach())
-
-    def learn(self, hidden: torch.Tensor, head: torch.Tensor, logits_by_target: torch.Tensor, *, share: float) -> float:
-        """Do what `backward` does for a drafter's `hidden` states [rows, block, hidden]; see `forward_kl`."""
-        chunk = self.config.positions_per_chunk
-        loss = share * forward_kl(hidden.flatten(0, 1), head, logits_by_target.flatten(0, 1), positions_per_chunk=chunk)
-        loss.backward()
-        return float(loss.detach())
+        progress.tokens_seen += places.numel()
+        return total
 
     def measure(self) -> dict[str, MeanAcceptance]:
-        """Measure all students on the same held-out text, at T = 0 on what the target wrote at T = 0, if any.
-
-        The mean is over texts, each with the same weight.
-        """
+        """Measure all students on the same held-out text, at T = 0 on what the target wrote at T = 0, if any."""
         self.drafter.eval()
-        measured: dict[str, dict[str, MeanAcceptance]] = {name: {} for name in self.students}
-        for text, (rows, greedy_rows) in self.texts.held_out.items():
-            sampled = self._compare(rows or greedy_rows)
-            greedy = self._compare(greedy_rows) if rows and greedy_rows else sampled
-            for name, by_text in measured.items():
-                by_text[text] = replace(sampled[name], greedy=greedy[name].greedy)
-        for by_text in measured.values():
-            by_text["mean"] = _mean_acceptance([*by_text.values()])
+        rows, greedy_rows = self.texts.held_out
+        measured = self._compare(rows or greedy_rows)
+        if rows and greedy_rows:
+            greedy = self._compare(greedy_rows)
+            measured = {name: replace(each, greedy=greedy[name].greedy) for name, each in measured.items()}
         self.drafter.train()
-        return {f"{name}{text}": a for name, by_text in measured.items() for text, a in by_text.items()}
+        return measured
 
     @property
     def parameters(self) -> int:
@@ -271,15 +242,12 @@ class TrainingRun(ABC):
     def _compare(self, rows: list[HeldOutText]) -> dict[str, MeanAcceptance]:
         return compare_students(self.target, self.students, rows, seed=self.config.seed)
 
-    def _held_out_kl(self, acceptance: Mapping[str, MeanAcceptance]) -> float:
-        return acceptance[f"{self.decisive}mean"].kl
-
     def _has_stopped_learning(self, acceptance: Mapping[str, MeanAcceptance]) -> bool:
         """Count measurements without a better one, and keep the weights of the best."""
         progress = self.progress
         if not self.config.patience:
             return False
-        kl = self._held_out_kl(acceptance)
+        kl = acceptance[self.decisive].kl
         progress.stale += 1
         if kl < progress.best_kl:
             progress.best_kl, progress.stale = kl, 0
@@ -291,7 +259,7 @@ class TrainingRun(ABC):
     def _finish(self) -> dict[str, MeanAcceptance]:
         """Publish the last weights, or the best where those are kept and better."""
         newest, acceptance = self._save(), self.measure()
-        if self.config.patience and self._held_out_kl(acceptance) > self.progress.best_kl:
+        if self.config.patience and acceptance[self.decisive].kl > self.progress.best_kl:
             newest = self.config.output / BEST
             self.read_models(newest)
             acceptance = self.measure()
@@ -311,9 +279,26 @@ class TrainingRun(ABC):
             progress.recent.clear()
 
     def _save(self) -> Path:
-        progress = self.progress
-        progress.taken, progress.drawn = self.sampler.taken, self.sampler.drawn
-        return save_checkpoint(self.config.output / "checkpoints", self.write_models, self.optimizers, progress)
+        """Write a checkpoint, an ordinary model folder with `STATE`, whole or not at all, and remove older ones."""
+        progress, older = self.progress, checkpoints(self.config.output)
+        progress.drawn = self.sampler.drawn
+        final = self.config.output / "checkpoints" / f"step-{progress.step:08d}"
+        unfinished = final.with_name("unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        self.write_models(unfinished)
+        state = {
+            "progress": vars(progress),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "torch_rng": torch.get_rng_state(),
+        }
+        torch.save(state, unfinished / STATE)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(unfinished, final)
+        for stale in older:
+            if stale != final:
+                shutil.rmtree(stale)
+        return final
 
     def _publish(self, written: Path, acceptance: Mapping[str, MeanAcceptance]) -> None:
         """Copy the drafter's files from the folder `written` to the output folder, `training.json` last."""
@@ -326,7 +311,10 @@ class TrainingRun(ABC):
             "elapsed_s": round(progress.elapsed_s, 1),
             "loss": "KL(target || drafter), nats a token",
             "losses": [[step, round(loss, 4)] for step, loss in progress.losses],
-            "held_out_acceptance": as_json(acceptance),
+            "held_out_acceptance": {
+                name: {key: round(value, 4) for key, value in asdict(measured).items()}
+                for name, measured in acceptance.items()
+            },
             **self.facts(acceptance),
             "versions": {
                 "python": platform.python_version(),
@@ -339,6 +327,11 @@ class TrainingRun(ABC):
         for file in sorted(names, key=lambda file: file == TRAINING_FILE):
             shutil.copyfile(written / file, output / f"{file}.unfinished")
             os.replace(output / f"{file}.unfinished", output / file)
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """Return the whole checkpoints of a run's output folder, oldest first."""
+    return sorted(path for path in output.glob("checkpoints/step-*") if (path / STATE).exists())
 
 
 def carry_out(
@@ -357,11 +350,11 @@ def carry_out(
         stopping: asked after each step; true ends the run there, with a checkpoint of it.
 
     Raises:
-        InvalidArgument: the settings, target or corpus do not serve, or another run's checkpoints are in the way.
+        InvalidArgument: the settings, target or teacher do not serve, or another run's checkpoints are in the way.
         Cancelled: `stopping` returned true.
     """
-    folder = config.output / "checkpoints"
-    if checkpoints(folder) and not config.resume:
+    found = checkpoints(config.output)
+    if found and not config.resume:
         raise InvalidArgument(
             f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
         )
@@ -372,8 +365,8 @@ def carry_out(
     with reporter_for_stdout() as reporter:
         target = load_target(config)
         run = begin(target, gather_texts(config, target), reporter)
-        if newest := checkpoints(folder)[-1:]:
-            run.resume(newest[0])
+        if found:
+            run.resume(found[-1])
         acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
     progress = run.progress
     return TrainingResult(
@@ -387,33 +380,18 @@ def carry_out(
     )
 
 
-def as_json(acceptance: Mapping[str, MeanAcceptance]) -> dict[str, dict[str, float]]:
-    """Return acceptance in the form of training.json."""
-    return {
-        name: {key: round(value, 4) for key, value in asdict(measured).items()} for name, measured in acceptance.items()
-    }
-
-
 def settings_of_run(config: Training) -> dict[str, Any]:
     """Return the settings that decide a run's result, as plain JSON values."""
     settings = asdict(config)
     for name in FREE_ON_RESUME:
         del settings[name]
-    for field in fields(config):
-        value = settings.get(field.name)
+    for each in fields(config):
+        value = settings.get(each.name)
         if isinstance(value, Path):
-            settings[field.name] = value.name
+            settings[each.name] = value.name
         elif isinstance(value, tuple):
-            settings[field.name] = [part.name if isinstance(part, Path) else part for part in value]
+            settings[each.name] = list(value)
     for name in MODELS & settings.keys():
         if settings[name] is not None and Path(settings[name]).is_dir():
             settings[name] = Path(settings[name]).name
-    settings["domain_weights"] = dict(config.domain_weights)
     return settings
-
-
-def _mean_acceptance(measured: list[MeanAcceptance]) -> MeanAcceptance:
-    """Return the mean over several texts, each with the same weight."""
-    names = ("greedy", "sampled", "overlap", "kl")
-    means = {name: float(np.mean([getattr(each, name) for each in measured])) for name in names}
-    return MeanAcceptance(**means, positions=sum(each.positions for each in measured))

@@ -22,6 +22,7 @@ from outrider.cloud.export.steered import STEERING_FILE, biases_by, steered_by, 
 from outrider.cloud.models.heads import head_terms, tokens_of
 from outrider.cloud.target.projection import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.drafter_training import SmallLlama, matrices_and_others, read_drafter
+from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.measured_acceptance import MeanAcceptance
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
@@ -127,22 +128,23 @@ class _SteerRun(TrainingRun):
             texts,
             reporter,
             drafter=drafter,
-            students={f"{age or 'none'}/": partial(self._logits, age) for age in (0, *AGES)},
-            decisive=f"{AGES[0]}/",
+            students={str(age or "none"): partial(self._logits, age) for age in (0, *AGES)},
+            decisive=str(AGES[0]),
             trained=list(self.steered.parameters()),
             optimizers=[Muon(by_muon, lr=config.matrix_lr), adam(others, config.other_lr)],
             fall=cosine_fall,
         )
 
-    def backward(self, blocks: torch.Tensor, *, share: float) -> float:
-        config, tokens = self.config, self.texts.tokens_of(blocks)
+    def loss(self, places: torch.Tensor) -> torch.Tensor:
+        config, tokens = self.config, self.texts.tokens_of(places)
         with torch.no_grad():
             logits = self.target(input_ids=tokens, use_cache=False).logits
             taps = self.taps.joined().float()
         sources = sources_of(tokens, max_age=config.max_age, unsteered=config.unsteered)
-        hidden, known = self.steered.hidden(tokens, taps, sources), tokens_of(self.drafter)
-        terms = head_terms(self.drafter.lm_head, hidden)
-        return self.learn(*terms, logits if known is None else logits[..., known], share=share)
+        hidden, head = head_terms(self.drafter.lm_head, self.steered.hidden(tokens, taps, sources))
+        known = tokens_of(self.drafter)
+        logits = (logits if known is None else logits[..., known]).flatten(0, 1)
+        return forward_kl(hidden.flatten(0, 1), head, logits, positions_per_chunk=config.positions_per_chunk)
 
     def _logits(self, age: int, tokens: torch.Tensor) -> torch.Tensor:
         sources = aged_sources(tokens, age) if age else None
@@ -159,8 +161,8 @@ class _SteerRun(TrainingRun):
 
     def facts(self, acceptance: Mapping[str, MeanAcceptance]) -> dict[str, Any]:
         """Return the gain in tokens a round of vectors of each age over none."""
-        without = tokens_a_round(acceptance["none/mean"].sampled)
-        gains = {age: tokens_a_round(acceptance[f"{age}/mean"].sampled) / without - 1 for age in AGES}
+        without = tokens_a_round(acceptance["none"].sampled)
+        gains = {age: tokens_a_round(acceptance[str(age)].sampled) / without - 1 for age in AGES}
         return {"steering_gain": {str(age): round(gain, 4) for age, gain in gains.items()}}
 
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.cloud.verifier_config import DTYPES
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, no_empty_text, option
-
-
-def _require_files(paths: Sequence[Path], name: str) -> None:
-    for path in paths:
-        if not path.is_file():
-            raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field=name)
 
 
 def _require_drafter(folder: Path, name: str) -> None:
@@ -50,19 +42,14 @@ class DrafterShape(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Settings):
-    """The target that a drafter learns from, on which text, for how long.
+    """The target that a drafter learns from, what it has said, and for how long.
 
-    `domain_weights` is the share of each domain in what is read; equal for all if empty. `matrix_lr` is Muon's, for the
-    layers' matrices; `other_lr` is AdamW's, for embedding and norms.
+    `matrix_lr` is Muon's, for the layers' matrices; `other_lr` is AdamW's, for embedding and norms.
     """
 
     target: str = option(REQUIRED, TARGET, metavar="NAME", check=no_empty_text)
-    corpus: tuple[Path, ...] = option((), '.jsonl of {"id","text"}, or text files; each is one domain', many="words")
-    teacher: Path | None = option(
-        None, "folder of `outrider train teacher` to learn from in place of a corpus", metavar="DIR"
-    )
-    output: Path = option(REQUIRED, "folder for drafter, checkpoints and caches", metavar="DIR")
-    domain_weights: Mapping[str, float] = field(default_factory=dict)
+    teacher: Path = option(REQUIRED, "folder of `outrider train teacher` to learn from", metavar="DIR")
+    output: Path = option(REQUIRED, "folder for drafter and checkpoints", metavar="DIR")
     block: int = option(512, "tokens in a training sequence", check=at_least(2))
     blocks_per_step: int = option(4, "sequences per optimizer step", check=at_least(1))
     blocks_per_pass: int = option(4, "sequences that go through the models at once", check=at_least(1))
@@ -73,7 +60,6 @@ class Training(Settings):
     other_lr: float = option(3e-3, "peak learning rate of everything else", check=above(0))
     warm_up_steps: int = option(40, "steps over which the learning rates grow", check=at_least(0))
     clip: float = option(1.0, "limit of the gradient's norm", check=above(0))
-    held_out_tokens: int = option(8192, "tokens per domain kept to measure acceptance", check=at_least(1))
     measure_every_minutes: float = option(10.0, "time between measurements of acceptance", check=above(0))
     patience: int = option(0, "stop after N measurements without gain; 0: never", check=at_least(0))
     checkpoint_every_steps: int = option(1_000_000, "steps between checkpoints", check=at_least(1))
@@ -86,22 +72,12 @@ class Training(Settings):
 
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
-        if bool(self.corpus) == (self.teacher is not None):
-            raise ConfigError("name at least one .jsonl or text file, or give --teacher instead", field="corpus")
-        if self.teacher is not None and not self.teacher.is_dir():
+        if not self.teacher.is_dir():
             raise ConfigError(f"{self.teacher} is no folder; `outrider train teacher` writes one", field="teacher")
-        _require_files(self.corpus, "corpus")
-        if len({path.name for path in self.corpus}) < len(self.corpus):
-            raise ConfigError("two files share a name; a domain is named after its file", field="corpus")
         if (self.steps is None) == (self.minutes is None):
             raise ConfigError("give a budget by either steps or minutes", field="steps")
         if self.blocks_per_step % self.blocks_per_pass:
             raise ConfigError(f"does not divide blocks_per_step ({self.blocks_per_step})", field="blocks_per_pass")
-        for name, weight in self.domain_weights.items():
-            if not (math.isfinite(weight) and weight >= 0):
-                raise ConfigError(
-                    f"the weight of {name!r} is {weight}; weights are finite and not negative", field="domain_weights"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +112,9 @@ class TeacherWriting(Settings):
         """Refuse settings that do not go together."""
         if not self.texts and not self.own_questions:
             raise ConfigError("name a file of texts, or give --own-questions 1", field="texts")
-        _require_files(self.texts, "texts")
+        for path in self.texts:
+            if not path.is_file():
+                raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field="texts")
 
     def facts(self) -> dict[str, Any]:
         """Return the settings that rows depend on, as plain JSON values, and the target's name."""

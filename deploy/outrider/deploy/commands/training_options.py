@@ -16,7 +16,6 @@ from outrider.proto.settings import REQUIRED, Settings, above, at_least, option
 
 TRAINING = (
     "target",
-    "corpus",
     "teacher",
     "output",
     "minutes",
