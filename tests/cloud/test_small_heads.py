@@ -1,4 +1,4 @@
-"""Small output heads: they begin as the nearest to the whole head, train, and export as what torch computes."""
+"""Small output heads: they begin as a part of the whole head, train, and export as what torch computes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from outrider.cloud.export.quantised import QuantisedMatrix, quantise
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
-from outrider.cloud.models.heads import MISSING_NATS, SmallHead, head_terms, reduce_head, reduce_vocabulary
+from outrider.cloud.models.heads import MISSING_NATS, SmallHead, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
-from outrider.cloud.training.drafter_training import fit_head, most_frequent, train_drafter
-from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.drafter_training import most_frequent, train_drafter
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
@@ -38,7 +37,7 @@ from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling
 
-VOCAB, HIDDEN, RANK = BYTE_LLAMA["vocab_size"], BYTE_LLAMA["hidden_size"], 24
+VOCAB, HIDDEN = BYTE_LLAMA["vocab_size"], BYTE_LLAMA["hidden_size"]
 KEPT = torch.arange(0, VOCAB, 3)
 
 
@@ -49,13 +48,6 @@ def _one_thread() -> None:
 
 def tied_llama() -> Any:
     return tiny_llama(seed=0, **BYTE_LLAMA, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def low_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tied_llama()
-    reduce_head(model, rank=RANK)
-    return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("low-rank") / "source")
 
 
 @pytest.fixture(scope="module")
@@ -79,51 +71,8 @@ def config(target: Path, teacher: Path, tmp_path: Path) -> DrafterTraining:
         steps=4,
         block=32,
         warm_up_steps=1,
-        head_rank=6,
+        vocabulary=60,
     )
-
-
-def test_a_reduced_head_is_the_nearest_matrix_of_its_rank_and_the_embedding_stays() -> None:
-    model = tied_llama()
-    whole = model.lm_head.weight.detach().clone()
-    reduce_head(model, rank=RANK)
-    nearest = (model.lm_head.up.weight @ model.lm_head.down.weight).detach()
-    singular = torch.linalg.svdvals(whole)
-    least = singular[RANK:].square().sum().sqrt()  # Eckart and Young: no matrix of this rank is nearer
-    assert float(torch.linalg.norm(whole - nearest)) == pytest.approx(float(least), rel=1e-4)
-    assert torch.equal(model.get_input_embeddings().weight, whole)
-    assert not model.config.tie_word_embeddings
-
-
-def test_with_moments_a_reduced_head_is_the_nearest_in_the_logits_of_such_states() -> None:
-    states = torch.randn(200, HIDDEN) * torch.linspace(4, 0.1, HIDDEN)  # directions that the weights say nothing of
-    errors = []
-    for moments in (None, states.T @ states / len(states)):
-        model = tied_llama()
-        wanted = states @ model.lm_head.weight.detach().T
-        reduce_head(model, rank=RANK, moments=moments)
-        errors.append(float((model.lm_head(states) - wanted).detach().square().sum()))
-    root = torch.linalg.svdvals(wanted)[RANK:].square().sum()  # the nearest of all logits of this rank
-    assert errors[1] == pytest.approx(float(root), rel=1e-3)
-    assert errors[1] < 0.5 * errors[0]
-
-
-def test_a_fitted_head_of_low_rank_says_more_of_what_the_whole_one_says() -> None:
-    model = tied_llama()
-    whole = model.lm_head.weight.detach().clone()
-    states = torch.randn(9000, HIDDEN, generator=torch.Generator().manual_seed(0)) * torch.linspace(8, 1, HIDDEN)
-    reduce_head(model, rank=RANK, moments=states.T @ states / len(states))
-
-    def divergence(of: torch.Tensor) -> float:
-        terms = head_terms(model.lm_head, of)
-        return float(forward_kl(*terms, of @ whole.T, positions_per_chunk=500).detach())
-
-    seen, unseen = states[:8000], states[8000:]
-    before = divergence(unseen)
-    rms = [float(each.weight.detach().square().mean().sqrt()) for each in (model.lm_head.down, model.lm_head.up)]
-    assert rms[0] == pytest.approx(rms[1], rel=1e-4)
-    fit_head(model.lm_head, whole, seen, seed=1)
-    assert divergence(unseen) < 0.98 * before
 
 
 def test_a_small_vocabulary_has_the_whole_heads_logits_and_no_other_tokens() -> None:
@@ -166,50 +115,26 @@ def test_kept_tokens_are_ends_of_texts_then_the_most_read_then_the_lowest() -> N
     assert most_frequent(tokens, 10, 4, {9}, among=among).tolist() == [2, 3, 5, 9]
 
 
-def test_a_saved_small_head_is_loaded_again_and_other_tensors_are_refused(low_rank: Path, tmp_path: Path) -> None:
-    model = load_causal_lm(low_rank, "no model", field="start")
+def test_a_saved_small_head_is_loaded_again_and_other_tensors_are_refused(tmp_path: Path) -> None:
+    folder = save_with_byte_tokenizer(trimmed_llama(), tmp_path / "saved")
+    model, saved = load_causal_lm(folder, "no model", field="start"), load_file(folder / "model.safetensors")
     assert isinstance(model.lm_head, SmallHead)
-    for name, tensor in load_file(low_rank / "model.safetensors").items():
+    for name, tensor in saved.items():
         assert torch.equal(model.state_dict()[name], tensor)
-    save_file(
-        {n: t for n, t in load_file(low_rank / "model.safetensors").items() if "up" not in n or "mlp" in n},
-        tmp_path / "model.safetensors",
-    )
-    (tmp_path / "config.json").write_text((low_rank / "config.json").read_text())
+    save_file({n: t for n, t in saved.items() if "lm_head" not in n}, folder / "model.safetensors")
     with pytest.raises(InvalidArgument, match="other tensors"):
-        load_causal_lm(tmp_path, "no model", field="start")
-
-
-def test_a_rank_that_saves_nothing_and_a_second_reduction_are_refused() -> None:
-    model = tied_llama()
-    with pytest.raises(InvalidArgument, match="saves nothing"):
-        reduce_head(model, rank=HIDDEN)
-    reduce_head(model, rank=RANK)
-    with pytest.raises(InvalidArgument, match="already"):
-        reduce_head(model, rank=8)
-
-
-@pytest.mark.parametrize("known", [None, KEPT], ids=["low rank", "small vocabulary"])
-def test_the_terms_of_a_head_are_those_of_its_logits(known: torch.Tensor | None) -> None:
-    model = tied_llama()
-    if known is None:
-        reduce_head(model, RANK)
-    else:
-        reduce_vocabulary(model, known)
-    hidden = torch.randn(2, 5, HIDDEN)
-    states, weight = head_terms(model.lm_head, hidden)
-    shown = slice(None) if known is None else known
-    torch.testing.assert_close(states @ weight.T, model.lm_head(hidden)[..., shown])
+        load_causal_lm(folder, "no model", field="start")
 
 
 def test_a_drafter_trains_with_a_small_head_and_a_resumed_run_is_the_same_run(config: DrafterTraining) -> None:
     whole = train_drafter(config)
     written = json.loads((whole.folder / "config.json").read_text())
-    assert written["outrider_head"] == {"rank": 6}
+    assert written["outrider_head"] == {"tokens": 60}
     begun = train_drafter(replace(config, steps=1, output=config.output.with_name("begun")))
     weights = load_file(whole.folder / "model.safetensors")
-    for name in ("lm_head.down.weight", "lm_head.up.weight", "model.embed_tokens.weight"):
-        assert not torch.equal(weights[name], load_file(begun.folder / "model.safetensors")[name]), name
+    assert not torch.equal(
+        weights["lm_head.up.weight"], load_file(begun.folder / "model.safetensors")["lm_head.up.weight"]
+    )
 
     broken = replace(config, output=config.output.with_name("broken"), checkpoint_every_steps=2)
 
@@ -225,20 +150,13 @@ def test_a_drafter_trains_with_a_small_head_and_a_resumed_run_is_the_same_run(co
 
 
 @pytest.fixture(scope="module")
-def package(low_rank: Path) -> Path:
-    out = low_rank.with_name("package")
-    export_drafter(low_rank, out, name="small", candidates=8, target_id="big")
-    return out
-
-
-def test_an_exported_low_rank_head_drafts_what_torch_finds_most_likely(low_rank: Path, package: Path) -> None:
-    assert json.loads((package / "manifest.json").read_text())["check"]["agreement_beyond_ties"] == 1
-    drafter = OnnxDrafter(find_package(package))
-    state = drafter.open(ProposalRule(Sampling(temperature=0.0)))
-    state.extend((0, 5, 9))
-    tokens = [draft.id for draft in state.propose(4)]
-    model = load_causal_lm(low_rank, "no model", field="start")
-    assert model(torch.tensor([[0, 5, 9, *tokens]])).logits[0, 2:-1].argmax(-1).tolist() == tokens
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of a drafter whose head is not its embedding."""
+    folder = tmp_path_factory.mktemp("untied")
+    model = tiny_llama(seed=0, **BYTE_LLAMA, tie_word_embeddings=False)
+    source = save_with_byte_tokenizer(model, folder / "source")
+    export_drafter(source, folder / "package", name="small", candidates=8, target_id="big")
+    return folder / "package"
 
 
 def test_in_eight_bits_an_embedding_that_is_no_head_shrinks_too(package: Path, tmp_path: Path) -> None:
@@ -248,8 +166,8 @@ def test_in_eight_bits_an_embedding_that_is_no_head_shrinks_too(package: Path, t
     tensors = onnx.load(graph).graph.initializer
     floats = [math.prod(t.dims) for t in tensors if t.data_type == onnx.TensorProto.FLOAT]
     levels = [math.prod(t.dims) for t in tensors if t.data_type == onnx.TensorProto.UINT8]
-    assert VOCAB * HIDDEN in levels
-    assert max(floats) < VOCAB * RANK
+    assert levels.count(VOCAB * HIDDEN) == 2
+    assert max(floats) < VOCAB * HIDDEN // 4
     tokens = np.random.default_rng(7).integers(0, VOCAB, 30)
     shape = CacheShape(layers=1, kv_heads=2, head_dim=16)
     exact, close = (
@@ -366,19 +284,14 @@ def test_learning_refuses_weights_of_four_bits_and_names_the_remedy(package: Pat
         load_parent(replace(find_package(package), folder=tmp_path))
 
 
-def test_a_trained_small_vocabulary_is_trained_on_and_no_low_rank_head_is_put_on_it(
-    config: DrafterTraining, tmp_path: Path
-) -> None:
+def test_a_trained_small_vocabulary_is_trained_on(config: DrafterTraining, tmp_path: Path) -> None:
     trimmed = save_with_byte_tokenizer(trimmed_llama(seed=1), tmp_path / "trimmed")
-    further = replace(config, start=str(trimmed), head_rank=None, steps=1, warm_up_steps=0)
+    further = replace(config, start=str(trimmed), vocabulary=None, steps=1, warm_up_steps=0)
     result = train_drafter(further)
     assert json.loads((result.folder / "config.json").read_text())["outrider_head"]["tokens"] == len(KEPT)
     before, after = (load_file(each / "model.safetensors") for each in (trimmed, result.folder))
     assert torch.equal(before["lm_head.tokens"], after["lm_head.tokens"])
     assert not torch.equal(before["lm_head.up.weight"], after["lm_head.up.weight"])
-    with pytest.raises(InvalidArgument, match="small head already") as refused:
-        train_drafter(replace(further, output=tmp_path / "rank", head_rank=6))
-    assert refused.value.field == "head_rank"
 
 
 def test_more_candidates_than_a_trimmed_head_predicts_are_refused(tmp_path: Path) -> None:

@@ -376,11 +376,6 @@ def test_a_resumed_run_on_a_folder_is_the_same_run(target: Path, teacher: Path, 
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_a_low_rank_head_is_fitted_on_the_tokens_of_a_folder(target: Path, teacher: Path, tmp_path: Path) -> None:
-    config = drafter_of(target, teacher, tmp_path / "drafter", steps=1, vocabulary=None, head_rank=6)
-    assert load_file(train_drafter(config).folder / "model.safetensors")["lm_head.down.weight"].shape == (6, 64)
-
-
 def test_steering_learns_from_a_folder(target: Path, teacher: Path, tmp_path: Path) -> None:
     drafter = train_drafter(drafter_of(target, teacher, tmp_path / "drafter", steps=20)).folder
     steer = SteerTraining(

@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Values of a recipe's options, and what stands for them here.
 SMALLER = {"--minutes": ("--steps", "2"), "--tokens": ("--tokens", "1500"), "--device": ("--device", "cpu")}
-SMALLER |= {"--head-rank": ("--head-rank", "24"), "--vocabulary": ("--vocabulary", "120"), "--rows": ("--rows", "8")}
+SMALLER |= {"--vocabulary": ("--vocabulary", "120"), "--rows": ("--rows", "8")}
 
 
 def commands(root: Path) -> list[list[str]]:

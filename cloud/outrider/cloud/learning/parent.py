@@ -57,7 +57,7 @@ def load_parent(package: DrafterPackage) -> Parent:
     names, layers = list(weights), package.cache.layers
     lookup, rows = _lookup(graph)
     if lookup.removesuffix(ROWS) != names[-1]:
-        raise _refusal(package, "its head is not its embedding but a matrix of its own, or two of low rank")
+        raise _refusal(package, "its head is not its embedding but a matrix of its own")
     if len(names) != layers * len(PRODUCTS) + 1:
         raise _refusal(package, f"its graph has {len(names)} products, not {layers * len(PRODUCTS) + 1}")
     by_layer = tuple(

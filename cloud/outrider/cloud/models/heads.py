@@ -1,8 +1,7 @@
-"""Small output heads of drafters: of low rank, or over the tokens that a drafter knows.
+"""Small output heads of drafters, over the tokens that a drafter knows.
 
-A drafter reads all of its head for every token, and one row of its embedding. So a head of its own, hidden -> rank ->
-vocabulary (SlimSpec), costs a token less than a whole tied one, though the file holds both. A drafter that knows a part
-of the vocabulary alone (FastDraft; VocabTrim, arXiv 2506.22694) has one small matrix for both.
+A drafter reads all of its head for every token. One that knows a part of the vocabulary alone (FastDraft; VocabTrim,
+arXiv 2506.22694) has one small matrix for head and embedding.
 
 A model with such a head is saved as any other; `HEAD` in its config.json says how to load it.
 """
@@ -29,27 +28,24 @@ MISSING_NATS = 20.0
 
 
 class SmallHead(nn.Module):
-    """The head in the place of `lm_head`: `down` [rank, hidden] and `up` [vocab, rank], or `up` [tokens, hidden] alone.
+    """The head in the place of `lm_head`: `up` [tokens, hidden].
 
     Attributes:
         vocab: tokens of the model, for all of which `forward` answers.
-        tokens: int64 [tokens], ascending, those that `up` has rows for; None: all.
+        tokens: int64 [tokens], ascending, those that `up` has rows for.
     """
 
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor
 
-    def __init__(self, hidden: int, vocab: int, *, rank: int | None, tokens: int | None) -> None:
+    def __init__(self, hidden: int, vocab: int, tokens: int) -> None:
         super().__init__()
         self.vocab = vocab
-        self.down = nn.Identity() if rank is None else nn.Linear(hidden, rank, bias=False)
-        self.up = nn.Linear(rank or hidden, tokens or vocab, bias=False)
-        self.register_buffer("tokens", None if tokens is None else torch.arange(tokens))
+        self.up = nn.Linear(hidden, tokens, bias=False)
+        self.register_buffer("tokens", torch.arange(tokens))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [..., vocab] of states after the last norm [..., hidden]."""
-        logits: torch.Tensor = self.up(self.down(hidden))
-        if self.tokens is None:
-            return logits
+        logits: torch.Tensor = self.up(hidden)
         return spread(logits, logits.logsumexp(-1, keepdim=True), self.tokens, self.vocab)
 
 
@@ -109,55 +105,13 @@ def set_vocabulary(model: Any, vocab: int, weight: torch.Tensor, tokens: torch.T
 
     `tokens` are those of `SmallHead`, `rows` those of `SmallEmbedding`.
     """
-    head = SmallHead(weight.shape[1], vocab, rank=None, tokens=len(tokens))
+    head = SmallHead(weight.shape[1], vocab, len(tokens))
     embedding = SmallEmbedding(vocab, head)
     head.load_state_dict({"tokens": tokens, "up.weight": weight})
     embedding.rows.copy_(rows)
     model.model.embed_tokens, model.lm_head = embedding.to(weight.device), head.to(weight.device)
     model.config.vocab_size, model.config.tie_word_embeddings = vocab, False
     setattr(model.config, HEAD, {"tokens": len(tokens)})
-
-
-@torch.no_grad()
-def reduce_head(model: PreTrainedModel, rank: int, *, moments: torch.Tensor | None = None) -> None:
-    """Replace a model's head by one of `rank` (truncated SVD); the embedding stays as it is.
-
-    The head W' is the nearest to W in the logits of states h of these moments, E |W h - W' h|^2, which the SVD of
-    W M^(1/2) gives; without them, the nearest in its weights.
-
-    Args:
-        model: model with a head of full rank over its vocabulary.
-        rank: rank of the new head.
-        moments: M = E h h^T [hidden, hidden] of the states that the head sees; None: all directions alike.
-
-    Raises:
-        InvalidArgument: the head is small already, or would save nothing.
-    """
-    lm_head: Any = model.get_output_embeddings()
-    if isinstance(lm_head, SmallHead):
-        raise InvalidArgument("the drafter has a small head already; leave this out to train it on", field="head_rank")
-    vocab, hidden = lm_head.weight.shape
-    if rank >= hidden:
-        raise InvalidArgument(f"{rank} saves nothing of a head of rank {hidden}; give less", field="head_rank")
-    weight = lm_head.weight.detach().float().cpu()
-    root, inverse = _root(torch.eye(hidden) if moments is None else moments.float().cpu())
-    _, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending: right singular vectors
-    kept = directions.flip(1)[:, :rank]
-    down, up = kept.T @ inverse, weight @ root @ kept
-    even = (up.norm() / up.numel() ** 0.5 / down.norm() * down.numel() ** 0.5).sqrt()
-    head = SmallHead(hidden, vocab, rank=rank, tokens=None)
-    head.down.get_parameter("weight").copy_(down * even)  # of one size, so that one learning rate suits both
-    head.up.weight.copy_(up / even)
-    model.lm_head = head.to(lm_head.weight.device)
-    model.config.tie_word_embeddings = False
-    setattr(model.config, HEAD, {"rank": rank})
-
-
-def _root(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the symmetric square root of a positive matrix, and the inverse of that."""
-    values, vectors = torch.linalg.eigh(moments.double())
-    values = values.clamp(min=1e-6 * float(values[-1])).sqrt()
-    return (vectors * values @ vectors.T).float(), (vectors / values @ vectors.T).float()
 
 
 def tokens_of(model: PreTrainedModel) -> torch.Tensor | None:
@@ -173,7 +127,7 @@ def head_of_kept_tokens(model: PreTrainedModel) -> Iterator[None]:
     if tokens_of(model) is None:
         yield
         return
-    model.lm_head = nn.Sequential(head.down, head.up)
+    model.lm_head = head.up
     try:
         yield
     finally:
@@ -195,12 +149,10 @@ def load_with_small_head(folder: Path, *, dtype: str, attention: str | None) -> 
     from safetensors.torch import load_file
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    shape = getattr(config, HEAD)
     made: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model: PreTrainedModel = made
-    model.lm_head = SmallHead(config.hidden_size, config.vocab_size, rank=shape.get("rank"), tokens=shape.get("tokens"))
-    if shape.get("tokens"):
-        made.model.embed_tokens = SmallEmbedding(config.vocab_size, made.lm_head)
+    model.lm_head = SmallHead(config.hidden_size, config.vocab_size, getattr(config, HEAD)["tokens"])
+    made.model.embed_tokens = SmallEmbedding(config.vocab_size, made.lm_head)
     state: dict[str, torch.Tensor] = {}
     for shard in sorted(folder.glob("model*.safetensors")):  # steering lies beside them
         state |= load_file(shard)
@@ -217,6 +169,4 @@ def head_terms(head: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, tor
 
     `hidden` is [..., hidden], after the last norm.
     """
-    if isinstance(head, SmallHead):
-        return head.down(hidden), head.up.weight
-    return hidden, head.get_parameter("weight")
+    return hidden, head.up.weight if isinstance(head, SmallHead) else head.get_parameter("weight")

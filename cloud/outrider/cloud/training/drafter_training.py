@@ -13,25 +13,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
-from outrider.cloud.models.heads import SmallHead, head_terms, reduce_head, reduce_vocabulary, tokens_of
-from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.models.heads import head_terms, reduce_vocabulary, tokens_of
 from outrider.cloud.training.measured_acceptance import logits_of
-from outrider.cloud.training.optimizers import Budget, Muon, adam, linear_fall
+from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
 from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.training_report import Reporter
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
-from outrider.cloud.training.training_texts import BlockSampler, Texts
+from outrider.cloud.training.training_texts import Texts
 from outrider.drafters import embedded_packages, find_package
 from outrider.proto.errors import InvalidArgument
 
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
-FITTED_BLOCKS = 48  # of text that a low-rank head begins as the best for
-FIT_STEPS, FIT_ROWS, FIT_WARM_UP_STEPS = 250, 512, 10
-FIT_RATE = 2e-3
-FIT_FALL = 0.7  # last share of the steps, over which the rate falls
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -174,48 +169,6 @@ def most_frequent(
     return np.sort(np.argsort(-counts, kind="stable")[:count])
 
 
-@torch.no_grad()
-def _states(config: DrafterTraining, drafter: SmallLlama, texts: Texts) -> torch.Tensor:
-    """Return float32 [n, hidden], the states before the head on blocks of the text to train on."""
-    places = torch.from_numpy(BlockSampler(texts.places, config.block, config.seed).draw(FITTED_BLOCKS))
-    tokens = texts.tokens_of(places).to(drafter.device)
-    states = [drafter.model(input_ids=block[None], use_cache=False).last_hidden_state[0] for block in tokens]
-    return torch.cat(states).float()
-
-
-def _make_head_small(rank: int, config: DrafterTraining, drafter: Any, texts: Texts, reporter: Reporter) -> None:
-    """Give the drafter a head of low rank, as near to its whole one as it allows."""
-    states, whole = _states(config, drafter, texts), drafter.lm_head
-    reduce_head(drafter, rank, moments=states.T @ states / len(states))
-    reporter.stage("fitting the head")
-    fit_head(drafter.lm_head, whole.weight.detach(), states, seed=config.seed)
-
-
-def fit_head(head: SmallHead, whole: torch.Tensor, states: torch.Tensor, *, seed: int) -> None:
-    """Train a head of low rank to say of `states` what the whole head says; nothing else learns.
-
-    The whole head is a better teacher here than the target: what the states do not tell cannot be learned from them,
-    and on few states is learned by heart.
-
-    Args:
-        head: head that `reduce_head` made.
-        whole: float32 [vocab, hidden], the head before.
-        states: float32 [n, hidden], which the head sees on text.
-        seed: seed of the order of the states.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = adam(list(head.parameters()), FIT_RATE)
-    budget = Budget(FIT_STEPS, None, FIT_WARM_UP_STEPS, linear_fall(FIT_FALL))
-    for step in range(FIT_STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = FIT_RATE * budget.rate(step, 0.0)
-        chosen = states[torch.randint(len(states), (FIT_ROWS,), generator=generator).to(states.device)]
-        loss = forward_kl(head.down(chosen), head.up.weight, chosen @ whole.T, positions_per_chunk=FIT_ROWS // 2)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
 class _DrafterRun(TrainingRun):
     def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
         drafter: Any
@@ -228,8 +181,6 @@ class _DrafterRun(TrainingRun):
             drafter = read_start(config.start, target)
         if config.vocabulary is not None:
             reduce_vocabulary(drafter, _kept_tokens(config.vocabulary, drafter, texts))
-        if config.head_rank is not None:
-            _make_head_small(config.head_rank, config, drafter, texts, reporter)
         matrices, others = matrices_and_others(drafter)
         super().__init__(
             config,

@@ -147,12 +147,6 @@ class DrafterTraining(Training):
         check=at_least(0),
     )
     shape: DrafterShape = DrafterShape()
-    head_rank: int | None = option(
-        None,
-        "rank of the output head, less than the drafter's width, which large vocabularies make cheap; not set: a head "
-        "of full rank",
-        check=at_least(1),
-    )
     vocabulary: int | None = option(
         None,
         "tokens that the drafter knows at all, the most frequent of the text, with one matrix for embedding and head; "
@@ -169,8 +163,6 @@ class DrafterTraining(Training):
         super().check_together()
         if self.source is not None and self.start is not None:
             raise ConfigError("begins with another model than --start; give one of the two", field="source")
-        if self.vocabulary is not None and self.head_rank is not None:
-            raise ConfigError("makes the head small already; leave out --head-rank", field="vocabulary")
         if self.keep_layers and self.source is None:
             raise ConfigError("keeps layers of --from, which is not given", field="keep_layers")
         if self.start is not None:

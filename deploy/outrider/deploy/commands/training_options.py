@@ -26,7 +26,7 @@ TRAINING = (
     "device",
     "seed",
 )
-BEGINNING = ("start", "source", "keep_layers", "head_rank", "vocabulary")
+BEGINNING = ("start", "source", "keep_layers", "vocabulary")
 PACE = ("block", "blocks_per_step", "blocks_per_pass", "positions_per_chunk", "measure_every_minutes")
 DEFAULTS = {"target": "reference", "threads": 0}
 
