@@ -17,9 +17,8 @@ from transformers import MistralConfig, MistralForCausalLM
 from outrider.cloud.models.family_index import load_tokenizer
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.drafter_training import train_drafter
-from outrider.cloud.training.loss import forward_kl, kl_of_best
 from outrider.cloud.training.steer import train_steering
-from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows
+from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, kl_of_best
 from outrider.cloud.training.teacher_writing import Opening, read_rows, write_rows, write_teacher
 from outrider.cloud.training.training_settings import (
     DrafterShape,
@@ -277,6 +276,11 @@ def scene(vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.
     return hidden, head, torch.randn(9, vocab, generator=generator).log_softmax(-1)
 
 
+def whole_kl(hidden: torch.Tensor, head: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    log_q = (hidden @ head.T).log_softmax(-1)
+    return torch.nn.functional.kl_div(log_q, logprobs, log_target=True, reduction="batchmean")
+
+
 def gradients(loss: torch.Tensor, *of: torch.Tensor) -> list[torch.Tensor]:
     return [*torch.autograd.grad(loss, of)]
 
@@ -285,7 +289,7 @@ def test_with_all_tokens_among_the_best_the_loss_is_the_exact_divergence() -> No
     hidden, head, logprobs = scene(40)
     best = logprobs.topk(40)
     ours = kl_of_best(hidden, head, best.indices, best.values, positions_per_chunk=4)
-    exact = forward_kl(hidden, head, logprobs, positions_per_chunk=4)
+    exact = whole_kl(hidden, head, logprobs)
     torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
     for one, other in zip(gradients(ours, hidden, head), gradients(exact, hidden, head), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
@@ -306,14 +310,14 @@ def test_tokens_beyond_the_best_are_one_class_and_unknown_ones_are_left_out() ->
 
     p, q = coarse(logprobs), coarse(log_q)
     torch.testing.assert_close(ours, (p * (p / q).log()).sum(1).mean(), atol=1e-5, rtol=1e-5)
-    assert ours < forward_kl(hidden, head, logprobs, positions_per_chunk=100)
+    assert ours < whole_kl(hidden, head, logprobs)
 
     known = torch.arange(0, 40, 2)
     row_of = torch.full((40,), -1)
     row_of[known] = torch.arange(20)
     best = logprobs.topk(40)
     of_known = kl_of_best(hidden, head[known], row_of[best.indices], best.values, positions_per_chunk=100)
-    exact = forward_kl(hidden, head[known], logprobs[:, known], positions_per_chunk=100)
+    exact = whole_kl(hidden, head[known], logprobs[:, known].log_softmax(-1))
     torch.testing.assert_close(of_known, exact, atol=1e-5, rtol=1e-5)
 
 

@@ -13,13 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
-from outrider.cloud.models.heads import head_terms, reduce_vocabulary, tokens_of
+from outrider.cloud.models.heads import reduce_vocabulary, tokens_of
 from outrider.cloud.training.measured_acceptance import logits_of
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
-from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.training_report import Reporter
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.training_texts import Texts
@@ -194,16 +193,7 @@ class _DrafterRun(TrainingRun):
             optimizers=[Muon(matrices, lr=config.matrix_lr), adam(others, config.other_lr)],
             fall=linear_fall(config.decay_fraction),
         )
-        self.teacher = CachedTeacher(
-            texts.rows,
-            TeacherFolder(config.teacher).best(),
-            vocab=target.config.get_text_config().vocab_size,
-            known=tokens_of(drafter),
-            device=target.device,
-        )
 
-    def loss(self, places: torch.Tensor) -> torch.Tensor:
-        device, chunk = places.device.type, self.config.positions_per_chunk
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            hidden = self.drafter.model(input_ids=self.texts.tokens_of(places), use_cache=False).last_hidden_state
-            return self.teacher.loss(places, *head_terms(self.drafter.lm_head, hidden), positions_per_chunk=chunk)
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden

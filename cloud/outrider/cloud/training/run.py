@@ -24,9 +24,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
+from outrider.cloud.models.heads import head_terms, tokens_of
 from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.same_tokenizer import save_tokenizer
+from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.training_report import Reporter, acceptance_table, duration, reporter_for_stdout
 from outrider.cloud.training.training_settings import Training
 from outrider.cloud.training.training_texts import BlockSampler, Texts, gather_texts, load_target
@@ -131,13 +133,20 @@ class TrainingRun(ABC):
         self.budget = Budget(config.steps, config.minutes, config.warm_up_steps, fall)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         self.sampler = BlockSampler(texts.places, config.block, config.seed)
+        self.teacher = CachedTeacher(
+            texts.rows,
+            TeacherFolder(config.teacher).best(),
+            vocab=target.config.get_text_config().vocab_size,
+            known=tokens_of(drafter),
+            device=target.device,
+        )
         self.progress = Progress(settings_of_run(config))
 
     # --- the subclasses' ---
 
     @abstractmethod
-    def loss(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the loss on blocks of the teacher's tokens, int64 [rows, block] places in `texts`."""
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the drafter's states after the last norm, [rows, block, hidden] of tokens [rows, block]."""
 
     def write_models(self, folder: Path) -> None:
         """Write the drafter of a checkpoint."""
@@ -212,7 +221,7 @@ class TrainingRun(ABC):
         passes = places.split(config.blocks_per_pass)
         total = 0.0
         for part in passes:
-            loss = self.loss(part) / len(passes)
+            loss = self._loss(part) / len(passes)
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.trained, config.clip)
@@ -222,6 +231,12 @@ class TrainingRun(ABC):
         progress.step += 1
         progress.tokens_seen += places.numel()
         return total
+
+    def _loss(self, places: torch.Tensor) -> torch.Tensor:
+        device, chunk = places.device.type, self.config.positions_per_chunk
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            hidden = self.hidden(self.texts.tokens_of(places))
+            return self.teacher.loss(places, *head_terms(self.drafter.lm_head, hidden), positions_per_chunk=chunk)
 
     def measure(self) -> dict[str, MeanAcceptance]:
         """Measure all students on the same held-out text, at T = 0 on what the target wrote at T = 0, if any."""

@@ -19,10 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.cloud.export.steered import STEERING_FILE, biases_by, steered_by, up_projections
-from outrider.cloud.models.heads import head_terms, tokens_of
 from outrider.cloud.target.projection import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.drafter_training import SmallLlama, matrices_and_others, read_drafter
-from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.measured_acceptance import MeanAcceptance
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
@@ -135,16 +133,12 @@ class _SteerRun(TrainingRun):
             fall=cosine_fall,
         )
 
-    def loss(self, places: torch.Tensor) -> torch.Tensor:
-        config, tokens = self.config, self.texts.tokens_of(places)
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            logits = self.target(input_ids=tokens, use_cache=False).logits
+            self.target(input_ids=tokens, use_cache=False, logits_to_keep=1)
             taps = self.taps.joined().float()
-        sources = sources_of(tokens, max_age=config.max_age, unsteered=config.unsteered)
-        hidden, head = head_terms(self.drafter.lm_head, self.steered.hidden(tokens, taps, sources))
-        known = tokens_of(self.drafter)
-        logits = (logits if known is None else logits[..., known]).flatten(0, 1)
-        return forward_kl(hidden.flatten(0, 1), head, logits, positions_per_chunk=config.positions_per_chunk)
+        sources = sources_of(tokens, max_age=self.config.max_age, unsteered=self.config.unsteered)
+        return self.steered.hidden(tokens, taps, sources)
 
     def _logits(self, age: int, tokens: torch.Tensor) -> torch.Tensor:
         sources = aged_sources(tokens, age) if age else None

@@ -17,14 +17,15 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from outrider.cloud.training.loss import kl_of_best
 from outrider.proto.errors import InvalidArgument
 
 BEST = 64
 FACTS = "teacher.json"
 BATCH = "part-{:06d}.safetensors"
+LEAST = 1e-6  # probability of all tokens beyond the best that the loss tells from none
 MARKED_TOKENS = 4096  # by whose embeddings a target is known
 
 
@@ -224,3 +225,49 @@ class CachedTeacher:
             self._best.logprobs[chosen],
             positions_per_chunk=positions_per_chunk,
         )
+
+
+def kl_of_best(
+    hidden_by_drafter: torch.Tensor,
+    head: torch.Tensor,
+    best_tokens: torch.Tensor,
+    best_logprobs: torch.Tensor,
+    *,
+    positions_per_chunk: int,
+) -> torch.Tensor:
+    """Return the mean KL(target || drafter) of the target's best tokens and one class of all others, nats a token.
+
+    It is at most the whole divergence (data processing), and less only by what tokens beyond the best would add.
+
+    Args:
+        hidden_by_drafter: [positions, hidden], after the last norm.
+        head: [tokens, hidden], the drafter's, over the tokens that it knows.
+        best_tokens: int64 [positions, best], rows of `head`; -1: the drafter does not know it, and the target's
+            distribution is taken without it.
+        best_logprobs: [positions, best], the target's.
+        positions_per_chunk: how many positions are expanded to the vocabulary at once.
+
+    Returns:
+        A scalar, through which gradients flow to `hidden_by_drafter` and `head`.
+    """
+    chunks = zip(
+        *(each.split(positions_per_chunk) for each in (hidden_by_drafter, best_tokens, best_logprobs)), strict=True
+    )
+    sums = [checkpoint(_kl_of_best, hidden, head, *best, use_reentrant=False) for hidden, *best in chunks]
+    return torch.stack(sums).sum() / max(1, len(hidden_by_drafter))
+
+
+def _kl_of_best(
+    hidden: torch.Tensor, head: torch.Tensor, best_tokens: torch.Tensor, best_logprobs: torch.Tensor
+) -> torch.Tensor:
+    known = best_tokens >= 0
+    p = best_logprobs.float().exp()
+    others_p = (1 - p.sum(-1)).clamp(min=0)
+    p = p * known
+    total = (p.sum(-1) + others_p).clamp(min=LEAST)  # where the drafter knows none of it, there is nothing to learn
+    p, others_p = p / total[:, None], others_p / total
+    logits = (hidden @ head.T).float()
+    log_q = logits.gather(1, best_tokens.clamp(min=0)) - logits.logsumexp(-1, keepdim=True)
+    others_q = (1 - (log_q.exp() * known).sum(-1)).clamp(min=LEAST)
+    of_best = torch.xlogy(p, p) - p * log_q.masked_fill(~known, 0.0)
+    return of_best.sum() + (torch.xlogy(others_p, others_p) - others_p * others_q.log()).sum()
