@@ -4,6 +4,5 @@ commands              the command line, whose options are in research_settings
 chaos                        random faults under both machines, on a virtual clock
 simulator, replay            sessions on a virtual clock, and recorded hits in them
 traces                       hits of drafters recorded, and replayed over any link
-learning                     an edge beside a cluster that learns from it
 systems                      whole systems side by side
 """

@@ -14,7 +14,6 @@ RESEARCH = Program(
     "python -m research",
     "What measures Outrider, from a checkout; `python -m research` runs it.",
     {
-        "learn": Entry("watch an edge become faster beside a cluster that learns from it", f"{SETTINGS}:LEARN"),
         "lines": Entry("count the lines of every room beside its budget", f"{SETTINGS}:LINES"),
         "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),

@@ -7,26 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outrider.bench.bench_settings import LinkListSettings, listed
-from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.verifier_config import TARGET, VerifierConfig
-from outrider.deploy.arguments import Command, Part, part
-from outrider.edge.edge_config import EdgeConfig
+from outrider.deploy.arguments import Command, part
 from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
 from outrider.proto.types import Goal
 
 SELECTORS = "selectors (the recorded drafters are one pool then, with the first window)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WritingSettings(Settings):
-    """Texts that a target writes alone."""
-
-    prompts: Path | None = option(None, "file of prompts, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
-    per_domain: int = option(10, "prompts per domain", check=at_least(1))
-    max_tokens: int = option(128, "tokens per text", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,32 +46,12 @@ class ReplaySettings(LinkListSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnDemoSettings(Settings):
-    """A cluster that learns, and an edge that decodes texts of one domain over an emulated link."""
+class RecordSettings(Settings):
+    """Texts that a target writes alone, and drafters to record."""
 
-    stream: Path = option(
-        REQUIRED, "file of the domain to decode, as for `outrider train drafter`", metavar="FILE", positional=True
-    )
-    texts: int = option(400, "texts that the edge decodes", check=at_least(1))
-    every: int = option(50, "texts of a line of the table", check=at_least(1))
-    fresh: int = option(
-        32, "texts to measure on afterwards, with the first drafter and the current version, in turn", check=at_least(2)
-    )
-    max_tokens: int = option(64, "tokens per text", check=at_least(1))
-    sessions: int = option(4, "texts decoded at once", check=at_least(1))
-    min_step: float = option(
-        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
-    )
-    rtt: float = option(10.0, "round-trip time of the link, ms", check=at_least(0))
-    up: float = option(20.0, "rate from the edge, Mbit/s; 0: no limit", check=at_least(0))
-    down: float = option(100.0, "rate to the edge, Mbit/s; 0: no limit", check=at_least(0))
-    json: Path | None = option(None, "file to write the record to")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordSettings(WritingSettings):
-    """Drafters to record, and texts."""
-
+    prompts: Path | None = option(None, "file of prompts, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
+    per_domain: int = option(10, "prompts per domain", check=at_least(1))
+    max_tokens: int = option(128, "tokens per text", check=at_least(1))
     drafter: tuple[str, ...] = listed(
         ("general", "ngram"),
         "drafters: embedded names, package folders, NAME=FOLDER, ngram, or retrieval, which copies a document made of "
@@ -102,29 +70,14 @@ class RecordSettings(WritingSettings):
     output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
 
 
-def loaded(*names: str, **defaults: Any) -> Part:
-    """Choose options of a target that a command loads by itself; "target" names a group of options, too."""
-    options = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults=defaults)
-    return tuple(argument for argument in options if argument.field.name in names)
-
-
 REPLAY = Command("research.traces.replay:replay", (part(ReplaySettings),))
-LEARN = Command(
-    "research.learning.live:learn_demo",
-    (
-        part(LearnDemoSettings),
-        part(TrainerSettings),
-        loaded("target", "threads", threads=1),
-        part(VerifierConfig, "steering"),
-        part(EdgeConfig, "steering"),
-    ),
-)
 # Records are compared between machines, so that their type must not follow the processor.
+_TARGET = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults={"dtype": "float32"})
 RECORD = Command(
     "research.traces.trace_recording:record",
     (
         part(RecordSettings),
-        loaded("target", "dtype", "device", "threads", dtype="float32"),
+        tuple(argument for argument in _TARGET if argument.field.name in ("target", "dtype", "device", "threads")),
         part(VerifierConfig, "steering"),
     ),
 )

@@ -60,7 +60,7 @@ ROOMS = {room: folder for room, folder in lines.ROOMS.items() if room != "tests"
 COMMANDS = {
     *("deploy.certs", "deploy.fleet_control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
     *("deploy.models", "deploy.submit", "deploy.training"),
-    *("research.learning", "research.traces"),
+    "research.traces",
 }
 Graph = dict[str, set[str]]
 

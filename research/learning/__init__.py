@@ -1,1 +1,0 @@
-"""Measurement of online learning: one stream of texts, several losses."""
