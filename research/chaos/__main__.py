@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from research.chaos.faults import KINDS
-from research.chaos.report import run_in_processes
-from research.chaos.schedule import Schedule
+from research.chaos.schedule import Schedule, run_in_processes
 from research.chaos.world import Violation
 
 

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from outrider.edge.link.attempts import Attempts
-from outrider.proto.errors import OutriderError, Unavailable
+from outrider.edge.link.silence_guard import ANSWER_WITHIN_S
+from outrider.proto.errors import Internal, OutriderError, Unavailable
+from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules
 from outrider.proto.session import (
     CatchUpJob,
+    CaughtUp,
     Disconnected,
     Done,
     Drafted,
+    DrafterFailed,
     DraftJob,
     EdgeEvent,
     EdgeInstruction,
@@ -25,11 +29,16 @@ from outrider.proto.session import (
     Started,
     StopRequested,
     StreamReady,
+    TeacherForced,
     TurnBegun,
 )
+from outrider.proto.session.silence import SilenceWatch, Silent
 from outrider.proto.types import (
     CloudFrame,
+    CommittedToken,
     Draft,
+    DraftToken,
+    FinishReason,
     Goaway,
     Lease,
     LeaseRequest,
@@ -38,16 +47,226 @@ from outrider.proto.types import (
     Patience,
     Ping,
     Pong,
+    Sampling,
     SessionReport,
 )
-from research.chaos.call import SimulatedCall
-from research.chaos.chaos_drafter import ToyDrafter
-from research.chaos.chaos_target import MODEL, TOKENIZER
-from research.chaos.chaos_turns import Turn, TurnCheck
-from research.chaos.chaos_verifier import Verifier
+from research.chaos.chaos_verifier import SimulatedCall, Verifier
 from research.chaos.coordinator import CoordinatorCalls
-from research.chaos.guard import StreamGuard
-from research.chaos.world import LocalClock, Path, Violation, World
+from research.chaos.world import MODEL, TOKENIZER, VOCAB, LocalClock, OneWay, Path, ToyTarget, Violation, World
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a conversation.
+
+    Attributes:
+        prompt: new tokens.
+        after_s: time that the user thinks before it, in seconds.
+        forgets: tokens at the end of the transcript that it does not follow.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    after_s: float = 0.0
+    forgets: int = 0
+
+
+class TurnCheck:
+    """Compares what a user gets with the text of plain decoding, token by token.
+
+    Attributes:
+        emitted: tokens so far.
+        cancelled: whether the user has stopped the turn.
+    """
+
+    def __init__(self, turn: Turn, prompt: tuple[int, ...], target: ToyTarget) -> None:
+        self.emitted: list[CommittedToken] = []
+        self.cancelled = False
+        self._prompt = prompt
+        self._text, self._finish = target.text(prompt, turn.sampling.max_tokens)
+        self._ended = False
+
+    def emit(self, emit: Emit) -> None:
+        """Fail where tokens are lost, repeated, late or others than the target's."""
+        start = len(self._prompt) + len(self.emitted)
+        if self._ended:
+            raise Violation("tokens come after the end of their turn")
+        if emit.start != start:
+            raise Violation(f"tokens come for position {emit.start}; the user has those before {start}")
+        wanted = self._text[len(self.emitted) : len(self.emitted) + len(emit.tokens)]
+        if emit.tokens != wanted:
+            raise Violation(f"position {start}: {emit.tokens} instead of {wanted}")
+        self.emitted += emit.tokens
+
+    def end(self, done: Done, machine: EdgeSession) -> None:
+        """Fail where the turn ends twice, too soon, for another reason or with other counts than plain decoding's."""
+        if self._ended:
+            raise Violation("a turn ends twice")
+        self._ended = True
+        count = len(self.emitted)
+        if machine.statistics.committed != count:
+            raise Violation(f"the usage says {machine.statistics.committed} tokens; the user has {count}")
+        if tuple(machine.transcript[len(self._prompt) :]) != tuple(token.id for token in self.emitted):
+            raise Violation("the transcript is not what the user has")
+        if done.error is not None:
+            return
+        whole = count == len(self._text)
+        if not (whole and done.finish is self._finish) and not (
+            self.cancelled and done.finish is FinishReason.CANCELLED and count <= len(self._text)
+        ):
+            raise Violation(f"ends with {done.finish} after {count} tokens instead of {self._finish}")
+
+
+class ToyDrafter:
+    """Keeps the prefix that it was given, and fails where a job does not follow it.
+
+    Attributes:
+        fails: whether it is broken from the next job on.
+    """
+
+    def __init__(self, choose: Callable[[tuple[int, ...]], int], right: float, rng: random.Random) -> None:
+        """Propose the token that `choose` gives after a prefix, with chance `right`."""
+        self.fails = False
+        self._choose = choose
+        self._right = right
+        self._rng = rng
+        self._prefix: tuple[int, ...] = ()
+
+    def do(self, job: DraftJob | CatchUpJob) -> tuple[Drafted | CaughtUp | DrafterFailed, float]:
+        """Return the result of a job, and the seconds until it is there."""
+        if job.truncate_to > len(self._prefix):
+            raise Violation(f"a job truncates the drafter's {len(self._prefix)} tokens to {job.truncate_to}")
+        seconds = self._rng.uniform(0.0005, 0.006)
+        if self.fails:
+            return DrafterFailed(Internal("the drafter has died"), job.drafter), seconds
+        if isinstance(job, CatchUpJob):
+            self._prefix = self._prefix[: job.truncate_to] + job.tokens
+            return CaughtUp(job, TeacherForced(()), seconds), seconds
+        forced_from = job.truncate_to + job.skip
+        prefix = self._prefix[: job.truncate_to] + job.extend_with
+        forced = [DraftToken(self._propose(prefix[:at])) for at in range(forced_from, forced_from + job.teacher_forced)]
+        drafts: list[DraftToken] = []
+        for _ in range(job.count if self._rng.random() < 0.9 else self._rng.randrange(job.count + 1)):
+            token = self._propose(prefix)
+            others = tuple({self._rng.randrange(VOCAB) for _ in range(2)} - {token})
+            drafts.append(DraftToken(token, runners_up=others))
+            prefix += (token,)
+        self._prefix = prefix
+        return Drafted(job, tuple(drafts), seconds, TeacherForced(tuple(forced))), seconds
+
+    def _propose(self, prefix: tuple[int, ...]) -> int:
+        return self._choose(prefix) if self._rng.random() < self._right else self._rng.randrange(VOCAB)
+
+
+class StreamGuard:
+    """The guard of one session's streams, one after the other."""
+
+    def __init__(
+        self,
+        world: World,
+        clock: LocalClock,
+        coordinator: CoordinatorCalls,
+        verifiers: dict[str, tuple[Verifier, Path]],
+        send: Callable[[Ping], None],
+        leave: Callable[[Lease], None],
+    ) -> None:
+        """Send pings by `send`, and `leave` a silent verifier for the one of another lease."""
+        self._world = world
+        self._clock = clock
+        self._coordinator = coordinator
+        self._verifiers = verifiers
+        self._send = send
+        self._leave = leave
+        self._law, self._rules, self._budget = AnswerLaw(), SilenceRules(), ReopenBudget()
+        self._watch: SilenceWatch | None = None
+        self._idle = False
+        self._verifier = ""
+        self._opened_at = 0.0
+        self._usual_s: Callable[[], float] = lambda: 0.0
+        self._request: Callable[[str], LeaseRequest] | None = None
+
+    def begin(self, verifier: str, usual_s: Callable[[], float], request: Callable[[str], LeaseRequest]) -> None:
+        """Guard a stream to `verifier`, just opened; `request` asks for another, and `usual_s` is the round trip."""
+        self._opened_at = self._clock.monotonic()
+        self._verifier, self._usual_s, self._request = verifier, usual_s, request
+        self._idle = False
+        watch = self._watch = SilenceWatch(self._law, self._rules, self._opened_at)
+        self._look_later(watch)
+
+    def end(self) -> None:
+        """Guard nothing: the stream is left."""
+        self._watch = None
+
+    def hear(self, frame: CloudFrame) -> None:
+        """Note a frame of the stream."""
+        if self._watch is not None:
+            self._watch.hear(frame, self._clock.monotonic())
+
+    def rest(self) -> None:
+        """Watch no more until `resume`: no text runs."""
+        self._idle = True
+
+    def resume(self) -> None:
+        """Watch again, since a turn begins."""
+        if self._idle and self._watch is not None:
+            self._idle = False
+            self._watch.resume(self._clock.monotonic())
+            self._look_later(self._watch)
+
+    def _look_later(self, watch: SilenceWatch) -> None:
+        self._clock.after(watch.next_look - self._clock.monotonic(), partial(self._look, watch, watch.next_look))
+
+    def _look(self, watch: SilenceWatch, planned: float) -> None:
+        if watch is not self._watch or self._idle or planned != watch.next_look:
+            return
+        word = watch.look(self._clock.monotonic(), self._usual_s())
+        if isinstance(word, Silent):
+            self._find_another(watch, word)
+            return
+        if word is not None:
+            self._send(word)
+        self._look_later(watch)
+
+    def _find_another(self, watch: SilenceWatch, word: Silent) -> None:
+        """Leave the stream for a verifier that answers now, or look again some time later."""
+        over = False
+
+        def settle(found: Lease | None) -> None:
+            nonlocal over
+            if over or watch is not self._watch:
+                return
+            over, now = True, self._clock.monotonic()
+            if found is not None and watch.silent and not self._idle:
+                self._budget.take(self._verifier, self._opened_at, now)
+                self._world.counts["left for silence"] += 1
+                self._leave(found)
+            else:
+                watch.postpone(now)
+                if not self._idle:
+                    self._look_later(watch)
+
+        def granted(result: Lease | OutriderError) -> None:
+            if isinstance(result, OutriderError):
+                settle(None)
+            else:
+                self._knock(result, settle)
+
+        if self._request is None or not self._budget.allows(self._verifier, self._opened_at, self._clock.monotonic()):
+            settle(None)
+            return
+        self._clock.after(max(ANSWER_WITHIN_S, word.bound_s), partial(settle, None))
+        self._coordinator.lease(self._request(self._verifier), granted)
+
+    def _knock(self, lease: Lease, settle: Callable[[Lease | None], None]) -> None:
+        """Connect to the verifier of a lease, which answers if it runs and can be reached."""
+        verifier, path = self._verifiers[lease.verifier]
+
+        def answer() -> None:
+            if verifier.is_up:
+                verifier.process.serve(lambda: OneWay(self._world, path).send(partial(settle, lease)))
+
+        OneWay(self._world, path).send(answer)
+
 
 OPEN_S = 30.0  # the edge's default
 MAX_UNDER_WAY = 400
@@ -125,7 +344,7 @@ class Edge:
         )
         self.machine = EdgeSession(frame, job_tokens=lambda _: 3)
         self.attempts = Attempts(self.machine)
-        self.check = TurnCheck(first, first.prompt, world.targets.of(first.sampling))
+        self.check = TurnCheck(first, first.prompt, world.target_of(first.sampling))
         self._known: dict[str, Opened] = {}
         self.address = ""
         self._answered = False
@@ -134,7 +353,7 @@ class Edge:
         self.guard = StreamGuard(world, clock, calls, verifiers, self._ping, self._leave_silent)
 
     def _choose(self, prefix: tuple[int, ...]) -> int:
-        return self._world.targets.of(self.machine.sampling).token(prefix).id
+        return self._world.target_of(self.machine.sampling).token(prefix).id
 
     def note(self, *what: object) -> None:
         """Add a line to the trace."""
@@ -188,7 +407,7 @@ class Edge:
         turn = self.habits.turns[self._turn_number]
         start = max(0, len(self.machine.transcript) - turn.forgets)
         prompt = (*self.machine.transcript[:start], *turn.prompt)
-        self.check = TurnCheck(turn, prompt, self._world.targets.of(turn.sampling))
+        self.check = TurnCheck(turn, prompt, self._world.target_of(turn.sampling))
         self.note("begins another turn at", start)
         self.handle(TurnBegun(start, turn.prompt, turn.sampling))
         self.guard.resume()

@@ -6,26 +6,264 @@ import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.heartbeat import EngineCondition, HealthRules
 from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.metering import TextMeter, limit_of, meter_of
-from outrider.cloud.serving.slots import MAX_UNREAD, KeyLimit, Outbox
+from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
 from outrider.cloud.serving.stream_state import StreamState
-from outrider.proto.errors import InvalidArgument, OutriderError
+from outrider.proto import codec
+from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.lease import verify_lease
+from outrider.proto.plumbing.access import Bucket, Meters
 from outrider.proto.plumbing.loop_watch import LOOK_S
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Continue, EdgeFrame, Goaway, Open, Opened, Ping, Pong
-from research.chaos.call import SimulatedCall
-from research.chaos.chaos_engine import Shape, SimulatedEngine, Watch
-from research.chaos.chaos_own_drafter import OwnDrafting
-from research.chaos.chaos_target import CONTEXT, EOS, MODEL, SECRET, TOKENIZER, VOCAB
-from research.chaos.quota import CountedMeters, StreamCost
-from research.chaos.world import Event, LocalClock, Violation, World
+from outrider.proto.types import (
+    Branches,
+    CloudFrame,
+    Commit,
+    Continue,
+    Draft,
+    EdgeFrame,
+    Goaway,
+    Open,
+    Opened,
+    Ping,
+    Pong,
+)
+from research.chaos.chaos_engine import OwnDrafting, Shape, SimulatedEngine, Watch
+from research.chaos.world import (
+    CONTEXT,
+    EOS,
+    KEEPALIVE_S,
+    MODEL,
+    SECRET,
+    TOKENIZER,
+    VOCAB,
+    Event,
+    LocalClock,
+    OneWay,
+    Path,
+    Violation,
+    World,
+)
 from research.simulator.virtual_engine import shared_metrics
+
+
+class CountedBucket(Bucket):
+    """A bucket that notes what is taken out of it.
+
+    Attributes:
+        spent: tokens taken out so far.
+    """
+
+    spent = 0.0
+
+    def spend(self, tokens: float, now_s: float) -> None:
+        """Take tokens out."""
+        self.spent += tokens
+        super().spend(tokens, now_s)
+
+
+class CountedMeters(Meters):
+    """The buckets of one process, and what its streams must have cost.
+
+    Attributes:
+        due: tokens that the streams that have ended must have cost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due = 0
+
+    def of(self, name: str, tokens_per_minute: int, now_s: float) -> Bucket:
+        """Return the bucket of key `name`, which fills at this rate from now on."""
+        self._buckets.setdefault(name, CountedBucket(tokens_per_minute, now_s))
+        return super().of(name, tokens_per_minute, now_s)
+
+    def check(self, who: str) -> None:
+        """Fail where keys have paid for more or less than their streams have cost, once all have ended."""
+        spent = sum(bucket.spent for bucket in self._buckets.values() if isinstance(bucket, CountedBucket))
+        if abs(spent - self.due) > 1e-6:
+            raise Violation(f"{who} has charged {spent:g} tokens for {self.due}")
+
+
+class StreamCost:
+    """The cost of one stream: what its turns bring until they are read, then what was read, and what was generated.
+
+    Attributes:
+        tokens: cost so far.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._turns = 0
+        self._brought: dict[int, int] = {}  # by turns that are not read yet
+        self._read = 0
+
+    def begin(self, frame: Open | Continue) -> None:
+        """Count a turn that has been taken."""
+        brought = len(frame.prompt) + (len(frame.committed) if isinstance(frame, Open) else 0)
+        self._brought[self._turns] = self._read = brought
+        self._turns += 1
+        self.tokens += brought
+
+    def refuse(self) -> None:
+        """Count a stream that was refused, and has cost nothing."""
+        self.tokens = 0
+
+    def commit(self, commit: Commit) -> None:
+        """Count a commit that has left."""
+        self.tokens += len(commit.tokens)
+        if commit.tokens and commit.turn in self._brought:
+            more = commit.start - commit.cached_tokens - self._brought.pop(commit.turn)
+            self.tokens += more
+            self._read += more
+
+    def check_stays(self, meter: TextMeter, now: float, who: str) -> None:
+        """Fail where a text goes on though its key has spent more than what the text itself has read."""
+        if (level := meter._bucket.level(now)) < -self._read:
+            raise Violation(f"{who} goes on with {level:.1f} tokens of its key, having read {self._read}")
+
+
+class CallingEnd(Protocol):
+    """The edge's end of a call."""
+
+    def received(self, call: SimulatedCall, frame: CloudFrame) -> None:
+        """Take a frame."""
+
+    def broken(self, call: SimulatedCall, error: OutriderError) -> None:
+        """Note that the call has ended."""
+
+
+class SimulatedCall:
+    """One call: frames arrive in order; an end that leaves is known to the other when the path lets it know.
+
+    Attributes:
+        edge_open: whether the edge's end is open.
+        served: the verifier's end; None: it is not or no longer there.
+        silent: whether the connection drops everything without a word (half-open).
+        copies: frames in each direction that will still come twice.
+        strays: whether frames still come to an edge that has left.
+    """
+
+    def __init__(self, world: World, path: Path, caller: CallingEnd, server: Verifier, *, encoded: bool) -> None:
+        """Call the server; `encoded` lets every frame pass through the codec."""
+        self.edge_open = True
+        self.served: ServedStream | None = None
+        self.silent = False
+        self.copies = 0
+        self.strays = False
+        self._world = world
+        self._caller = caller
+        self._up, self._down = OneWay(world, path), OneWay(world, path)
+        self._encoded = encoded
+        self._up.send(partial(self._connect, server))
+
+    @property
+    def num_under_way(self) -> int:
+        """Frames on their way in both directions."""
+        return len(self._up) + len(self._down)
+
+    # --- the edge's end ---
+
+    def send_up(self, frame: EdgeFrame) -> None:
+        """Send a frame to the verifier."""
+        data = codec.encode_edge_frame(frame) if self._encoded else b""
+        self._up.send(partial(self._serve, codec.decode_edge_frame(data) if self._encoded else frame))
+        if self.copies and isinstance(frame, Draft | Branches):
+            self.copies -= 1
+            again = partial(self._up.send, partial(self._serve, frame))
+            self._world.after(self._world.rng.uniform(0, 0.1), again)
+
+    def leave(self) -> None:
+        """Close the edge's end; what is on its way to it is lost."""
+        if self.edge_open:
+            self.edge_open = False
+            self._up.send(self._cancel)
+
+    def break_edge(self, error: OutriderError) -> None:
+        """Let the edge's end find that the connection is gone."""
+        if self.edge_open:
+            self.leave()
+            self._caller.broken(self, error)
+
+    # --- the verifier's end ---
+
+    def send_down(self, frame: CloudFrame) -> None:
+        """Send a frame to the edge."""
+        data = codec.encode_cloud_frame(frame) if self._encoded else b""
+        self._down.send(partial(self._deliver, codec.decode_cloud_frame(data) if self._encoded else frame))
+        if self.copies and isinstance(frame, Commit | Opened):
+            self.copies -= 1
+            again = partial(self._down.send, partial(self._deliver, frame))
+            self._world.after(self._world.rng.uniform(0, 0.1), again)
+
+    def end(self, error: OutriderError | None) -> None:
+        """Close the verifier's end with a status, after the frames before; None: all is well."""
+        self.served = None
+        error = error or Unavailable("the verifier ended the stream before the text")
+        self._down.send(partial(self._end_edge, error))
+
+    def break_served(self) -> None:
+        """Let the verifier's end find that the connection is gone."""
+        served, self.served = self.served, None
+        if served is not None:
+            served.cancelled()
+
+    # --- trouble ---
+
+    def fall_silent(self) -> None:
+        """Let the connection drop everything from now on; each end gives up after its keepalive."""
+        self.silent = True
+        rng = self._world.rng
+        self._world.after(rng.uniform(*KEEPALIVE_S), partial(self.break_edge, Unavailable("the stream broke: silent")))
+        self._world.after(rng.uniform(*KEEPALIVE_S), self.break_served)
+
+    def reset(self) -> None:
+        """Break the connection; both ends learn of it, each in its own time."""
+        self._up.send(self.break_served)
+        self._down.send(partial(self.break_edge, Unavailable("the stream broke: reset")))
+
+    def lose_server(self) -> None:
+        """Let the edge learn that the process at the other end is gone."""
+        self._down.send(partial(self.break_edge, Unavailable("the stream broke: connection reset")))
+
+    def lose_edge(self) -> None:
+        """Break the edge's end at once, while the other goes on until its keepalive and what it sends comes astray."""
+        self.edge_open, silence_s = False, self._world.rng.uniform(*KEEPALIVE_S)
+        self.strays = True
+        self._world.after(silence_s, self.break_served)
+        self._caller.broken(self, Unavailable("the stream broke: no route"))
+
+    # --- arrivals ---
+
+    def _connect(self, server: Verifier) -> None:
+        if self.silent:
+            return
+        self.served = server.accept(self)
+        if self.served is None:
+            self._down.send(partial(self._end_edge, Unavailable("the stream broke: nobody listens")))
+
+    def _serve(self, frame: EdgeFrame) -> None:
+        if not self.silent and self.served is not None:
+            self.served.received(frame)
+
+    def _cancel(self) -> None:
+        if not self.silent:
+            self.break_served()
+
+    def _deliver(self, frame: CloudFrame) -> None:
+        if not self.silent and (self.edge_open or self.strays):
+            self._caller.received(self, frame)
+
+    def _end_edge(self, error: OutriderError) -> None:
+        if not self.silent and self.edge_open:
+            self.edge_open = False
+            self._caller.broken(self, error)
+
 
 HEALTH = HealthRules(first_s=6.0, lost_s=6.0, forget_s=5.0)  # shorter than by default: schedules are short
 HUNG_WITHIN_S = 40.0  # true time after which a hung process must be gone: its clock may be slow for a while
@@ -102,7 +340,7 @@ class ServedStream(Outbox):
         self._meter = meter_of(process.meters, claim, frame, process.clock.monotonic)
         if self._meter is not None:
             self._cost.begin(frame)
-        process.post_open(self._key, frame, self, limit_of(claim))
+        process.engine.post_open(self._key, frame, self, limit=limit_of(claim))
         lasts_s = max(0.0, claim.expires_at_s - wall_s)
         process.clock.after(lasts_s, self.end_lease)
 
@@ -110,7 +348,7 @@ class ServedStream(Outbox):
         if isinstance(frame, Continue) and self._meter is not None:
             self._meter.begin_turn(len(frame.prompt))
             self._cost.begin(frame)
-        self._process.post_frame(self._key, frame)
+        self._process.engine.post_frame(self._key, frame, lambda: None)
 
     def end_lease(self) -> None:
         """Let the lease run out now."""
@@ -313,22 +551,6 @@ class Process:
         """Free what a stream held that has ended."""
         self.health.outboxes.discard(self.streams.pop(key))
         self.engine.post_close(key)
-
-    def post_open(self, key: int, frame: Open, outbox: Outbox, limit: KeyLimit | None) -> None:
-        """Have the engine admit a session."""
-        self.engine.post_open(key, frame, outbox, limit=limit)
-
-    def post_frame(self, key: int, frame: EdgeFrame) -> None:
-        """Have the engine take a later frame of stream `key`."""
-        self.engine.post_frame(key, frame, lambda: None)
-
-    def drain(self) -> None:
-        """Have the engine send all sessions elsewhere."""
-        self.engine.post_drain()
-
-    def stop(self) -> None:
-        """End as a process that is told to: its sessions are sent elsewhere first."""
-        self.engine.sessions.stop()
 
     def report(self) -> dict[str, Any]:
         """Return what the coordinator is told."""

@@ -12,9 +12,8 @@ from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Key
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
-from research.chaos.chaos_target import MODEL, SECRET, TOKENIZER
 from research.chaos.chaos_verifier import Verifier
-from research.chaos.world import LocalClock, OneWay, Path, World
+from research.chaos.world import MODEL, SECRET, TOKENIZER, LocalClock, OneWay, Path, World
 
 POLL_S = 1.0
 CALL_S = 10.0  # the deadline of an edge's call
@@ -81,7 +80,7 @@ class Coordinator:
         """Have verifier `name` send its sessions elsewhere, and give it no more."""
         verifier = self.verifiers[name]
         if verifier.is_up:
-            verifier.process.serve(verifier.process.drain)
+            verifier.process.serve(verifier.process.engine.post_drain)
             self._roster.drained(name)
             self._view.observe(self._roster.infos, self.clock.monotonic())
 

@@ -9,9 +9,8 @@ from enum import StrEnum
 from functools import partial
 
 from outrider.proto.errors import Unavailable
-from research.chaos.call import SimulatedCall
 from research.chaos.chaos_edge import Edge
-from research.chaos.chaos_verifier import Verifier
+from research.chaos.chaos_verifier import SimulatedCall, Verifier
 from research.chaos.coordinator import Coordinator
 from research.chaos.world import KEEPALIVE_S, World
 
@@ -74,10 +73,10 @@ class Injector:
 
     # --- processes ---
 
-    def _kill(self, edge: Edge) -> bool:
+    def fault_kill(self, edge: Edge) -> bool:
         return self._end_process(edge, SimulatedCall.lose_server)
 
-    def _power(self, edge: Edge) -> bool:
+    def fault_power(self, edge: Edge) -> bool:
         self._world.disturb(KEEPALIVE_S[1])
         return self._end_process(edge, SimulatedCall.fall_silent)
 
@@ -90,7 +89,7 @@ class Injector:
         verifier.kill(restart_s, lose)
         return True
 
-    def _freeze(self, edge: Edge) -> bool:
+    def fault_freeze(self, edge: Edge) -> bool:
         verifier, seconds = self._verifier(edge), self._lasts_s(45.0)
         process = verifier.process
         if not verifier.is_up:
@@ -101,7 +100,7 @@ class Injector:
             self._keepalive(call.break_edge, seconds, lambda: process.alive and process.is_frozen)
         return True
 
-    def _hang(self, edge: Edge) -> bool:
+    def fault_hang(self, edge: Edge) -> bool:
         verifier, seconds = self._verifier(edge), self._lasts_s(50.0)
         if not verifier.is_up:
             return False
@@ -109,7 +108,7 @@ class Injector:
         verifier.process.hang(seconds)
         return True
 
-    def _fail_steps(self, edge: Edge) -> bool:
+    def fault_fail(self, edge: Edge) -> bool:
         """Let a step fail, which succeeds when it is made again, or all steps of a process."""
         verifier, failures = self._verifier(edge), self._rng.choice((1, math.inf))
         verifier.process.note("has", failures, "steps that fail")
@@ -117,7 +116,7 @@ class Injector:
         self._world.disturb(5.0 if failures > 1 else 0.0)
         return verifier.is_up
 
-    def _lack_memory(self, edge: Edge) -> bool:
+    def fault_memory(self, edge: Edge) -> bool:
         """Let a process have memory for few rows alone."""
         trouble, rows = self._verifier(edge).process.engine.trouble, self._rng.choice((1, 2, 5))
         edge.note("its verifier has memory for", rows, "rows")
@@ -129,7 +128,7 @@ class Injector:
         self._world.after(self._lasts_s(8.0), mend)
         return True
 
-    def _slow_steps(self, edge: Edge) -> bool:
+    def fault_slow(self, edge: Edge) -> bool:
         trouble, seconds = self._verifier(edge).process.engine.trouble, self._lasts_s(20.0)
         edge.note("its verifier is slow for", f"{seconds:.2f} s")
         trouble.slow = True
@@ -140,7 +139,7 @@ class Injector:
         self._world.after(seconds, mend)
         return True
 
-    def _own_drafter(self, edge: Edge) -> bool:
+    def fault_own_drafter(self, edge: Edge) -> bool:
         """Let a verifier's own drafter fail, or be stuck for some time."""
         own = self._verifier(edge).process.own
         if own is None:
@@ -151,11 +150,11 @@ class Injector:
             own.threads.stuck_until = self._world.now + self._lasts_s(20.0)
         return True
 
-    def _poison(self, edge: Edge) -> bool:
+    def fault_poison(self, edge: Edge) -> bool:
         self._world.poisoned.add(edge.habits.session)
         return True
 
-    def _drain(self, edge: Edge) -> bool:
+    def fault_drain(self, edge: Edge) -> bool:
         verifier = self._verifier(edge)
         process, grace_s = verifier.process, self._rng.uniform(0.01, 2.0)
         if not verifier.is_up or process.engine.sessions.draining:
@@ -166,19 +165,19 @@ class Injector:
 
         def replace() -> None:
             if verifier.process is process and process.alive:
-                process.serve(process.stop)
+                process.serve(process.engine.sessions.stop)
                 verifier.kill(self._rng.uniform(0.01, 1.0), SimulatedCall.lose_server)
 
         self._world.after(grace_s, replace)
         return True
 
-    def _crowd(self, edge: Edge) -> bool:
+    def fault_crowd(self, edge: Edge) -> bool:
         process, seconds = self._verifier(edge).process, self._lasts_s(8.0)
         process.note("is full for", f"{seconds:.2f} s")
         process.crowd(seconds)
         return process.alive
 
-    def _restart(self, _: Edge) -> bool:
+    def fault_coordinator(self, _: Edge) -> bool:
         down_s = self._rng.choice((0.0, 0.3, 4.0))
         self._world.disturb(down_s)
         self._coordinator.restart(down_s)
@@ -186,7 +185,7 @@ class Injector:
 
     # --- links ---
 
-    def _cut(self, edge: Edge) -> bool:
+    def fault_cut(self, edge: Edge) -> bool:
         verifier, seconds = self._verifier(edge), self._lasts_s(45.0)
         path = edge.verifiers[verifier.name][1]
         edge.note("and", verifier.name, "are parted for", f"{seconds:.2f} s")
@@ -196,35 +195,35 @@ class Injector:
             self._keepalive(lambda _: call.break_served(), seconds, lambda: path.is_cut)
         return True
 
-    def _cut_control(self, edge: Edge) -> bool:
+    def fault_cut_control(self, edge: Edge) -> bool:
         seconds = self._lasts_s(15.0)
         edge.note("and the coordinator are parted for", f"{seconds:.2f} s")
         edge.coordinator.path.cut(seconds)
         return True
 
-    def _cut_poll(self, edge: Edge) -> bool:
+    def fault_cut_poll(self, edge: Edge) -> bool:
         verifier = self._verifier(edge)
         self._coordinator.paths[verifier.name].cut(self._lasts_s(15.0))
         return True
 
-    def _break(self, edge: Edge) -> bool:
+    def fault_break(self, edge: Edge) -> bool:
         return self._with_call(edge, SimulatedCall.reset)
 
-    def _half_open(self, edge: Edge) -> bool:
+    def fault_half_open(self, edge: Edge) -> bool:
         self._world.disturb(KEEPALIVE_S[1])
         return self._with_call(edge, SimulatedCall.fall_silent)
 
-    def _late(self, edge: Edge) -> bool:
+    def fault_late(self, edge: Edge) -> bool:
         self._world.disturb(KEEPALIVE_S[1])
         return self._with_call(edge, SimulatedCall.lose_edge)
 
-    def _copies(self, edge: Edge) -> bool:
+    def fault_copies(self, edge: Edge) -> bool:
         def copy(call: SimulatedCall) -> None:
             call.copies = 4
 
         return self._with_call(edge, copy)
 
-    def _lease(self, edge: Edge) -> bool:
+    def fault_lease(self, edge: Edge) -> bool:
         call = edge.call
         if call is None or call.served is None:
             return False
@@ -233,7 +232,7 @@ class Injector:
 
     # --- clocks ---
 
-    def _jump(self, edge: Edge) -> bool:
+    def fault_jump(self, edge: Edge) -> bool:
         clock = self._rng.choice((self._verifier(edge).clock, self._coordinator.clock))
         error_s, seconds = self._rng.choice((-7200.0, -20.0, 20.0, 7200.0)), self._lasts_s(8.0)
         edge.note("a wall clock jumps by", f"{error_s:.0f} s for {seconds:.2f} s")
@@ -245,7 +244,7 @@ class Injector:
         self._world.after(seconds, mend)
         return True
 
-    def _drift(self, edge: Edge) -> bool:
+    def fault_drift(self, edge: Edge) -> bool:
         clocks = self._verifier(edge).clock, edge.clock, self._coordinator.clock
         clock = self._rng.choice(clocks)
         clock.drift(self._rng.choice((0.3, 0.9, 1.1, 3.0)))
@@ -254,19 +253,19 @@ class Injector:
 
     # --- the edge itself ---
 
-    def _cancel(self, edge: Edge) -> bool:
+    def fault_cancel(self, edge: Edge) -> bool:
         runs = not edge.machine.done
         edge.cancel()
         return runs
 
-    def _die(self, edge: Edge) -> bool:
+    def fault_die(self, edge: Edge) -> bool:
         if edge.call is not None and self._rng.random() < 0.5:
             edge.call.fall_silent()
         self._world.disturb(KEEPALIVE_S[1])
         edge.die()
         return True
 
-    def _drafter(self, edge: Edge) -> bool:
+    def fault_drafter(self, edge: Edge) -> bool:
         edge.drafter.fails = True
         return edge.habits.right is not None
 
@@ -302,31 +301,9 @@ class Injector:
 
 
 KINDS: dict[str, Callable[[Injector, Edge], bool]] = {
-    "kill": Injector._kill,
-    "power": Injector._power,
-    "freeze": Injector._freeze,
-    "hang": Injector._hang,
-    "fail": Injector._fail_steps,
-    "memory": Injector._lack_memory,
-    "slow": Injector._slow_steps,
-    "own-drafter": Injector._own_drafter,
-    "poison": Injector._poison,
-    "drain": Injector._drain,
-    "crowd": Injector._crowd,
-    "coordinator": Injector._restart,
-    "cut": Injector._cut,
-    "cut-control": Injector._cut_control,
-    "cut-poll": Injector._cut_poll,
-    "break": Injector._break,
-    "half-open": Injector._half_open,
-    "late": Injector._late,
-    "copies": Injector._copies,
-    "lease": Injector._lease,
-    "jump": Injector._jump,
-    "drift": Injector._drift,
-    "cancel": Injector._cancel,
-    "die": Injector._die,
-    "drafter": Injector._drafter,
+    name.removeprefix("fault_").replace("_", "-"): method
+    for name, method in vars(Injector).items()
+    if name.startswith("fault_")
 }
 IMPOSSIBLE = {("cancel", State.KEPT)}  # no text runs
 PAIRS = [(kind, state) for kind in KINDS for state in State if (kind, state) not in IMPOSSIBLE]

@@ -25,8 +25,7 @@ from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit
 from research.chaos.__main__ import main
 from research.chaos.faults import PAIRS
-from research.chaos.report import ChaosSummary, run_in_processes, run_schedules
-from research.chaos.schedule import Schedule
+from research.chaos.schedule import ChaosSummary, Schedule, run_in_processes, run_schedules
 from research.chaos.world import LocalClock, World
 
 ENOUGH = 300  # schedules within which each defect is found
