@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +27,14 @@ def doctor(given: Given) -> int:
     config = given(EdgeConfig, api_key=api_key(given))
     if given(DoctorSettings).json:
         findings = asyncio.run(examine(config))
-        print(json.dumps({"release": release(), "checks": [found.record() for found in findings]}))
+        print(
+            json.dumps(
+                {
+                    "release": release(),
+                    "checks": [asdict(found) | {"outcome": found.outcome.value} for found in findings],
+                }
+            )
+        )
     else:
         console = Console(highlight=False)
         findings = asyncio.run(examine(config, lambda found: _show(console, found)))

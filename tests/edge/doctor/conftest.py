@@ -70,15 +70,12 @@ def cloud() -> Iterator[Cloud]:
 
 
 class _Health(health_pb2_grpc.HealthServicer):
-    """Serves after `delay_s` and as long as a link of `bytes_s` would take."""
-
-    def __init__(self, delay_s: float, bytes_s: float, status: Any) -> None:
+    def __init__(self, delay_s: float, status: Any) -> None:
         self._delay_s = delay_s
-        self._bytes_s = bytes_s
         self._status = status
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
-        await asyncio.sleep(self._delay_s + len(request.service) / self._bytes_s)
+        await asyncio.sleep(self._delay_s)
         if len(request.service) > 100:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return health_pb2.HealthCheckResponse(status=self._status)
@@ -88,12 +85,11 @@ class _Health(health_pb2_grpc.HealthServicer):
 async def _small_server(
     *,
     delay_s: float = 0.0,
-    bytes_s: float = float("inf"),
     status: Any = health_pb2.HealthCheckResponse.SERVING,
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[str]:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(delay_s, bytes_s, status), server)
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(delay_s, status), server)
     if credentials is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import re
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from outrider.edge import EdgeConfig
-from outrider.edge.doctor import Finding, Outcome, agreement, connection_check, speed
-from outrider.edge.doctor.agreement import Visit
-from outrider.edge.doctor.connection_check import Endpoint
-from outrider.edge.doctor.finding import failed_by, remedy_of
+from outrider.edge.doctor import Finding, Outcome, connection_check
+from outrider.edge.doctor.connection_check import Endpoint, failed_by
 from outrider.edge.link.security import Security
 from outrider.proto import errors
-from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.tls import ClientTls
-from outrider.proto.release import release
-from outrider.proto.types import Lease
 
 
 def at(address: str, tls: ClientTls | None = None, service: str = "", role: str = "coordinator") -> Endpoint:
@@ -39,7 +33,7 @@ def test_every_error_has_a_remedy_that_names_an_option_or_a_command() -> None:
     ]
     assert len(kinds) > 10
     for kind in kinds:
-        remedy = remedy_of(kind("went wrong"))
+        remedy = failed_by(kind("went wrong")).remedy
         assert "--" in remedy or "`outrider" in remedy or "`pip" in remedy, kind
 
 
@@ -52,22 +46,13 @@ def test_the_time_to_retry_is_part_of_the_remedy() -> None:
 # --- the way ---
 
 
-def test_names_resolve_or_not() -> None:
-    good = asyncio.run(connection_check.resolve_name(at("localhost:1")))
-    assert good.outcome is Outcome.OK
-    assert good.metrics["addresses"]
-    assert asyncio.run(connection_check.resolve_name(at("127.0.0.1:1"))).outcome is Outcome.OK
-    bad = asyncio.run(connection_check.resolve_name(at("no-such-host.invalid:1")))
-    assert bad.outcome is Outcome.FAILED
-    assert "no-such-host.invalid" in bad.message
-    assert "--coordinator" in bad.remedy
-
-
 async def test_ports_take_connections_or_not(small_server) -> None:
     async with small_server() as address:
-        good = await connection_check.connect_port(at(address))
-    assert good.outcome is Outcome.OK
-    assert good.metrics["connect_s"] > 0
+        assert (await connection_check.connect_port(at(address))).outcome is Outcome.OK
+    unknown = await connection_check.connect_port(at("no-such-host.invalid:1"))
+    assert unknown.outcome is Outcome.FAILED
+    assert "no-such-host.invalid" in unknown.message
+    assert "--coordinator" in unknown.remedy
     bad = await connection_check.connect_port(at("127.0.0.1:1"))
     assert bad.outcome is Outcome.FAILED
     assert "nothing listens" in bad.message
@@ -76,12 +61,12 @@ async def test_ports_take_connections_or_not(small_server) -> None:
 
 async def test_a_service_serves_drains_or_is_another(small_server) -> None:
     async with small_server() as address:
-        assert (await connection_check.check_health(at(address))).outcome is Outcome.OK
-        other = await connection_check.check_health(at(address, service="another.service" * 10))
+        assert (await connection_check.time_answers(at(address))).outcome is Outcome.OK
+        other = await connection_check.time_answers(at(address, service="another.service" * 10))
         assert other.outcome is Outcome.FAILED
         assert "--verifier" in other.remedy
     async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
-        draining = await connection_check.check_health(at(address))
+        draining = await connection_check.time_answers(at(address))
     assert draining.outcome is Outcome.FAILED
     assert "NOT_SERVING" in draining.message
 
@@ -92,7 +77,7 @@ async def test_a_server_without_grpc_is_named() -> None:
         writer.close()
 
     async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
-        found = await connection_check.check_health(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        found = await connection_check.time_answers(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
     assert found.outcome is Outcome.FAILED
     assert "no gRPC" in found.message
 
@@ -120,21 +105,17 @@ def test_a_good_certificate_is_shown_with_names_issuer_and_days(small_server, au
     ours = authority("ours")
     found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(ours.file))
     assert found.outcome is Outcome.OK, found
-    assert "localhost" in found.metrics["names"]
-    assert "ours" in found.metrics["issuer"]
-    assert 298 < found.metrics["expires_in_days"] <= 300
+    assert re.search(r"for localhost.* by CN=ours, (299|300) days left", found.message)
 
 
-@pytest.mark.parametrize(
-    ("days", "words"), [((-20, -1), "expired"), ((1, 20), "only valid from")], ids=["expired", "not yet valid"]
-)
+@pytest.mark.parametrize("days", [(-20, -1), (1, 20)], ids=["expired", "not yet valid"])
 def test_a_certificate_outside_its_dates_fails_beside_what_the_clock_says(
-    small_server, authority, tmp_path, days, words
+    small_server, authority, tmp_path, days
 ) -> None:
     ours = authority("ours")
     found = inspected(small_server, credentials(*ours.sign(tmp_path, days=days)), ClientTls(ours.file))
     assert found.outcome is Outcome.FAILED
-    assert words in found.message
+    assert "is valid from" in found.message
     assert "this machine's clock says" in found.message
     assert "timedatectl" in found.remedy
 
@@ -185,93 +166,22 @@ def test_tls_on_one_side_only_fails_and_plain_text_on_loopback_is_skipped(small_
 def test_a_file_that_holds_no_certificate_is_named(small_server, tmp_path) -> None:
     rubbish = tmp_path / "rubbish.pem"
     rubbish.write_text("rubbish")
-    found = inspected(small_server, None, ClientTls(rubbish))
-    assert found.outcome is Outcome.FAILED
-    assert "rubbish.pem" in found.message
-
-
-# --- clocks and releases ---
-
-
-def visit_with(**lease: object) -> Visit:
-    visit = Visit.begin(EdgeConfig(coordinator="127.0.0.1:1"))
-    fields = {
-        "verifier": "a",
-        "address": "127.0.0.1:2",
-        "expires_in_s": 600.0,
-        "model": "m",
-        "tokenizer_sha256": "0" * 64,
-    }
-    visit.lease = Lease(**{"token": b"", **fields, **lease})
-    visit.leased_between = (time.time() - 0.1, time.time())
-    return visit
-
-
-def token(ahead_s: float) -> bytes:
-    """The token of a lease of 600 s by a coordinator whose clock is `ahead_s` ahead of ours."""
-    claim = LeaseClaim(verifier="a", model="m", session="s", expires_at_s=time.time() - 0.05 + 600 + ahead_s)
-    return sign_lease(claim, b"secret of sixteen bytes")
-
-
-@pytest.mark.parametrize(
-    ("ahead_s", "outcome", "words"),
-    [
-        (0, Outcome.OK, "runs evenly"),
-        (2, Outcome.OK, "behind"),
-        (90, Outcome.WARNING, "behind"),
-        (-90, Outcome.WARNING, "ahead"),
-    ],
-)
-def test_the_coordinators_clock_is_read_off_the_lease(ahead_s, outcome, words) -> None:
-    found = asyncio.run(agreement.compare_clocks(visit_with(token=token(ahead_s))))
-    assert found.outcome is outcome
-    assert words in found.message
-
-
-def test_a_clock_that_steps_is_a_warning_and_no_lease_is_no_reading() -> None:
-    visit = visit_with(token=token(0))
-    visit.began_wall_s -= 10
-    found = asyncio.run(agreement.compare_clocks(visit))
-    assert found.outcome is Outcome.WARNING
-    assert "moved" in found.message
-    assert asyncio.run(agreement.compare_clocks(visit_with(token=b"something else"))).outcome is Outcome.SKIPPED
-
-
-def test_releases_that_differ_are_a_warning() -> None:
-    assert asyncio.run(agreement.compare_releases(visit_with(release=release()))).outcome is Outcome.OK
-    found = asyncio.run(agreement.compare_releases(visit_with(release="0.0.1")))
-    assert found.outcome is Outcome.WARNING
-    assert "coordinator 0.0.1" in found.message
+    with pytest.raises(errors.ConfigError, match=r"rubbish\.pem"):
+        inspected(small_server, None, ClientTls(rubbish))
 
 
 # --- the link ---
 
 
 def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> None:
-    monkeypatch.setattr(speed, "CALLS", 3)
+    monkeypatch.setattr(connection_check, "CALLS", 3)
 
     async def measured(delay_s: float) -> Finding:
         async with small_server(delay_s=delay_s) as address:
-            return await speed.time_round_trips(Visit.begin(EdgeConfig(verifier=address, model="m")))
+            return await connection_check.time_answers(at(address))
 
-    short = asyncio.run(measured(0.0))
-    assert short.outcome is not Outcome.FAILED
-    assert short.metrics["median_s"] < 0.3
+    assert asyncio.run(measured(0.0)).outcome is not Outcome.FAILED
     long = asyncio.run(measured(0.3))
     assert long.outcome is Outcome.WARNING
-    assert long.metrics["median_s"] >= 0.3
-    assert "outrider bench --rtt" in long.remedy
-
-
-def test_a_thin_uplink_is_a_warning_with_its_rate(small_server) -> None:
-    async def measured(bytes_s: float) -> Finding:
-        async with small_server(bytes_s=bytes_s) as address:
-            return await speed.measure_rates(Visit.begin(EdgeConfig(verifier=address, model="m")))
-
-    thin = asyncio.run(measured(12_000))
-    assert thin.outcome is Outcome.WARNING
-    assert 0 < thin.metrics["up_bytes_s"] <= 12_000
-    assert "slow up" in thin.message
-    wide = asyncio.run(measured(float("inf")))
-    assert wide.outcome is Outcome.OK
-    assert "down is not measured" in wide.message
+    assert "so long that drafts gain little" in long.message
+    assert "outrider bench --rtt 3" in long.remedy

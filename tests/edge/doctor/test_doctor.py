@@ -10,11 +10,10 @@ import pytest
 
 from outrider.drafters.packages import FAMILY, find_package
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Finding, Outcome, agreement, examine, speed
+from outrider.edge.doctor import Finding, Outcome, examination, examine
 from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
-from outrider.proto.release import release
 from outrider.proto.testing import word_tokenizer, write_keys
 
 
@@ -38,27 +37,20 @@ def test_a_healthy_cluster_has_no_complaint(cloud, config) -> None:
     assert reported == examined
     found = outcomes(examined)
     # A busy machine may well be slow, so warnings about speed are no failures of this test.
-    assert Outcome.FAILED not in found.values(), [one.record() for one in examined]
+    assert Outcome.FAILED not in found.values(), examined
     assert [check for check, outcome in found.items() if outcome is Outcome.SKIPPED] == [
         "coordinator TLS",
         "verifier TLS",
     ]
-    text = finding(examined, "text")
-    assert text.metrics["same"] is True
-    assert text.metrics["tokens"] == 16
-    assert finding(examined, "drafting").metrics["drafting_s"] > 0
-    assert finding(examined, "rate").metrics["down_bytes_s"] > 0
-    releases = finding(examined, "releases").metrics
-    assert releases["edge"] == releases["coordinator"] == releases["verifier"] == release()
-    json.dumps([one.record() for one in examined])
+    assert "16 tokens, the same both ways" in finding(examined, "text").message
+    assert "releases differ" not in finding(examined, "session opens").message
 
 
 def test_a_verifier_alone_is_looked_at_without_what_only_a_coordinator_knows(cloud, config) -> None:
     examined = asyncio.run(examine(config(verifier=cloud.verifier, model="reference", drafter="general")))
     found = outcomes(examined)
-    assert Outcome.FAILED not in found.values(), [one.record() for one in examined]
+    assert Outcome.FAILED not in found.values(), examined
     assert "lease" not in found
-    assert found["clock"] is Outcome.SKIPPED
     assert found["text"] in (Outcome.OK, Outcome.WARNING)
 
 
@@ -67,7 +59,7 @@ def test_what_needs_a_failed_check_is_skipped_and_names_it(config) -> None:
     found = outcomes(examined)
     assert [check for check, outcome in found.items() if outcome is Outcome.FAILED] == ["coordinator port"]
     assert finding(examined, "text").message == "coordinator port failed"
-    assert finding(examined, "round trip").outcome is Outcome.SKIPPED
+    assert finding(examined, "drafter").outcome is Outcome.SKIPPED
 
 
 def test_a_verifier_is_no_coordinator_and_the_other_way_round(cloud, config) -> None:
@@ -89,16 +81,16 @@ def test_a_wrong_tokenizer_is_found_by_its_hash_or_by_the_verifier(cloud, config
     changed["normalizer"] = {"type": "Lowercase"}
     wrong.write_text(json.dumps(changed))
     examined = asyncio.run(examine(config(coordinator=cloud.coordinator, tokenizer=wrong)))
-    assert finding(examined, "tokenizer").outcome is Outcome.FAILED
-    assert "--tokenizer" in finding(examined, "tokenizer").remedy
+    assert finding(examined, "session opens").outcome is Outcome.FAILED
+    assert "--tokenizer" in finding(examined, "session opens").remedy
     examined = asyncio.run(
         examine(config(verifier=cloud.verifier, model="reference", tokenizer=wrong, drafter="ngram"))
     )
     opening = finding(examined, "session opens")
     assert opening.outcome is Outcome.FAILED
-    assert opening.metrics["kind"] == "TokenizerMismatch"
+    assert "tokenizer" in opening.message
     missing = asyncio.run(examine(config(verifier=cloud.verifier, model="reference")))
-    assert "--tokenizer" in finding(missing, "tokenizer").message
+    assert "--tokenizer" in finding(missing, "session opens").message
 
 
 def test_a_drafter_with_another_tokenizer_is_said_to_draft_by_text(cloud, config, tmp_path) -> None:
@@ -128,7 +120,7 @@ def test_a_damaged_drafter_is_named_and_the_rest_is_still_looked_at(cloud, confi
 def test_without_a_drafter_there_is_nothing_to_load_and_the_text_still_comes(cloud, config) -> None:
     examined = asyncio.run(examine(config(coordinator=cloud.coordinator, drafter="none")))
     found = outcomes(examined)
-    assert (found["drafter"], found["drafting"]) == (Outcome.SKIPPED, Outcome.SKIPPED)
+    assert found["drafter"] is Outcome.SKIPPED
     assert found["text"] is Outcome.OK
 
 
@@ -139,18 +131,17 @@ def test_a_drafter_by_text_needs_the_targets_tokenizer_without_coordinator(
     foreign = str(with_tokenizer(tmp_path / "foreign", byte_tokenizer()))
     examined = asyncio.run(examine(config(**direct, drafter=foreign)))
     session = finding(examined, "session opens")
-    assert f"the tokenizer of --drafter {foreign} is not the target's" in session.message
-    assert session.remedy == "give --tokenizer the target's tokenizer.json"
-    assert "own tokens" not in finding(examined, "drafter").message
+    assert "tokenizer" in session.message
+    assert session.remedy.startswith("give --tokenizer the target's tokenizer.json")
     for drafter in (foreign, f"code,{foreign}"):
         given = tokenizer_file if drafter == foreign else None
         examined = asyncio.run(examine(config(**direct, drafter=drafter, tokenizer=given)))
-        assert Outcome.FAILED not in outcomes(examined).values(), [one.record() for one in examined]
+        assert Outcome.FAILED not in outcomes(examined).values(), examined
         assert "by text" in finding(examined, "drafter").message
 
 
 def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypatch) -> None:
-    monkeypatch.setattr(agreement, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(examination, "TIMEOUT_S", 1.0)
 
     async def main() -> list[Finding]:
         edge = EdgeConfig(verifier=cloud.verifier, model="reference", tokenizer=tokenizer_file, drafter="none")
@@ -170,7 +161,6 @@ def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypa
 
     opening = finding(asyncio.run(main()), "session opens")
     assert opening.outcome is Outcome.FAILED
-    assert opening.metrics["kind"] == "ResourceExhausted"
     assert "--max-sessions" in opening.remedy
 
 
@@ -183,25 +173,26 @@ def test_tls_an_api_key_and_a_relay_are_seen_through(cloud, config, authority, t
         well = asyncio.run(examine(config(coordinator=address, tls_ca=ours.file, api_key=secret)))
         unknown = asyncio.run(examine(config(coordinator=address, tls_ca=ours.file, api_key="wrong")))
         plain = asyncio.run(examine(config(coordinator=address, api_key=secret)))
-    assert Outcome.FAILED not in outcomes(well).values(), [one.record() for one in well]
+    assert Outcome.FAILED not in outcomes(well).values(), well
     assert finding(well, "coordinator TLS").outcome is Outcome.OK
-    assert "relays" in finding(well, "verifier port").message
-    assert finding(well, "text").metrics["same"] is True
+    assert "relays" in finding(well, "lease").message
+    assert "verifier port" not in outcomes(well)
+    assert "the same both ways" in finding(well, "text").message
     assert finding(unknown, "lease").outcome is Outcome.FAILED
     assert "--api-key-file" in finding(unknown, "lease").remedy
     assert "--tls-ca" in finding(plain, "coordinator TLS").remedy
-    assert secret not in json.dumps([one.record() for one in (*well, *unknown, *plain)])
+    assert secret not in repr((well, unknown, plain))
 
 
-def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(cloud, config, monkeypatch) -> None:
+def test_a_check_that_breaks_is_a_failure_and_the_rest_is_still_reported(cloud, config, monkeypatch) -> None:
     async def broken(at) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(speed, "time_round_trips", broken)
+    monkeypatch.setattr(examination, "inspect_tls", broken)
     examined = asyncio.run(examine(config(verifier=cloud.verifier, model="reference", drafter="general")))
-    assert finding(examined, "round trip").outcome is Outcome.FAILED
-    assert "a defect" in finding(examined, "round trip").message
-    assert finding(examined, "text").metrics["same"] is True
+    assert finding(examined, "verifier TLS").outcome is Outcome.FAILED
+    assert "a defect" in finding(examined, "verifier TLS").message
+    assert finding(examined, "text").message == "verifier TLS failed"
 
 
 def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys, tmp_path) -> None:
@@ -211,9 +202,9 @@ def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys,
     assert main(["doctor", "--coordinator", cloud.coordinator, "--json", *cache]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["release"]
-    assert {"check", "outcome", "message", "remedy", "metrics"} == set(record["checks"][0])
+    assert {"check", "outcome", "message", "remedy"} == set(record["checks"][0])
     assert main(["doctor", "--coordinator", "no-such-host.invalid:1", *cache]) == 1
     said = capsys.readouterr().out
-    assert "failed   coordinator name" in said
+    assert "failed   coordinator port" in said
     assert "→" in said
     assert "--coordinator" in said

@@ -1,10 +1,9 @@
-"""Checks of the way to a server: its name, its port, its certificate, and the health of its service."""
+"""Findings of checks, and the checks of the way to a server: its port, its certificate, and its service's health."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import ipaddress
 import socket
 import ssl
 import statistics
@@ -12,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import grpc
@@ -19,11 +19,11 @@ import grpc.aio
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.edge.doctor.finding import Finding, failed, failed_by, ok, skipped, warning
 from outrider.edge.link.security import Security
+from outrider.proto import errors
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.channel import CLIENT_OPTIONS
-from outrider.proto.errors import OutriderError
+from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.tls import (
     PUBLIC,
     ClientCredentials,
@@ -35,10 +35,96 @@ from outrider.proto.plumbing.tls import (
 from outrider.proto.rpc_errors import from_rpc_error
 
 TIMEOUT_S = 5.0  # of a server that does not answer, or is full
-HANDSHAKES = 3
 SOON = dt.timedelta(days=14)
 FIRST_BYTES_S = 2.0  # a gRPC server speaks first; one that wants a client's certificate says so then
 HTTP2 = "h2"
+NAME_MISMATCHES = (62, 64)  # OpenSSL's codes of a name and of an IP address
+CALLS = 20
+MAX_CALLS_S = 4.0  # for all calls
+LONG_ROUND_TRIP_S = 0.25
+MAX_UNEVENNESS = 3.0  # of slow calls to the median
+
+
+LOG = "the logs say more: `outrider --log-level info`, on both sides"
+_REMEDIES = {
+    errors.UnsupportedProtocol: "bring both sides to one release, which `outrider --version` shows on each",
+    errors.TokenizerMismatch: (
+        "give --tokenizer the target's tokenizer.json, or leave it out where --coordinator has the right one"
+    ),
+    errors.ModelRefused: "export the drafter again with this release: `outrider export`, or give --drafter ngram",
+    errors.LeaseExpired: (
+        "set both clocks by NTP (`timedatectl`); leases last `outrider coordinator --lease-seconds` long"
+    ),
+    errors.PermissionDenied: "use another key with --api-key-file, or have this one allowed more at the coordinator",
+    errors.Unauthenticated: (
+        "give --coordinator, which grants the leases, and --api-key-file if it wants a key; "
+        "--lease-secret-file must be the same for `outrider coordinator` and `outrider verifier`"
+    ),
+    errors.NotFound: (
+        "`outrider status --coordinator HOST:PORT` lists what there is; name that with --model or --drafter"
+    ),
+    errors.ResourceExhausted: (
+        "try again later, start another verifier (`outrider verifier`), or raise its --max-sessions"
+    ),
+    errors.DataLoss: "the files are damaged: fetch or `outrider export` them again, or delete the folder of --cache",
+    errors.Unavailable: "start a verifier (`outrider verifier`), or see `outrider status --coordinator HOST:PORT`",
+    errors.DeadlineExceeded: "`outrider status --coordinator HOST:PORT` shows whether the verifier is busy or down",
+    errors.ConfigError: "mend that option; `outrider doctor --help` lists them",
+}
+
+
+class Outcome(Enum):
+    """Outcome of a check."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line for people.
+
+    Attributes:
+        message: sentence about what was found, or why the check was skipped.
+        remedy: sentence that names an option or a command; warnings and failures have one.
+        check: name of the check.
+    """
+
+    outcome: Outcome
+    message: str
+    remedy: str = ""
+    check: str = ""
+
+    def __post_init__(self) -> None:
+        if self.outcome in (Outcome.WARNING, Outcome.FAILED) and not self.remedy:
+            raise ValueError(f"there is no remedy for {self.message!r}")
+
+
+def ok(message: str) -> Finding:
+    """Return a finding that all is well."""
+    return Finding(Outcome.OK, message)
+
+
+def warning(message: str, remedy: str) -> Finding:
+    """Return a finding that something works and could be better."""
+    return Finding(Outcome.WARNING, message, remedy)
+
+
+def failed(message: str, remedy: str) -> Finding:
+    """Return a finding that something does not work."""
+    return Finding(Outcome.FAILED, message, remedy)
+
+
+def failed_by(error: OutriderError) -> Finding:
+    """Return the finding that an error stands for."""
+    option = f"--{error.field.rpartition('.')[2].replace('_', '-')}" if isinstance(error, ConfigError) else error.field
+    message = str(error.message).strip().splitlines()[0]
+    remedy = next((_REMEDIES[kind] for kind in type(error).__mro__ if kind in _REMEDIES), LOG)
+    if error.retry_after_s:
+        remedy += f" (retry in {error.retry_after_s:g} s)"
+    return failed(f"{option}: {message}" if option.strip("-") else message, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +153,6 @@ class Endpoint:
         return split_address(self.address, self.role)
 
     @property
-    def host(self) -> str:
-        """Name or IP address."""
-        return self.place[0]
-
-    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """GRPC metadata of calls to it; only a coordinator is shown the key."""
         return self.security.metadata if self.role == "coordinator" else ()
@@ -85,35 +166,17 @@ class Endpoint:
             yield opened
 
 
-async def resolve_name(at: Endpoint) -> Finding:
-    """Look up the addresses of its host."""
-    with suppress(ValueError):
-        ipaddress.ip_address(at.host)
-        return ok(f"{at.host} is an address, there is nothing to look up")
+async def connect_port(at: Endpoint) -> Finding:
+    """Look up the host and time a TCP handshake."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            found = await asyncio.get_running_loop().getaddrinfo(*at.place, type=socket.SOCK_STREAM)
-    except OSError as error:  # gaierror and TimeoutError among them
+            _, writer = await asyncio.open_connection(*at.place)
+    except socket.gaierror as error:
         return failed(
-            f"the name {at.host!r} is not known here: {_reason(error)}",
-            f"check the spelling in {at.option}; `getent hosts {at.host}` asks the same resolver",
+            f"the name {at.place[0]!r} is not known here: {error.strerror}",
+            f"check the spelling in {at.option}; `getent hosts {at.place[0]}` asks the same resolver",
         )
-    seconds = time.monotonic() - began
-    addresses = sorted({str(entry[4][0]) for entry in found})
-    return ok(f"{at.host} is {', '.join(addresses)}", addresses=", ".join(addresses), seconds=seconds)
-
-
-async def connect_port(at: Endpoint) -> Finding:
-    """Time a TCP handshake, the median of a few."""
-    seconds: list[float] = []
-    try:
-        for _ in range(HANDSHAKES):
-            began = time.monotonic()
-            async with asyncio.timeout(TIMEOUT_S):
-                _, writer = await asyncio.open_connection(*at.place)
-            seconds.append(time.monotonic() - began)
-            writer.close()
     except ConnectionRefusedError:
         return failed(
             f"nothing listens on {at.address}",
@@ -122,89 +185,44 @@ async def connect_port(at: Endpoint) -> Finding:
         )
     except OSError as error:  # TimeoutError among them
         return failed(
-            f"{at.address} cannot be reached: {_reason(error)}",
+            f"{at.address} cannot be reached: {error.strerror or str(error) or 'no answer in time'}",
             f"a firewall or a wrong address; see `outrider {at.role} --listen` over there and {at.option} here",
         )
-    median_s = statistics.median(seconds)
-    return ok(f"connected in {1000 * median_s:.1f} ms", connect_s=median_s)
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or f"no answer within {TIMEOUT_S:g} s"
+    writer.close()
+    return ok(f"connected in {1000 * (time.monotonic() - began):.1f} ms")
 
 
 async def inspect_tls(at: Endpoint) -> Finding:
-    """Check the handshake, and the certificate's names, issuer and dates."""
-    try:
-        if at.security.tls is None or at.tls_name is None:
-            return await asyncio.to_thread(_check_plain, at)
-        return await asyncio.to_thread(_check_tls, at, at.security.tls)
-    except OSError as error:
-        return failed(f"the connection broke: {error}", f"see whether `outrider {at.role}` still runs over there")
+    """Check the handshake, and the certificate's names, issuer and dates; raises `ConfigError` for files here."""
+    return await asyncio.to_thread(_inspect_tls, at)
 
 
-def _check_plain(at: Endpoint) -> Finding:
+def _inspect_tls(at: Endpoint) -> Finding:
+    tls = at.security.tls if at.tls_name is not None else None
+    if tls is not None:
+        ClientCredentials(tls)  # says precisely which file is no good, and why
     try:
-        _fetch_certificate(at)
-    except (ssl.SSLError, ConnectionError, TimeoutError):
-        if is_loopback(at.host):
-            return skipped("plain text, which stays on this machine")
+        shown = _fetch_certificate(at)
+    except (ssl.SSLError, ConnectionError, TimeoutError) as error:
+        if tls is not None:
+            return failed(
+                f"{at.address} does not speak TLS ({error})",
+                f"start `outrider {at.role}` with --tls-cert and --tls-key, or leave out --tls-ca",
+            )
+        if is_loopback(at.place[0]):
+            return Finding(Outcome.SKIPPED, "plain text, which stays on this machine")
         return warning(
             f"everything to {at.address} goes in plain text",
             f"make certificates with `outrider certs`, give them to `outrider {at.role} --tls-cert --tls-key`, "
             "and --tls-ca here",
         )
-    return failed(f"{at.address} speaks TLS, and this edge does not", "give --tls-ca FILE, or `--tls-ca public`")
-
-
-def _check_tls(at: Endpoint, tls: ClientTls) -> Finding:
-    try:
-        ClientCredentials(tls)  # says precisely which file is no good, and why
-        shown = x509.load_der_x509_certificate(_fetch_certificate(at))
-    except OutriderError as error:
-        return failed_by(error)
-    except ssl.SSLError as error:
-        return failed(
-            f"{at.address} does not speak TLS ({error.reason or error})",
-            f"start `outrider {at.role}` with --tls-cert and --tls-key, or leave out --tls-ca",
-        )
-    return _check_dates(at, shown) or _check_handshake(at, tls, shown)
-
-
-def _fetch_certificate(at: Endpoint) -> bytes:
-    """Return the server's certificate in DER, trusted or not; raises `SSLError` where it speaks no TLS."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    with socket.create_connection(at.place, TIMEOUT_S) as plain, context.wrap_socket(plain) as secure:
-        return secure.getpeercert(binary_form=True) or b""
-
-
-def _check_dates(at: Endpoint, shown: x509.Certificate) -> Finding | None:
-    now = dt.datetime.now(dt.UTC)
-    begins, ends = shown.not_valid_before_utc, shown.not_valid_after_utc
-    clock = f"this machine's clock says {now:%Y-%m-%d %H:%M} UTC"
-    if now > ends:
-        return failed(
-            f"the certificate expired on {ends:%Y-%m-%d %H:%M} UTC; {clock}",
-            f"renew it (`outrider certs`) and give it to `outrider {at.role} --tls-cert`, which needs no restart; "
-            "if the clock is wrong, `timedatectl` sets it",
-            expires_in_days=_days(ends - now),
-        )
-    if now < begins:
-        return failed(
-            f"the certificate is only valid from {begins:%Y-%m-%d %H:%M} UTC; {clock}",
-            "the clock here or where the certificate was made is wrong: `timedatectl` shows and sets it",
-            valid_in_days=_days(begins - now),
-        )
-    return None
-
-
-def _check_handshake(at: Endpoint, tls: ClientTls, shown: x509.Certificate) -> Finding:
+    if tls is None:
+        return failed(f"{at.address} speaks TLS, and this edge does not", "give --tls-ca FILE, or `--tls-ca public`")
+    certificate = f"the certificate for {', '.join(certificate_names(shown)) or 'no name'} by {_issuer(shown)}"
     try:
         protocol = _shake_hands(at, tls)
     except ssl.SSLCertVerificationError as error:
-        return _explain_distrust(at, shown, error)
+        return _explain_distrust(at, certificate, shown, error)
     except (ssl.SSLError, ConnectionError) as error:
         return failed(
             f"the server ends the handshake: {getattr(error, 'reason', None) or error}",
@@ -216,11 +234,19 @@ def _check_handshake(at: Endpoint, tls: ClientTls, shown: x509.Certificate) -> F
             f"a proxy on the way to the {at.role} speaks HTTP/1 only; let {at.option} go past it",
         )
     left = shown.not_valid_after_utc - dt.datetime.now(dt.UTC)
-    names, issuer = ", ".join(certificate_names(shown)), _issuer(shown)
-    words = f"certificate for {names} by {issuer}, {_days(left):.0f} days left"
+    words = f"{certificate}, {left.days} days left"
     if left < SOON:
         return warning(words, f"renew it in time: `outrider certs`, for `outrider {at.role} --tls-cert`")
-    return ok(words, names=names, issuer=issuer, expires_in_days=_days(left))
+    return ok(words)
+
+
+def _fetch_certificate(at: Endpoint) -> x509.Certificate:
+    """Return the server's certificate, trusted or not; raises `SSLError` where it speaks no TLS."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_connection(at.place, TIMEOUT_S) as plain, context.wrap_socket(plain) as secure:
+        return x509.load_der_x509_certificate(secure.getpeercert(binary_form=True) or b"")
 
 
 def _shake_hands(at: Endpoint, tls: ClientTls) -> str | None:
@@ -232,26 +258,33 @@ def _shake_hands(at: Endpoint, tls: ClientTls) -> str | None:
         context.load_cert_chain(tls.cert.expanduser(), tls.key.expanduser())
     with (
         socket.create_connection(at.place, TIMEOUT_S) as plain,
-        context.wrap_socket(plain, server_hostname=at.tls_name or at.host) as secure,
+        context.wrap_socket(plain, server_hostname=at.tls_name or at.place[0]) as secure,
     ):
         secure.settimeout(FIRST_BYTES_S)
-        try:
+        with suppress(TimeoutError):
             if not secure.recv(1):
                 raise ConnectionResetError("it hung up")
-        except TimeoutError:
-            pass
         return secure.selected_alpn_protocol()
 
 
-def _explain_distrust(at: Endpoint, shown: x509.Certificate, error: ssl.SSLCertVerificationError) -> Finding:
-    names = ", ".join(certificate_names(shown)) or "no name"
-    if "mismatch" in error.verify_message or "doesn't match" in str(error):
+def _explain_distrust(
+    at: Endpoint, certificate: str, shown: x509.Certificate, error: ssl.SSLCertVerificationError
+) -> Finding:
+    now, begins, ends = dt.datetime.now(dt.UTC), shown.not_valid_before_utc, shown.not_valid_after_utc
+    if not begins <= now <= ends:
         return failed(
-            f"the certificate is for {names}, not for {at.tls_name or at.host}",
+            f"{certificate} is valid from {begins:%Y-%m-%d %H:%M} to {ends:%Y-%m-%d %H:%M} UTC; this machine's clock "
+            f"says {now:%Y-%m-%d %H:%M}",
+            f"renew it (`outrider certs`) and give it to `outrider {at.role} --tls-cert`, which needs no restart; "
+            "if the clock is wrong, `timedatectl` sets it",
+        )
+    if error.verify_code in NAME_MISMATCHES:
+        return failed(
+            f"{certificate} is not for {at.tls_name or at.place[0]}",
             f"reach it by such a name in {at.option}, or give --tls-server-name",
         )
     return failed(
-        f"the certificate for {names} is by {_issuer(shown)}, whom --tls-ca does not vouch for: {error.verify_message}",
+        f"--tls-ca does not vouch for {certificate}: {error.verify_message}",
         f"give --tls-ca the authority's file that the operator of the {at.role} gave out",
     )
 
@@ -260,19 +293,19 @@ def _issuer(certificate: x509.Certificate) -> str:
     return certificate.issuer.rfc4514_string() or "an authority without a name"
 
 
-def _days(span: dt.timedelta) -> float:
-    return span / dt.timedelta(days=1)
-
-
-async def check_health(at: Endpoint) -> Finding:
-    """Ask for the health of its service."""
+async def time_answers(at: Endpoint) -> Finding:
+    """Ask for the health of its service again and again: the network, and the server's answer."""
+    seconds: list[float] = []
     try:
         async with at.channel() as channel:
-            began = time.monotonic()
-            reply = await ask_health(channel, at.service, at.metadata)
-            seconds = time.monotonic() - began
-    except OutriderError as error:
-        return failed_by(error)
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            until = time.monotonic() + MAX_CALLS_S
+            while len(seconds) <= CALLS and time.monotonic() < until:
+                began = time.monotonic()
+                reply = await stub.Check(
+                    health_pb2.HealthCheckRequest(service=at.service), timeout=TIMEOUT_S, metadata=at.metadata
+                )
+                seconds.append(time.monotonic() - began)
     except grpc.aio.AioRpcError as error:
         return _explain_refusal(at, error)
     if reply.status != health_pb2.HealthCheckResponse.SERVING:
@@ -281,14 +314,21 @@ async def check_health(at: Endpoint) -> Finding:
             f"the {at.role} says that it takes no calls: {status}",
             f"it starts, drains or stops; look again, or start another `outrider {at.role}`",
         )
-    return ok(f"the {at.role} serves; first answer after {1000 * seconds:.1f} ms", first_answer_s=seconds)
-
-
-async def ask_health(channel: grpc.aio.Channel, service: str, metadata: tuple[tuple[str, str], ...]) -> Any:
-    """Return what the health service says about `service`; raises `AioRpcError`."""
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    request = health_pb2.HealthCheckRequest(service=service)
-    return await stub.Check(request, timeout=TIMEOUT_S, metadata=metadata)
+    seconds = sorted(seconds[1:] or seconds)  # the first one connects
+    median_s, slow_s = statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
+    words = f"the {at.role} serves, in {1000 * median_s:.1f} ms, one in ten over {1000 * slow_s:.1f} ms"
+    if median_s > LONG_ROUND_TRIP_S:
+        return warning(
+            f"{words}: so long that drafts gain little",
+            f"run a verifier nearer by; `outrider bench --rtt {1000 * median_s:.0f}` shows what such a link costs",
+        )
+    if slow_s > MAX_UNEVENNESS * median_s and slow_s - median_s > 0.05:
+        return warning(
+            f"{words}: uneven, which makes rejected drafts expensive",
+            f"a wire instead of Wi-Fi, or less load; `outrider bench --rtt {1000 * median_s:.0f} "
+            f"--jitter {1000 * (slow_s - median_s) / 2:.0f}` shows what it costs",
+        )
+    return ok(words)
 
 
 def _explain_refusal(at: Endpoint, error: grpc.aio.AioRpcError) -> Finding:
