@@ -144,7 +144,7 @@ class Canon:
 
     def draft(self, draft: DraftToken) -> Any:
         """Return a draft, whose probabilities nobody knows here."""
-        return draft.id, draft.runners_up
+        return draft.id, draft.runners_up, draft.other
 
     def frozen(self, value: Any) -> Any:
         """Return the form of something that never changes, found once."""

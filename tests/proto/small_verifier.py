@@ -201,7 +201,7 @@ class SmallVerifier:
         """Return the events that come by themselves, and those that may come."""
         comes: list[Action] = [("commit",)] if self.step is not None else []
         for key, (session, job) in self.jobs.items():
-            prefix = (*session.transcript, *token_ids(session.ends.chain()[0]))
+            prefix = (*session.transcript, *token_ids(session.ends.chain()))
             comes += [("own", key, tokens) for tokens in self.rules.results(prefix, job.job.count)]
         if self.step is None and self.slots.running():
             comes.append(("step",))
@@ -298,7 +298,7 @@ class SmallVerifier:
         assert slot is not None
         ends = slot.session.ends
         assert ends is not None
-        self.jobs[key] = slot.session, ends.propose(ends.chain()[0], self.rules.own, 0.0)
+        self.jobs[key] = slot.session, ends.propose(ends.chain(), self.rules.own, 0.0)
 
     def _own(self, key: int, tokens: tuple[int, ...]) -> None:
         """Take what the own drafter proposes."""
@@ -309,9 +309,9 @@ class SmallVerifier:
         """Return whether the own drafter may go on with a text now."""
         if not self.rules.own or slot.key in self.jobs or slot.session.finish is not None:
             return False
-        ends, block = slot.session.ends, None if self.step is None else len(slot.session.newest_block)
+        ends, block = slot.session.ends, None if self.step is None else 0
         room = slot.session.sampling.max_tokens - slot.session.generated - 1
-        return ends is not None and ends.may_draft(block) and room > len(ends.chain()[0])
+        return ends is not None and ends.may_draft(block) and room > len(ends.chain())
 
     def check(self, is_text: Callable[[Sequence[int]], bool]) -> None:
         """Check that every transcript is the target's."""

@@ -330,6 +330,6 @@ def test_an_edge_that_forgets_whose_number_is_whose_is_found(monkeypatch) -> Non
         self._number_used = self.branched = False
 
     monkeypatch.setattr(DraftTree, "resend", resend)
-    monkeypatch.setattr(DraftTree, "follow", lambda self, tokens, number, borrowed: None)
+    monkeypatch.setattr(DraftTree, "follow", lambda self, tokens, number: None)
     with pytest.raises((AssertionError, OutriderError)):
         decode_all(LINKS["near"])

@@ -22,7 +22,7 @@ def session_with(edge: int, here: int, drafts_here: int | None = None) -> Verifi
     if edge:
         session.on_draft(Draft(0, 2, tuple(DraftToken(10 + i) for i in range(edge))), 0.0)
     if here:
-        job = ends.propose(ends.chain()[0], here, 0.0)
+        job = ends.propose(ends.chain(), here, 0.0)
         ends.take(Drafted(job.job, tuple(DraftToken(50 + i, 0.3) for i in range(here)), 0.001 * here))
     ends._division = Division(4, True, True, 0.0, ExpectedCosts(TOKEN_S, TOKEN_S, 0.0))
     return session

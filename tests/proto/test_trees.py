@@ -17,9 +17,7 @@ from outrider.proto.policy.trees import Run, Tree, best_tree
 from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.both_ends import DraftingHere
-from outrider.proto.session.step_tree import StepTree
 from outrider.proto.types import (
-    BlockBranch,
     Branch,
     Branches,
     Commit,
@@ -224,7 +222,7 @@ def test_a_branch_of_both_ends_is_there_once_with_the_longer_run() -> None:
     assert token_ids(session.block()) == (2, 3)
     found = [(branch.index, token_ids(branch.drafts)) for branch in session.branches]
     assert sorted(found) == [(0, (3,)), (0, (4, 6)), (1, (4,)), (1, (5,))]
-    assert session.tree.of_edge == 1
+    assert [token_ids(branch.drafts) for branch in session.branches if not branch.drafts[0].other] == [(4, 6)]
 
 
 @pytest.mark.parametrize(
@@ -240,15 +238,6 @@ def test_branches_of_a_draft_that_no_honest_edge_sends_are_refused(branches, err
     with pytest.raises(error) as caught:
         session_with((4, 5, 6), *branches)
     assert caught.value.field == field
-
-
-def test_drafts_along_a_branch_belong_to_who_made_it() -> None:
-    block = drafts(4, 5, 6)
-    tree = StepTree(3, (BlockBranch(1, drafts(7, 7)), BlockBranch(2, drafts(1, 2))), of_edge=1)
-    assert tree.made_here((4, 5, 6), block, of_edge=2) == 1
-    assert tree.made_here((4, 7, 7), block, of_edge=2) == 0
-    assert tree.made_here((4, 5, 1, 2), block, of_edge=2) == 2
-    assert tree.made_here((4, 5, 1, 2), block, of_edge=1) == 3
 
 
 # === exact, whatever the tree =======================================================================================

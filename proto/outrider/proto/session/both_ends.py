@@ -113,7 +113,6 @@ class BothEnds:
         self.edge_pays = True
         self.awaits_edge = self.edge_rests = False
         self.covered = 0
-        self._own: list[bool] = []  # of the tokens: whether the drafter proposed it
         self._transcript = transcript
         self._epoch = 0  # chains abandoned
         self._recalled: LocalJob | None = None  # a job that hands over what it has
@@ -140,32 +139,30 @@ class BothEnds:
 
     # --- the chain ---
 
-    def chain(self) -> tuple[list[DraftToken], int]:
-        """Return the drafts that follow the transcript, and how many of the first are the edge's.
+    def chain(self) -> list[DraftToken]:
+        """Return the drafts that follow the transcript, the edge's first.
 
         The edge's chain leads, and the verifier's continues it. Where they part, the edge's leads unless its drafts
         have missed more often.
         """
         edge, own = self._received.tokens, self.tokens
         same = common_length(token_ids(edge), token_ids(own))
-        if same == len(edge):
-            return own if len(own) > same else edge, same
-        if same == len(own) or not self._is_better_here():
-            return edge, len(edge)
-        return own, same
+        if same < len(edge) and (same == len(own) or not self._is_better_here()):
+            return edge
+        return [*edge[:same], *[draft._replace(other=True) for draft in own[same:]]]
 
     def worth_their_rows(self, row_s: float) -> int:
         """Return how many of the chain's first drafts are worth a row of the step, which takes `row_s` seconds.
 
         Those made while the target stepped cost nothing then, and were not weighed against it.
         """
-        chain, of_edge = self.chain()
+        chain = self.chain()
         if self._fixed is not None or self._division is None:
             return len(chain)
         edge, own = self._received.acceptance, self.calibration
         survival, token_s = 1.0, self._division.costs.token_s
         for index, draft in enumerate(chain):
-            survival *= edge.rate if index < of_edge else own.chance(draft.lead)
+            survival *= own.chance(draft.lead) if draft.other else edge.rate
             if survival * token_s < row_s:
                 return index
         return len(chain)
@@ -204,8 +201,7 @@ class BothEnds:
         for position, draft in enumerate(done.drafts[:overtaken], done.job.start):
             if not self._compare(position, draft, self._transcript[position]):
                 return
-        self.tokens += done.drafts[overtaken:]
-        self._own += [True] * (len(done.drafts) - overtaken)
+        self.tokens += [draft._replace(other=True) for draft in done.drafts[overtaken:]]
         self._agreed = max(self._agreed, done.job.start + len(done.drafts))
 
     def drop(self, waited_s: float) -> None:
@@ -250,7 +246,6 @@ class BothEnds:
         if same < len(self.tokens):
             self._abandon(same)
         self.tokens += chain[same:]
-        self._own += [False] * (len(chain) - same)
         end = len(self._transcript) + len(self.tokens)
         after = (
             *self._transcript[self._agreed :],
@@ -274,13 +269,11 @@ class BothEnds:
         for position, token in enumerate(tokens, len(self._transcript) - len(tokens)):
             if not self.tokens:
                 return  # a running job may be proposing this position, and is compared when it is done
-            if self._own[0]:
-                hit = self._compare(position, self.tokens[0], token)
-            elif not (hit := self.tokens[0].id == token):
+            draft = self.tokens.pop(0)
+            if draft.other:
+                self._compare(position, draft, token)
+            elif draft.id != token:
                 self._miss(position)
-            if not hit:
-                return
-            del self.tokens[0], self._own[0]
 
     def _compare(self, position: int, draft: DraftToken, token: int) -> bool:
         """Count a proposal that was compared with the token at `position`; a miss ends the chain."""
@@ -300,18 +293,18 @@ class BothEnds:
     def _abandon(self, kept: int) -> None:
         """Drop the drafts after the first `kept`."""
         self._agreed = min(self._agreed, len(self._transcript) + kept)
-        del self.tokens[kept:], self._own[kept:]
+        del self.tokens[kept:]
         self._epoch += 1
 
     # --- who drafts ---
 
     def plan(self, view: VerifierView, *, edge_drafts: bool) -> Plan:
         """Return how long the next step waits, and for how many drafts."""
-        lacking = self._needed(view, edge_drafts=edge_drafts) - len(self.chain()[0])
+        lacking = self._needed(view, edge_drafts=edge_drafts) - len(self.chain())
         self.awaits_edge = lacking > 0 and self._waits_for_edge(lacking, view)
         if lacking <= 0:
             return Plan(Patience(0.0))
-        needed = lacking + len(self.chain()[0])
+        needed = lacking + len(self.chain())
         if self.awaits_edge:
             wait_s, whole_s = (max(0.0, _wait_s(view, drafts)) for drafts in (needed, view.max_drafts))
             # The edge says when its chain is complete, since it knows how sure its drafter is of this one.
@@ -332,7 +325,7 @@ class BothEnds:
         """
         if not self.may_draft(block):
             return None
-        chain, _ = self.chain()
+        chain = self.chain()
         lacking = self._needed(view, edge_drafts=edge_drafts) - len(chain)
         division, here_s = self._division, self.here.drafting_s.value
         if block is None:
@@ -398,7 +391,7 @@ class BothEnds:
         return kept
 
     def _waits_for_edge(self, lacking: int, view: VerifierView) -> bool:
-        overdue = is_overdue(_wait_s(view, len(self.chain()[0]) + lacking), MARGIN_S)
+        overdue = is_overdue(_wait_s(view, len(self.chain()) + lacking), MARGIN_S)
         nothing_comes = self.edge_rests or self._received.complete or overdue
         if self._fixed is not None or self._division is None or self._view is None or nothing_comes:
             return False

@@ -411,20 +411,21 @@ class Drafting:
 
     # --- hits ---
 
-    def _compare(self, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int], borrowed: int = 0) -> int:
-        """Count the active drafter's drafts from `start` on, up to the first that misses; return the hits before it.
+    def _compare(self, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int]) -> int:
+        """Count the chain's drafts from `start` on, up to the first that misses; return the hits before it.
 
-        The first `borrowed` of them are another's, and say nothing of this one.
+        Another drafter's, which come first, say nothing of the active one.
         """
         hits = next((i for i, draft in enumerate(drafts) if draft.id != tokens[i]), len(drafts))
         compared = drafts[: hits + 1]
         if not compared:
             return 0
-        own = range(min(borrowed, len(compared)), len(compared))
-        if borrowed:
+        others = sum(draft.other for draft in compared)
+        if others:
             self._meter.forget_chances()
-        if own:
-            self._learn(self.active, start + own.start, [i < hits for i in own], compared[own.start :])
+        if others < len(compared):
+            own = [i < hits for i in range(others, len(compared))]
+            self._learn(self.active, start + others, own, compared[others:])
         self._text.statistics.compared += len(compared)
         self._text.statistics.hits += hits
         return hits
@@ -481,7 +482,7 @@ class Drafting:
         while True:
             # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
             drafts = tree.drafts[: len(tokens) - met]
-            hits = self._compare(position + met, drafts, tokens[met:], tree.borrowed)
+            hits = self._compare(position + met, drafts, tokens[met:])
             if hits == len(drafts):
                 break
             met += hits + 1

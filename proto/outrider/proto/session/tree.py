@@ -76,7 +76,6 @@ class DraftTree:
         number: number of the chain in messages.
         said_complete: whether the verifier knows, since the last commit, that no more drafts come.
         branched: whether branches of it have been sent, one of which the verifier may have made the next chain.
-        borrowed: number of drafts at its front that are not the active drafter's.
         read_to: end of the chain as idle drafters have read it, by drafter.
         shares: shares of misses by runner-up, in this text.
         branches: what is beside the chain, by position and token; branches in the order in which they were made.
@@ -89,7 +88,6 @@ class DraftTree:
         self.number = 0
         self.said_complete = False
         self.branched = False
-        self.borrowed = 0
         self.read_to: dict[int, int] = {}
         self.shares = MissShares()
         self.branches: dict[Key, Beside] = {}
@@ -124,7 +122,6 @@ class DraftTree:
         """Drop the first `drafts` drafts of the chain, which are text now, and all that is beside them."""
         del self.drafts[:drafts]
         self.sent = max(0, self.sent - drafts)
-        self.borrowed = max(0, self.borrowed - drafts)
         end = len(self._text.tokens)
         for key in [key for key in self.branches if key[0] < end]:
             del self.branches[key]
@@ -136,12 +133,10 @@ class DraftTree:
 
         The verifier's `newest` chain is that branch if it is newer than this chain.
         """
-        beside, taken = self.branches.get((position, token)), newest > self.number
-        borrowed = beside is not None and beside.asked
-        run = self.take(position, draft, token)
+        taken, run = newest > self.number, self.take(position, draft, token)
         self.abandon()
         if run:
-            self.follow(run, newest if taken else 0, len(run) if borrowed else 0)
+            self.follow(run, newest if taken else 0)
             self._text.statistics.branches_taken += taken
 
     def take(self, position: int, draft: DraftToken, token: int) -> tuple[DraftToken, ...]:
@@ -155,7 +150,6 @@ class DraftTree:
     def abandon(self) -> None:
         """Forget all drafts and begin another chain."""
         self.drafts.clear()
-        self.borrowed = 0
         self.epoch += 1
         self.read_to.clear()
         self.forget_branches()
@@ -174,15 +168,9 @@ class DraftTree:
             self.number += 2 if self.branched else 1
             self._number_used = self.branched = False
 
-    def follow(self, run: tuple[DraftToken, ...], number: int, borrowed: int) -> None:
-        """Go on with the drafts of a branch of the chain just abandoned.
-
-        Args:
-            run: [n] the drafts.
-            number: that under which the verifier has them already; 0: it has not.
-            borrowed: number of them that are not the active drafter's, which come first.
-        """
-        self.drafts, self.borrowed = list(run), borrowed
+    def follow(self, run: tuple[DraftToken, ...], number: int) -> None:
+        """Go on with a branch of the chain just abandoned, which the verifier has as chain `number`; 0: it has not."""
+        self.drafts = list(run)
         if number:
             self.number, self.sent, self._number_used = number, len(run), True
 
@@ -304,7 +292,7 @@ class DraftTree:
         beside = self._make(key)
         if beside.asked:
             # Confidence means something else with another drafter.
-            beside.run = tuple([DraftToken(draft.id) for draft in done.drafts])
+            beside.run = tuple([DraftToken(draft.id, other=True) for draft in done.drafts])
             return
         beside.run = (*self._run(key), *done.drafts)
         index = job.branch - len(self._text.tokens)

@@ -30,7 +30,7 @@ from outrider.proto.session.admission import (
 from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.selection import DrafterName
-from outrider.proto.session.step_tree import StepTree, step_tree
+from outrider.proto.session.step_tree import branches_beside
 from outrider.proto.types import (
     BlockBranch,
     Branches,
@@ -90,9 +90,7 @@ class VerifierSession:
         ready_since: time from which the next step could begin, in seconds.
         pays: whether the edge's drafts are worth their while.
         max_drafts: most drafts of a step.
-        newest_block: [k] drafts of the newest step's chain.
-        of_edge: drafts of it that the edge made, which come first.
-        tree: all drafts of that step.
+        branches: branches that the step of the newest block verifies beside it.
     """
 
     def __init__(self, frame: Open, rules: VerifierRules, now: float, here: DraftingHere | None = None) -> None:
@@ -136,9 +134,7 @@ class VerifierSession:
         self.ready_since = now
         self.pays = True
         self.max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
-        self.newest_block: tuple[DraftToken, ...] = ()
-        self.of_edge = 0
-        self.tree = StepTree(0)
+        self.branches: tuple[BlockBranch, ...] = ()
         self._trees = rules.trees and frame.trees
         self._patience = frame.patience or rules.patience
         self._window = frame.window or rules.max_credit
@@ -233,11 +229,9 @@ class VerifierSession:
         """The verifier's own drafter in this text, as name@version; empty: there is none."""
         return self.ends.here.name if self.ends is not None else ""
 
-    def drafts(self) -> tuple[list[DraftToken], int]:
-        """Return the drafts that follow the transcript, and how many of the first are the edge's."""
-        if self.ends is not None:
-            return self.ends.chain()
-        return self.received.tokens, len(self.received)
+    def drafts(self) -> list[DraftToken]:
+        """Return the drafts that follow the transcript, the edge's first."""
+        return self.received.tokens if self.ends is None else self.ends.chain()
 
     @property
     def waits_for_drafts(self) -> bool:
@@ -271,33 +265,20 @@ class VerifierSession:
         worthwhile = best_block(view)
         pays = overtakes(view) if self.ends is None else self.ends.edge_pays
         self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
-        drafts, of_edge = self.drafts()
-        if self.ends is not None and len(drafts) > of_edge:
+        drafts = self.drafts()
+        if self.ends is not None and drafts and drafts[-1].other:
             worthwhile = self.ends.worth_their_rows(row_s)
         probe = self.generated % PROBE_EVERY == 0  # a rise of acceptance shows only where drafts are verified
-        self.tree = StepTree(min(max(0, min(worthwhile or int(probe), room)), len(drafts)))
+        length, self.branches = max(0, min(worthwhile or int(probe), room)), ()
         if self._trees and worthwhile and room > 0:
-            tree = step_tree(
-                drafts,
-                of_edge,
-                self.received,
-                self.ends,
-                depth=room,
-                room=self.max_drafts,
-                row_share=row_s / step_s if step_s else 0.0,
+            row_share = row_s / step_s if step_s else 0.0
+            beside = branches_beside(
+                drafts, self.received, self.ends, depth=room, room=self.max_drafts, row_share=row_share
             )
-            beside = tree.num_drafts - tree.chain
-            self.tree = tree._replace(chain=min(self.tree.chain, self.max_drafts - beside)).pruned()
-        block = drafts[: self.tree.chain]
-        self.of_edge = of_edge
+            length = min(length, len(drafts), self.max_drafts - sum(len(branch.drafts) for branch in beside))
+            self.branches = tuple(branch for branch in beside if branch.index <= length)
         # The edge's drafter is rewarded for its own drafts alone.
-        self.newest_block = (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
-        return self.newest_block
-
-    @property
-    def branches(self) -> tuple[BlockBranch, ...]:
-        """Branches that the step of the newest block verifies beside it."""
-        return self.tree.branches
+        return tuple([DraftToken(draft.id, other=True) if draft.other else draft for draft in drafts[:length]])
 
     @property
     def max_useful_drafts(self) -> int:
@@ -312,7 +293,7 @@ class VerifierSession:
         patience = self._patience or self._planned(step_s, row_s).patience
         from_edge = self.ends is None or not self.ends.drafts_here  # what is made here no credit bounds
         enough = min(patience.drafts, self.max_useful_drafts, *((self._window, self.credit) if from_edge else ()))
-        if not self.waits_for_drafts or len(self.drafts()[0]) >= enough:
+        if not self.waits_for_drafts or len(self.drafts()) >= enough:
             return self.ready_since
         return self.ready_since + min(patience.seconds, self._rules.max_patience_s)
 
@@ -329,7 +310,7 @@ class VerifierSession:
         """
         plan = self._planned(step_s, row_s)
         acceptance = self._acceptance()
-        here = len(self.drafts()[0])
+        here = len(self.drafts())
         tokens_now = expected_tokens(acceptance, min(here, self.max_drafts))
         wait_s = self.ready_since + plan.expected_s - now
         if self.ends is None and wait_s <= MARGIN_S:
@@ -349,7 +330,7 @@ class VerifierSession:
             now: present time, in seconds.
             block: drafts that the step which begins now verifies; None: none begins.
         """
-        full = self.sampling.max_tokens - self.generated - 1 <= len(self.drafts()[0])
+        full = self.sampling.max_tokens - self.generated - 1 <= len(self.drafts())
         length = len(block) if block is not None else None
         if self.finish is not None or full or self.ends is None or not self.ends.may_draft(length):
             return None
@@ -444,7 +425,6 @@ class VerifierSession:
         )
         start, ids = len(self.transcript), token_ids(tokens)
         ends = self.ends
-        verified_here = self.tree.made_here(token_ids(verified.block), self.newest_block, self.of_edge)
         self.transcript.extend(ids)
         if not self.pays:
             probe, every = min(PROBE, self._rules.max_credit), PROBE_EVERY if ends is None else PROBE_RARELY_EVERY
@@ -475,7 +455,7 @@ class VerifierSession:
             chain=max(0, self.chain),
             verified=len(verified.block),
             verified_beside=verified.beside,
-            verified_here=verified_here,
+            verified_here=sum(draft.other for draft in verified.block),
             covered=ends.covered if ends is not None else 0,
             turn=self.turn,
             cached_tokens=cached_tokens,

@@ -201,12 +201,14 @@ class DraftToken(NamedTuple):
         perturbed_probability: softmax of log probability plus shared noise at the token, over the candidates: how far
             it leads under the very noise that the target will use; the confidence at temperature 0.
         runners_up: [r] the tokens that would have been proposed next, best first; they never travel.
+        other: whether its author is not the edge's active drafter but an idle one, or the verifier's own; at one end.
     """
 
     id: int
     confidence: float = math.nan
     perturbed_probability: float = math.nan
     runners_up: tuple[int, ...] = ()
+    other: bool = False
 
     @property
     def lead(self) -> float:
