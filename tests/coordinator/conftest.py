@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ Scenario = Callable[[Caller], Awaitable[None]]
 
 
 @asynccontextmanager
-async def coordinator(cluster: Cluster | None, **options: Any) -> AsyncIterator[Caller]:
+async def coordinator(cluster: Cluster | None = None, **options: Any) -> AsyncIterator[Caller]:
     defaults: dict[str, Any] = {"lease_secret": SECRET, "listen": "127.0.0.1:0", "poll_s": 0.1}
     server = CoordinatorServer(CoordinatorConfig(**defaults | options), cluster)
     address = await server.start()
@@ -81,6 +81,12 @@ async def coordinator(cluster: Cluster | None, **options: Any) -> AsyncIterator[
             yield Caller(channel, server, address)
     finally:
         await server.stop(0.1)
+
+
+@pytest.fixture
+def coordinating() -> Callable[..., AbstractAsyncContextManager[Caller]]:
+    """A coordinator over real gRPC."""
+    return coordinator
 
 
 @pytest.fixture

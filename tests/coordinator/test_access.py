@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ METHODS = {
     "Status": b"",
     "Drain": codec.encode_drain("a"),
 }
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 @pytest.fixture
@@ -61,10 +62,10 @@ def ask(session: str, **fields: Any) -> LeaseRequest:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("secret", [None, "", "wrong", "alices "])
-def test_without_a_known_key_nothing_is_answered_and_the_error_says_how_to_give_one(
-    serve: Serve, keys: Path, method: str, secret: str | None
+async def test_without_a_known_key_nothing_is_answered_and_the_error_says_how_to_give_one(
+    coordinating: Coordinating, keys: Path, method: str, secret: str | None
 ) -> None:
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         metadata = () if secret is None else (("authorization", f"Bearer {secret}x"),)
         unary = call.channel.unary_unary(f"/{codec.CONTROL_SERVICE}/{method}")
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -74,24 +75,19 @@ def test_without_a_known_key_nothing_is_answered_and_the_error_says_how_to_give_
         assert error.field == "api_key"
         assert "--api-key-file" in str(error) or "operator" in str(error)
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
-
-def test_nothing_of_a_request_is_read_before_its_key(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_nothing_of_a_request_is_read_before_its_key(coordinating: Coordinating, keys: Path) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         for method in METHODS:
             with pytest.raises(Unauthenticated):
                 await call.raw(method, b"\xff\xff\xff")
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
-
-def test_any_key_opens_leases_and_only_an_admins_sees_the_status_and_drains(
-    serve: Serve, keys: Path, drafters: Path
+async def test_any_key_opens_leases_and_only_an_admins_sees_the_status_and_drains(
+    coordinating: Coordinating, keys: Path, drafters: Path
 ) -> None:
     write_package(drafters / "a", files={"model.onnx": b"weights"})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys, drafters=(drafters,)) as call:
         bob, root = as_client(call, "bobs"), as_client(call, "roots")
         assert (await bob.open_lease(ask("s1"))).verifier == "a"
         await bob.report(SessionReport(session="s1", **REPORT))
@@ -109,11 +105,11 @@ def test_any_key_opens_leases_and_only_an_admins_sees_the_status_and_drains(
         await bob.close()
         await root.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys, drafters=(drafters,))
 
-
-def test_a_key_that_is_taken_out_of_the_file_is_refused_from_then_on(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_key_that_is_taken_out_of_the_file_is_refused_from_then_on(
+    coordinating: Coordinating, keys: Path
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         bob = as_client(call, "bobs")
         await bob.list_drafters()
         await asyncio.to_thread(keys.write_text, Key("root", secret_sha256("roots"), admin=True).toml())
@@ -121,25 +117,21 @@ def test_a_key_that_is_taken_out_of_the_file_is_refused_from_then_on(serve: Serv
             await bob.list_drafters()
         await bob.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
-
-def test_a_broken_keys_file_keeps_the_coordinator_from_starting(serve: Serve, keys: Path) -> None:
+async def test_a_broken_keys_file_keeps_the_coordinator_from_starting(coordinating: Coordinating, keys: Path) -> None:
     keys.write_text("[keys.alice]\nsha = 1")
 
-    async def scenario(call: Any) -> None:
-        raise AssertionError("it must not start")
-
     with pytest.raises(ConfigError) as refusal:
-        serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+        async with coordinating(ScriptedCluster(ready("a")), api_keys=keys):
+            pass
     assert refusal.value.field == "keys.alice.sha"
 
 
 # --- limits ---
 
 
-def test_sessions_of_a_key_are_counted_from_lease_to_report(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_sessions_of_a_key_are_counted_from_lease_to_report(coordinating: Coordinating, keys: Path) -> None:
+    async with coordinating(ScriptedCluster(ready("a", max_sessions=100)), api_keys=keys) as call:
         alice, bob = as_client(call, "alices"), as_client(call, "bobs")
         for session in ("s1", "s2", "s2", "s1"):  # the same session again is a resume
             await alice.open_lease(ask(session))
@@ -157,11 +149,9 @@ def test_sessions_of_a_key_are_counted_from_lease_to_report(serve: Serve, keys: 
         await alice.close()
         await bob.close()
 
-    serve(scenario, ScriptedCluster(ready("a", max_sessions=100)), api_keys=keys)
 
-
-def test_an_inquiry_is_no_session_and_brings_no_token(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_an_inquiry_is_no_session_and_brings_no_token(coordinating: Coordinating, keys: Path) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         alice, root = as_client(call, "alices"), as_client(call, "roots")
         for i in range(5):
             lease = await alice.open_lease(ask(f"s{i}", inquiry=True))
@@ -171,11 +161,11 @@ def test_an_inquiry_is_no_session_and_brings_no_token(serve: Serve, keys: Path) 
         await alice.close()
         await root.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
-
-def test_reported_tokens_that_exceed_the_minute_delay_the_next_lease(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_reported_tokens_that_exceed_the_minute_delay_the_next_lease(
+    coordinating: Coordinating, keys: Path
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         alice = as_client(call, "alices")
         await alice.open_lease(ask("s1"))
         await alice.report(SessionReport(session="s1", committed_tokens=1200, **REPORT))
@@ -184,11 +174,11 @@ def test_reported_tokens_that_exceed_the_minute_delay_the_next_lease(serve: Serv
         assert 50 < refusal.value.retry_after_s <= 60.1
         await alice.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
-
-def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_limits(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_limits(
+    coordinating: Coordinating, keys: Path
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         for secret, said in (("alices", ("alice", 600, 2)), ("bobs", ("bob", 0, 0))):
             client = as_client(call, secret)
             token = (await client.open_lease(ask("s1"))).token
@@ -196,11 +186,11 @@ def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_limit
             assert (claim.key, claim.tokens_per_minute, claim.max_sessions) == said
             await client.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
-
-def test_a_session_that_no_verifier_took_gives_its_place_back_and_counts_nowhere(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_session_that_no_verifier_took_gives_its_place_back_and_counts_nowhere(
+    coordinating: Coordinating, keys: Path
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         alice, root = as_client(call, "alices"), as_client(call, "roots")
         for i in range(4):
             await alice.open_lease(ask(f"s{i}"))
@@ -209,8 +199,6 @@ def test_a_session_that_no_verifier_took_gives_its_place_back_and_counts_nowhere
         assert (await root.status()).recent == ()
         await alice.close()
         await root.close()
-
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
 
 def test_a_session_that_may_not_resume_for_want_of_tokens_keeps_its_place() -> None:
@@ -248,8 +236,10 @@ def test_a_session_that_is_never_reported_is_over_when_its_lease_expires() -> No
 # --- reports ---
 
 
-def test_a_report_counts_only_for_a_session_that_its_own_key_has_leased(serve: Serve, keys: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_report_counts_only_for_a_session_that_its_own_key_has_leased(
+    coordinating: Coordinating, keys: Path
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         alice, bob, root = (as_client(call, secret) for secret in ("alices", "bobs", "roots"))
         await alice.open_lease(ask("s1"))
         for client, session in ((alice, "invented"), (bob, "s1")):
@@ -259,8 +249,6 @@ def test_a_report_counts_only_for_a_session_that_its_own_key_has_leased(serve: S
         assert [report.session for report in (await root.status()).recent] == ["s1"]
         for client in (alice, bob, root):
             await client.close()
-
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
 
 def test_the_reports_of_one_key_are_bounded_and_push_out_those_of_no_other() -> None:

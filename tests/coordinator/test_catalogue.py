@@ -314,20 +314,17 @@ def test_a_missing_folder_is_empty_and_may_appear_later(tmp_path: Path) -> None:
     assert catalogue.rescan()
 
 
-def test_whoever_awaits_a_change_wakes_on_a_new_version_and_on_closing(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        catalogue = Catalogue((tmp_path,))
-        waiting = asyncio.create_task(catalogue.changed())
-        assert not await catalogue.refresh()
-        await asyncio.sleep(0)
-        assert not waiting.done(), "nothing changed"
-        write_package(tmp_path / "d")
-        assert await catalogue.refresh()
-        assert await waiting
-        waiting = asyncio.create_task(catalogue.changed())
-        await asyncio.sleep(0)
-        catalogue.close()
-        assert not await waiting
-        assert not await catalogue.changed()
-
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+async def test_whoever_awaits_a_change_wakes_on_a_new_version_and_on_closing(tmp_path: Path) -> None:
+    catalogue = Catalogue((tmp_path,))
+    waiting = asyncio.create_task(catalogue.changed())
+    assert not await catalogue.refresh()
+    await asyncio.sleep(0)
+    assert not waiting.done(), "nothing changed"
+    write_package(tmp_path / "d")
+    assert await catalogue.refresh()
+    assert await waiting
+    waiting = asyncio.create_task(catalogue.changed())
+    await asyncio.sleep(0)
+    catalogue.close()
+    assert not await waiting
+    assert not await catalogue.changed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from outrider.proto.types import (
 )
 from outrider.proto.v1 import decoding_pb2 as pb
 
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 CODE, PROSE = PromptClass.CODE, PromptClass.PROSE
 
 
@@ -233,10 +234,11 @@ def test_sums_survive_a_restart_and_a_state_without_them_is_read_too(tmp_path: P
 # --- over gRPC ---
 
 
-def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums(serve: Serve, drafters: Path) -> None:
+async def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums(
+    coordinating: Coordinating, drafters: Path
+) -> None:
     write_package(drafters / "a")
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), drafters=(drafters,)) as call:
         client = CoordinatorClient(call.address)
         try:
             route = CoordinatorRoute(client, "tiny", "")
@@ -262,8 +264,6 @@ def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums
         finally:
             await client.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), drafters=(drafters,))
-
 
 @pytest.mark.parametrize(
     ("wire", "field"),
@@ -275,10 +275,10 @@ def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums
         (pb.SessionReport(link_class=6), "report.link_class"),
     ],
 )
-def test_a_report_that_cannot_be_is_refused_by_field_and_not_counted(
-    serve: Serve, wire: pb.SessionReport, field: str
+async def test_a_report_that_cannot_be_is_refused_by_field_and_not_counted(
+    coordinating: Coordinating, wire: pb.SessionReport, field: str
 ) -> None:
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
         await call("OpenLease", LeaseRequest("tiny", "s"))
         wire.MergeFrom(pb.SessionReport(session="s", model="tiny", verifier="a"))
         with pytest.raises(InvalidArgument) as refused:
@@ -292,14 +292,11 @@ def test_a_report_that_cannot_be_is_refused_by_field_and_not_counted(
         status = await call("Status", None)
         assert (status.acceptance, status.recent) == ((), ())
 
-    serve(scenario, ScriptedCluster(ready("a")))
 
-
-def test_where_keys_are_asked_for_only_reports_with_one_count(serve: Serve, tmp_path: Path) -> None:
+async def test_where_keys_are_asked_for_only_reports_with_one_count(coordinating: Coordinating, tmp_path: Path) -> None:
     alice, root = Key("alice", secret_sha256("alices")), Key("root", secret_sha256("roots"), admin=True)
     keys = write_keys(tmp_path / "keys.toml", alice, root)
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
         with pytest.raises(Unauthenticated):
             await call.raw("ReportSession", codec.encode_report(text(hits(0.0))))
         alice, root = (CoordinatorClient(call.address, security=Security(api_key=key)) for key in ("alices", "roots"))
@@ -312,5 +309,3 @@ def test_where_keys_are_asked_for_only_reports_with_one_count(serve: Serve, tmp_
         finally:
             await alice.close()
             await root.close()
-
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)

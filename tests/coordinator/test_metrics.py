@@ -28,13 +28,12 @@ def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_leases_verifiers_and_reports_are_shown(serve) -> None:
+async def test_leases_verifiers_and_reports_are_shown(coordinating) -> None:
     cluster = ScriptedCluster(
         ready("a", sessions=2, restarts=3, step_s=0.03, kv_pages_free=7),
         replace(ready("b"), state=VerifierState.DOWN),
     )
-
-    async def scenario(call) -> None:
+    async with coordinating(cluster, metrics_listen="127.0.0.1:0") as call:
         await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
         for prefixes in ((1, 2), (1, 3), (4,)):
             await call("OpenLease", LeaseRequest(model="tiny", session="s1", prefixes=prefixes))
@@ -65,11 +64,9 @@ def test_leases_verifiers_and_reports_are_shown(serve) -> None:
         assert found["outrider:coordinator_reported_seconds_total", ("tiny",)] == 5
         assert not any("s1" in labels for _, labels in found)
 
-    serve(scenario, cluster, metrics_listen="127.0.0.1:0")
 
-
-def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
-    async def scenario(call) -> None:
+async def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), metrics_listen="127.0.0.1:0", relay=True) as call:
         metrics = call.server.service.relay_metrics
         metrics.streams = 1
         metrics.opened.inc(4)
@@ -85,13 +82,10 @@ def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
         assert found["outrider:relay_forward_seconds_count", ()] == 2
         assert found["outrider:relay_forward_seconds_sum", ()] == pytest.approx(0.0006)
 
-    serve(scenario, ScriptedCluster(ready("a")), metrics_listen="127.0.0.1:0", relay=True)
 
-
-def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(serve, drafters) -> None:
+async def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(coordinating, drafters) -> None:
     write_package(drafters / "1", version="1")
-
-    async def scenario(call) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), drafters=(drafters,), metrics_listen="127.0.0.1:0") as call:
         write_package(drafters / ".2", version="2").rename(drafters / "2")
         await call.until(lambda: len(call.server.service.catalogue.manifests) == 2)
         await call.server.service.scan_drafters()
@@ -110,10 +104,8 @@ def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(se
         assert found[f"{version}_difference", ("tiny-drafter", "2")] == pytest.approx(0.1)
         assert (f"{version}_evidence", ("tiny-drafter", "2")) in found
 
-    serve(scenario, ScriptedCluster(ready("a")), drafters=(drafters,), metrics_listen="127.0.0.1:0")
 
-
-def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(serve) -> None:
+async def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(coordinating) -> None:
     cluster = ScriptedCluster(ready("a"))
     works = {"load": 0.9, "waited_s": 12.5, "hurried": 2, "cpu_share": 0.4, "steps": 160, "waiting": 70, "published": 3}
     tries = {"candidate": 4, "candidate_texts": 37, "candidate_difference": -0.25, "dropped": 1}
@@ -121,8 +113,7 @@ def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(serve) -> 
         TrainerStatus("tiny", "waiting for idle time", "general", **works, **tries),
         TrainerStatus("new", "loading"),
     )
-
-    async def scenario(call) -> None:
+    async with coordinating(cluster, metrics_listen="127.0.0.1:0") as call:
         assert (await call("Status", None)).trainers == cluster.trainers
         found = await asyncio.to_thread(scrape, call.server.metrics_address)
         prefix = "outrider:coordinator_trainer_"
@@ -143,14 +134,10 @@ def test_trainers_are_shown_with_what_they_wait_for_and_what_they_try(serve) -> 
         new = {name: value for (name, labels), value in found.items() if labels == ("new",)}
         assert new == {f"{prefix}up": 0}, "a sum of 0 that grows to 160 at once would be a rate"
 
-    serve(scenario, cluster, metrics_listen="127.0.0.1:0")
 
-
-def test_no_metrics_are_served_unless_asked_for(serve) -> None:
-    async def scenario(call) -> None:
+async def test_no_metrics_are_served_unless_asked_for(coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
         assert call.server.metrics_address == ""
-
-    serve(scenario, ScriptedCluster(ready("a")))
 
 
 def test_models_that_strangers_report_cannot_grow_the_table_without_end() -> None:

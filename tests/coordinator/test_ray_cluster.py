@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import runpy
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from outrider.proto.errors import ConfigError, NotFound, Unavailable
 from outrider.proto.types import LeaseRequest, TrainerStatus
 
 pytestmark = pytest.mark.ray
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 def fake_actor() -> type:
@@ -118,10 +119,6 @@ def start(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         ray.kill(handle, no_restart=True)
     while ray.util.list_named_actors(all_namespaces=True):
         time.sleep(0.02)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 async def until(cluster: RayCluster, holds: Callable[[VerifierInfo], bool]) -> VerifierInfo:
@@ -221,94 +218,71 @@ def test_trainers_say_what_they_do_and_delay_no_poll(monkeypatch: pytest.MonkeyP
     assert cluster.trainers == ()
 
 
-def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callable[[str], Any]) -> None:
+async def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callable[[str], Any]) -> None:
     start("a")
     other = ray.remote(fake_actor()).options(name="unrelated", namespace="outrider", num_cpus=0).remote(None)
-
-    async def scenario() -> None:
-        cluster = RayCluster()
-        info = await until(cluster, is_ready)
-        assert [v.name for v in await cluster.refresh()] == ["a"]
-        assert (info.model, info.sessions, info.max_sessions, info.restarts) == ("tiny", 3, 8, 0)
-        assert await cluster.tokenizer_json("a") == TOKENIZER_JSON
-        with pytest.raises(NotFound):
-            await cluster.tokenizer_json("zzz")
-
-    run(scenario)
+    cluster = RayCluster()
+    info = await until(cluster, is_ready)
+    assert [v.name for v in await cluster.refresh()] == ["a"]
+    assert (info.model, info.sessions, info.max_sessions, info.restarts) == ("tiny", 3, 8, 0)
+    assert await cluster.tokenizer_json("a") == TOKENIZER_JSON
+    with pytest.raises(NotFound):
+        await cluster.tokenizer_json("zzz")
     ray.kill(other)
 
 
-def test_a_killed_actor_is_down_then_restarted_at_a_new_address(start: Callable[[str], Any]) -> None:
+async def test_a_killed_actor_is_down_then_restarted_at_a_new_address(start: Callable[[str], Any]) -> None:
     handle = start("a")
-
-    async def scenario() -> None:
-        cluster = RayCluster(info_timeout_s=20)
-        before = await until(cluster, is_ready)
-        cluster._info_timeout_s = 0.05  # to look before it is back
-        ray.kill(handle, no_restart=False)
-        down = await until(cluster, lambda info: info.state is VerifierState.DOWN)
-        assert (down.model, down.status().address) == ("tiny", "")
-        cluster._info_timeout_s = 20
-        after = await until(cluster, lambda info: is_ready(info) and info.restarts == 1)
-        assert after.address != before.address
-
-    run(scenario)
+    cluster = RayCluster(info_timeout_s=20)
+    before = await until(cluster, is_ready)
+    cluster._info_timeout_s = 0.05  # to look before it is back
+    ray.kill(handle, no_restart=False)
+    down = await until(cluster, lambda info: info.state is VerifierState.DOWN)
+    assert (down.model, down.status().address) == ("tiny", "")
+    cluster._info_timeout_s = 20
+    after = await until(cluster, lambda info: is_ready(info) and info.restarts == 1)
+    assert after.address != before.address
 
 
-def test_an_actor_that_ray_has_given_up_is_replaced_by_respawn(start: Callable[[str], Any]) -> None:
+async def test_an_actor_that_ray_has_given_up_is_replaced_by_respawn(start: Callable[[str], Any]) -> None:
     handle = start("a")
-
-    async def scenario() -> None:
-        cluster = RayCluster(respawn=start)
-        await until(cluster, is_ready)
-        ray.kill(handle, no_restart=True)
-        after = await until(cluster, lambda info: is_ready(info) and info.restarts == 1)
-        assert after.name == "a"
-
-    run(scenario)
+    cluster = RayCluster(respawn=start)
+    await until(cluster, is_ready)
+    ray.kill(handle, no_restart=True)
+    after = await until(cluster, lambda info: is_ready(info) and info.restarts == 1)
+    assert after.name == "a"
 
 
-def test_without_respawn_an_actor_that_ray_has_given_up_stays_down(start: Callable[[str], Any]) -> None:
+async def test_without_respawn_an_actor_that_ray_has_given_up_stays_down(start: Callable[[str], Any]) -> None:
     handle = start("a")
-
-    async def scenario() -> None:
-        cluster = RayCluster()
-        await until(cluster, is_ready)
-        ray.kill(handle, no_restart=True)
-        await until(cluster, lambda info: info.state is VerifierState.DOWN)
-        with pytest.raises(NotFound):
-            await cluster.drain("a")
-
-    run(scenario)
+    cluster = RayCluster()
+    await until(cluster, is_ready)
+    ray.kill(handle, no_restart=True)
+    await until(cluster, lambda info: info.state is VerifierState.DOWN)
+    with pytest.raises(NotFound):
+        await cluster.drain("a")
 
 
-def test_a_drain_reaches_the_actor_which_is_then_forgotten_when_it_ends(start: Callable[[str], Any]) -> None:
+async def test_a_drain_reaches_the_actor_which_is_then_forgotten_when_it_ends(start: Callable[[str], Any]) -> None:
     handle = start("a")
-
-    async def scenario() -> None:
-        cluster = RayCluster(respawn=lambda name: pytest.fail("it was taken away on purpose"))
-        await until(cluster, is_ready)
-        assert await cluster.drain("a") == 3
-        assert (await cluster.refresh())[0].state is VerifierState.DRAINING
-        ray.kill(handle, no_restart=True)
-        while await cluster.refresh():  # noqa: ASYNC110 - the loop is what polls
-            await asyncio.sleep(0.05)
-
-    run(scenario)
+    cluster = RayCluster(respawn=lambda name: pytest.fail("it was taken away on purpose"))
+    await until(cluster, is_ready)
+    assert await cluster.drain("a") == 3
+    assert (await cluster.refresh())[0].state is VerifierState.DRAINING
+    ray.kill(handle, no_restart=True)
+    while await cluster.refresh():  # noqa: ASYNC110 - the loop is what polls
+        await asyncio.sleep(0.05)
 
 
-def test_texts_of_keys_are_listed_and_those_beyond_a_limit_are_sent_away(start: Callable[[str], Any]) -> None:
-    async def scenario() -> None:
-        start("a")
-        cluster = RayCluster()
-        info = await until(cluster, lambda info: info.lists_texts)
-        assert info.texts_of_keys == {"alice": {"s1": 2.0, "s2": 1.0}, "bob": {"s3": 0.5}}
-        await cluster.send_away({"a": frozenset({"s2", "s3"}), "nobody": frozenset({"s1"})})
-        info = await until(cluster, lambda info: "s2" not in info.texts_of_keys.get("alice", {}))
-        assert info.texts_of_keys == {"alice": {"s1": 2.0}, "bob": {}}
-        await cluster.close()
-
-    run(scenario)
+async def test_texts_of_keys_are_listed_and_those_beyond_a_limit_are_sent_away(start: Callable[[str], Any]) -> None:
+    start("a")
+    cluster = RayCluster()
+    info = await until(cluster, lambda info: info.lists_texts)
+    assert info.texts_of_keys == {"alice": {"s1": 2.0, "s2": 1.0}, "bob": {"s3": 0.5}}
+    await cluster.send_away({"a": frozenset({"s2", "s3"}), "nobody": frozenset({"s1"})})
+    info = await until(cluster, lambda info: "s2" not in info.texts_of_keys.get("alice", {}))
+    assert info.texts_of_keys == {"alice": {"s1": 2.0}, "bob": {}}
+    await cluster.close()
 
 
 def test_a_pod_drains_the_verifier_of_its_own_node_by_ray_alone(start: Callable[[str], Any], root: Path) -> None:
@@ -320,40 +294,34 @@ def test_a_pod_drains_the_verifier_of_its_own_node_by_ray_alone(start: Callable[
     assert states == ["draining", "ready"]
 
 
-def test_an_actor_that_drains_hears_that_the_cluster_knows_of_it(start: Callable[[str], Any]) -> None:
+async def test_an_actor_that_drains_hears_that_the_cluster_knows_of_it(start: Callable[[str], Any]) -> None:
     handle = start("a")
-
-    async def scenario() -> None:
-        cluster = RayCluster()
-        await until(cluster, is_ready)
-        assert not await handle.acknowledged.remote()
-        await handle.drain.remote(0.0)
-        while not await handle.acknowledged.remote():
-            await cluster.refresh()
-
-    run(scenario)
+    cluster = RayCluster()
+    await until(cluster, is_ready)
+    assert not await handle.acknowledged.remote()
+    await handle.drain.remote(0.0)
+    while not await handle.acknowledged.remote():
+        await cluster.refresh()
 
 
-def test_an_actor_that_still_loads_is_down_and_stalls_neither_loop_nor_poll(local_ray: None, tmp_path: Path) -> None:
+async def test_an_actor_that_still_loads_is_down_and_stalls_neither_loop_nor_poll(
+    local_ray: None, tmp_path: Path
+) -> None:
     loaded = tmp_path / "loaded"
     options = {"name": "outrider-verifier-slow", "namespace": "outrider", "num_cpus": 0}
     slow = ray.remote(fake_actor()).options(**options).remote(VerifierConfig(name="slow"), loads_until=str(loaded))
-
-    async def scenario() -> None:
-        cluster = RayCluster(info_timeout_s=1.0)
-        polling = asyncio.create_task(cluster.refresh())
-        turns = 0
-        while not polling.done():
-            await asyncio.sleep(0.01)
-            turns += 1
-        assert (await polling)[0].state is VerifierState.DOWN
-        assert turns > 5, "a loop that waited for Ray would have stood for that second"
-        with pytest.raises(Unavailable):
-            await cluster.tokenizer_json("slow")
-        loaded.touch()
-        assert (await until(cluster, is_ready)).restarts == 0
-
-    run(scenario)
+    cluster = RayCluster(info_timeout_s=1.0)
+    polling = asyncio.create_task(cluster.refresh())
+    turns = 0
+    while not polling.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    assert (await polling)[0].state is VerifierState.DOWN
+    assert turns > 5, "a loop that waited for Ray would have stood for that second"
+    with pytest.raises(Unavailable):
+        await cluster.tokenizer_json("slow")
+    loaded.touch()
+    assert (await until(cluster, is_ready)).restarts == 0
     ray.kill(slow)
 
 
@@ -364,10 +332,11 @@ def test_a_name_that_is_taken_is_a_config_error(start: Callable[[str], Any]) -> 
     assert refusal.value.field == "name"
 
 
-def test_leases_follow_a_restarted_actor_to_its_new_address(start: Callable[[str], Any], serve: Serve) -> None:
+async def test_leases_follow_a_restarted_actor_to_its_new_address(
+    start: Callable[[str], Any], coordinating: Coordinating
+) -> None:
     handle = start("a")
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ray_address="auto") as call:
         service = call.server.service
         await call.until(lambda: service.verifiers and is_ready(service.verifiers[0]))
         first = await call("OpenLease", LeaseRequest(model="tiny", session="s"))
@@ -377,5 +346,3 @@ def test_leases_follow_a_restarted_actor_to_its_new_address(start: Callable[[str
         assert (first.verifier, second.verifier) == ("a", "a")
         assert second.address != first.address
         assert second.tokenizer is not None
-
-    serve(scenario, ray_address="auto")

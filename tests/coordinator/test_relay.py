@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import grpc.aio
@@ -36,7 +36,7 @@ from outrider.proto.streams import CLIENT_GONE
 from outrider.proto.types import LeaseRequest, RelayStatus
 
 SECRET = b"0123456789abcdef"
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 Play = Callable[[Any], Awaitable[None]]
 
 
@@ -116,18 +116,17 @@ async def ending(call: Any) -> OutriderError | None:
     return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, await call.details()))
 
 
-def relaying(serve: Serve, scenario: Any, play: Play = echo, **options: Any) -> None:
-    """Run `scenario(call, verifier)` against a relaying coordinator of one verifier, `a`."""
-
-    async def whole(call: Any) -> None:
-        async with verifier(play) as one:
-            cluster.verifiers["a"] = ready("a", address=one.address)
-            await call.server.service.refresh()
-            await call.until(lambda: call.server.service.verifiers[0].address == one.address)
-            await scenario(call, one)
-
+@asynccontextmanager
+async def relaying(
+    coordinating: Coordinating, play: Play = echo, **options: Any
+) -> AsyncIterator[tuple[Any, Verifier]]:
+    """A relaying coordinator of one verifier, `a`, and that."""
     cluster = ScriptedCluster(ready("a"))
-    serve(whole, cluster, relay=True, **options)
+    async with coordinating(cluster, relay=True, **options) as call, verifier(play) as one:
+        cluster.verifiers["a"] = ready("a", address=one.address)
+        await call.server.service.refresh()
+        await call.until(lambda: call.server.service.verifiers[0].address == one.address)
+        yield call, one
 
 
 def status(call: Any) -> RelayStatus:
@@ -137,11 +136,18 @@ def status(call: Any) -> RelayStatus:
 # --- frames and statuses ---
 
 
-def test_frames_pass_unchanged_and_in_order_both_ways_until_the_edge_has_no_more(serve: Serve) -> None:
+async def test_frames_pass_unchanged_and_in_order_both_ways_until_the_edge_has_no_more(
+    coordinating: Coordinating,
+) -> None:
     random_ = random.Random(1)
     frames = [random_.randbytes(n) for n in (1, 30, 1000, 70_000, 3_000_000, 7, 1)]
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    # The largest exceeds the limit of requests to the coordinator itself.
+    options = [("grpc.max_receive_message_length", 8 << 20)]
+    async with (
+        relaying(coordinating) as (call, _),
+        grpc.aio.insecure_channel(call.address, options=options) as call.channel,
+    ):
         decoding = stream(call.channel)
         for frame in frames:
             await decoding.write(frame)
@@ -152,29 +158,18 @@ def test_frames_pass_unchanged_and_in_order_both_ways_until_the_edge_has_no_more
         registry = call.server.service.metrics.registry
         assert registry.get_sample_value("outrider:relay_forward_seconds_count") == 2 * len(frames)
 
-    # The largest exceeds the limit of requests to the coordinator itself.
-    options = [("grpc.max_receive_message_length", 8 << 20)]
 
-    async def with_room(call: Any, one: Verifier) -> None:
-        async with grpc.aio.insecure_channel(call.address, options=options) as call.channel:
-            await scenario(call, one)
-
-    relaying(serve, with_room)
-
-
-def test_a_lease_says_that_it_is_relayed_and_no_other_address(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_a_lease_says_that_it_is_relayed_and_no_other_address(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, _):
         given = await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
         assert (given.relayed, given.address, given.verifier) == (True, "", "a")
         decoding = stream(call.channel, given.token)
         await decoding.write(b"frame")
         assert await decoding.read() == b"frame"
 
-    relaying(serve, scenario)
 
-
-def test_the_callers_metadata_passes_but_for_its_key(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_the_callers_metadata_passes_but_for_its_key(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, one):
         more = (("traceparent", "00-trace"), ("authorization", "Bearer secret"))
         decoding = stream(call.channel, None, *more)
         await decoding.write(b"frame")
@@ -182,8 +177,6 @@ def test_the_callers_metadata_passes_but_for_its_key(serve: Serve) -> None:
         assert one.metadata[0]["traceparent"] == "00-trace"
         assert one.metadata[0][LEASE_METADATA], "the verifier answers none without it"
         assert "authorization" not in one.metadata[0]
-
-    relaying(serve, scenario)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +189,13 @@ def test_the_callers_metadata_passes_but_for_its_key(serve: Serve) -> None:
         LeaseExpired("has expired", field="open.lease"),
     ],
 )
-def test_the_verifiers_own_status_arrives_whole(serve: Serve, error: OutriderError) -> None:
+async def test_the_verifiers_own_status_arrives_whole(coordinating: Coordinating, error: OutriderError) -> None:
     async def refuse(context: Any) -> None:
         await context.read()
         await context.write(b"first")
         raise error
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating, refuse) as (call, _):
         decoding = stream(call.channel)
         await decoding.write(b"open")
         assert await decoding.read() == b"first"
@@ -211,25 +204,21 @@ def test_the_verifiers_own_status_arrives_whole(serve: Serve, error: OutriderErr
         assert (came.message, came.field, came.retry_after_s) == (error.message, error.field, error.retry_after_s)
         assert status(call).broken == 0
 
-    relaying(serve, scenario, refuse)
 
-
-def test_a_stream_that_the_verifier_ends_well_ends_well(serve: Serve) -> None:
+async def test_a_stream_that_the_verifier_ends_well_ends_well(coordinating: Coordinating) -> None:
     async def goaway(context: Any) -> None:
         await context.read()
         await context.write(b"goaway")
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating, goaway) as (call, _):
         decoding = stream(call.channel)
         await decoding.write(b"open")
         assert await decoding.read() == b"goaway"
         assert await ending(decoding) is None
 
-    relaying(serve, scenario, goaway)
 
-
-def test_an_edge_that_gives_up_frees_the_verifier(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_an_edge_that_gives_up_frees_the_verifier(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, one):
         decoding = stream(call.channel)
         await decoding.write(b"open")
         await decoding.read()
@@ -237,22 +226,18 @@ def test_an_edge_that_gives_up_frees_the_verifier(serve: Serve) -> None:
         decoding.cancel()
         await call.until(lambda: one.running == 0 and status(call).streams == 0)
 
-    relaying(serve, scenario)
 
-
-def test_an_edge_whose_connection_is_gone_frees_the_verifier(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_an_edge_whose_connection_is_gone_frees_the_verifier(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, one):
         async with grpc.aio.insecure_channel(call.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             decoding = stream(channel)
             await decoding.write(b"open")
             await decoding.read()
         await call.until(lambda: one.running == 0 and status(call).streams == 0)
 
-    relaying(serve, scenario)
 
-
-def test_a_deadline_passes(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_a_deadline_passes(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, one):
         for timeout in (30.0, None):
             decoding = stream(call.channel, timeout=timeout)
             await decoding.write(b"open")
@@ -261,8 +246,6 @@ def test_a_deadline_passes(serve: Serve) -> None:
         assert one.remaining_s[0] is not None
         assert 0 < one.remaining_s[0] <= 30
         assert one.remaining_s[1] is None or one.remaining_s[1] > 1e6
-
-    relaying(serve, scenario)
 
 
 # --- back-pressure ---
@@ -281,7 +264,7 @@ async def stuck(moved: Callable[[], int]) -> int:
     return before
 
 
-def test_a_verifier_that_does_not_read_holds_its_own_edge_back_and_no_other(serve: Serve) -> None:
+async def test_a_verifier_that_does_not_read_holds_its_own_edge_back_and_no_other(coordinating: Coordinating) -> None:
     goes_on = asyncio.Event()
 
     async def slow(context: Any) -> None:
@@ -290,7 +273,7 @@ def test_a_verifier_that_does_not_read_holds_its_own_edge_back_and_no_other(serv
         await context.write(b"ready")
         await echo(context)
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating, slow) as (call, _):
         written = 0
 
         async def push() -> None:
@@ -314,10 +297,8 @@ def test_a_verifier_that_does_not_read_holds_its_own_edge_back_and_no_other(serv
             assert await decoding.read() == FRAME
         await pushing
 
-    relaying(serve, scenario, slow)
 
-
-def test_an_edge_that_does_not_read_holds_its_own_verifier_back_and_no_other(serve: Serve) -> None:
+async def test_an_edge_that_does_not_read_holds_its_own_verifier_back_and_no_other(coordinating: Coordinating) -> None:
     sent = 0
 
     async def pour(context: Any) -> None:
@@ -328,7 +309,7 @@ def test_an_edge_that_does_not_read_holds_its_own_verifier_back_and_no_other(ser
                 sent += 1
         await echo(context)
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating, pour) as (call, _):
         decoding = stream(call.channel)
         await decoding.write(b"pour")
         assert await stuck(lambda: sent) < MANY / 2
@@ -339,8 +320,6 @@ def test_an_edge_that_does_not_read_holds_its_own_verifier_back_and_no_other(ser
         for _ in range(MANY):
             assert await decoding.read() == FRAME
         assert sent == MANY
-
-    relaying(serve, scenario, pour)
 
 
 class GoneEdge:
@@ -395,27 +374,23 @@ def test_an_edge_that_goes_while_a_frame_waits_for_room_frees_the_verifier(caplo
         (lambda: lease("nobody"), Unavailable),
     ],
 )
-def test_only_a_genuine_lease_for_a_verifier_of_the_fleet_opens_a_stream(
-    serve: Serve, token: Callable[[], bytes], kind: type[OutriderError]
+async def test_only_a_genuine_lease_for_a_verifier_of_the_fleet_opens_a_stream(
+    coordinating: Coordinating, token: Callable[[], bytes], kind: type[OutriderError]
 ) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating) as (call, one):
         assert type(await ending(stream(call.channel, token()))) is kind
         assert not one.metadata, "nothing reached a verifier"
         assert status(call) == RelayStatus(refused=1)
 
-    relaying(serve, scenario)
 
-
-def test_a_call_without_lease_is_told_that_it_is_missing(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_a_call_without_lease_is_told_that_it_is_missing(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, _):
         decoding = call.channel.stream_stream(codec.DECODE_METHOD)()
         assert "missing" in str(await ending(decoding))
 
-    relaying(serve, scenario)
 
-
-def test_streams_beyond_the_limit_are_refused_with_a_time_until_one_ends(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_streams_beyond_the_limit_are_refused_with_a_time_until_one_ends(coordinating: Coordinating) -> None:
+    async with relaying(coordinating, relay_streams=2) as (call, _):
         running = [stream(call.channel) for _ in range(2)]
         for decoding in running:
             await decoding.write(b"open")
@@ -429,11 +404,9 @@ def test_streams_beyond_the_limit_are_refused_with_a_time_until_one_ends(serve: 
         await decoding.write(b"open")
         assert await decoding.read() == b"open"
 
-    relaying(serve, scenario, relay_streams=2)
 
-
-def test_a_verifier_hears_of_a_stream_with_its_first_frame_and_two_may_wait(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_a_verifier_hears_of_a_stream_with_its_first_frame_and_two_may_wait(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, one):
         idle = [stream(call.channel) for _ in range(20)]
         for decoding in idle:
             await decoding.wait_for_connection()
@@ -448,11 +421,11 @@ def test_a_verifier_hears_of_a_stream_with_its_first_frame_and_two_may_wait(serv
         assert isinstance(refused, ResourceExhausted)
         assert refused.retry_after_s > 0
 
-    relaying(serve, scenario)
 
-
-def test_an_edge_that_ends_its_stream_before_the_first_frame_gives_its_place_back(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_an_edge_that_ends_its_stream_before_the_first_frame_gives_its_place_back(
+    coordinating: Coordinating,
+) -> None:
+    async with relaying(coordinating) as (call, one):
         for _ in range(6):
             decoding = stream(call.channel)
             await decoding.done_writing()
@@ -466,25 +439,21 @@ def test_an_edge_that_ends_its_stream_before_the_first_frame_gives_its_place_bac
         assert await decoding.read() == b"open"
         assert one.running == 1
 
-    relaying(serve, scenario)
 
-
-def test_without_the_option_nothing_is_relayed(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_without_the_option_nothing_is_relayed(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
         assert await stream(call.channel).code() is grpc.StatusCode.UNIMPLEMENTED
         status = await call("Status", None)
         assert status.relay is None
-
-    serve(scenario, ScriptedCluster(ready("a")))
 
 
 # --- a verifier that goes and comes back ---
 
 
-def test_a_dead_verifier_is_unavailable_and_serves_at_once_after_its_return(
-    serve: Serve,
+async def test_a_dead_verifier_is_unavailable_and_serves_at_once_after_its_return(
+    coordinating: Coordinating,
 ) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating) as (call, one):
         decoding = stream(call.channel)
         await decoding.write(b"open")
         await decoding.read()
@@ -503,13 +472,10 @@ def test_a_dead_verifier_is_unavailable_and_serves_at_once_after_its_return(
         assert await decoding.read() == b"open"
         await again.stop()
 
-    relaying(serve, scenario)
 
-
-def test_a_verifier_that_came_back_elsewhere_is_found_there(serve: Serve) -> None:
+async def test_a_verifier_that_came_back_elsewhere_is_found_there(coordinating: Coordinating) -> None:
     cluster = ScriptedCluster(ready("a"))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster, relay=True) as call:
         for _ in range(2):
             async with verifier() as one:
                 cluster.verifiers["a"] = ready("a", address=one.address)
@@ -523,11 +489,9 @@ def test_a_verifier_that_came_back_elsewhere_is_found_there(serve: Serve) -> Non
         await call.until(lambda: call.server.service.verifiers[0].state is VerifierState.DOWN)
         assert "is down" in str(await ending(stream(call.channel)))
 
-    serve(scenario, cluster, relay=True)
 
-
-def test_stopping_the_coordinator_ends_relayed_streams_on_both_sides(serve: Serve) -> None:
-    async def scenario(call: Any, one: Verifier) -> None:
+async def test_stopping_the_coordinator_ends_relayed_streams_on_both_sides(coordinating: Coordinating) -> None:
+    async with relaying(coordinating) as (call, one):
         decoding = stream(call.channel)
         await decoding.write(b"open")
         await decoding.read()
@@ -535,14 +499,12 @@ def test_stopping_the_coordinator_ends_relayed_streams_on_both_sides(serve: Serv
         assert await ending(decoding) is not None
         await call.until(lambda: one.running == 0)
 
-    relaying(serve, scenario)
-
 
 # --- noise ---
 
 
-def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_working(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+async def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_working(
+    coordinating: Coordinating, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_ = random.Random(7)
 
@@ -550,7 +512,7 @@ def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_working(
         while (data := await context.read()) is not grpc.aio.EOF:
             codec.decode_edge_frame(data, 1000)
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating, picky) as (call, one):
         for i in range(150):
             genuine = bytearray(lease())
             if i % 3 == 0:
@@ -571,18 +533,15 @@ def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_working(
             assert not isinstance(error, Internal) or error.message == "Internal error from Core"
         await call.until(lambda: status(call).streams == 0 and one.running == 0)
         assert (await call("Status", None)).relay.refused > 50
-
-    relaying(serve, scenario, picky)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_random_bytes_at_every_control_method_get_a_status_and_break_nothing(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+async def test_random_bytes_at_every_control_method_get_a_status_and_break_nothing(
+    coordinating: Coordinating, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_ = random.Random(11)
     methods = ["OpenLease", "ListDrafters", "FetchFile", "ReportSession", "WatchDrafters", "Status", "Drain", "Nothing"]
-
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating) as (call, _):
         seen = set()
         for i in range(300):
             data = random_.randbytes(random_.randrange(80))
@@ -595,15 +554,15 @@ def test_random_bytes_at_every_control_method_get_a_status_and_break_nothing(
         assert not seen & {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
         assert {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED} < seen
         assert (await call("OpenLease", LeaseRequest(model="tiny", session="s1"))).verifier == "a"
-
-    relaying(serve, scenario)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # --- latency ---
 
 
-def test_the_relays_own_time_and_what_it_adds_to_a_round_trip_are_measured(serve: Serve, record_property: Any) -> None:
+async def test_the_relays_own_time_and_what_it_adds_to_a_round_trip_are_measured(
+    coordinating: Coordinating, record_property: Any
+) -> None:
     async def round_trips_s(decoding: Any, n: int) -> list[float]:
         times = []
         for _ in range(n):
@@ -613,7 +572,7 @@ def test_the_relays_own_time_and_what_it_adds_to_a_round_trip_are_measured(serve
             times.append(time.perf_counter() - began)
         return times
 
-    async def scenario(call: Any, one: Verifier) -> None:
+    async with relaying(coordinating) as (call, one):
         async with grpc.aio.insecure_channel(one.address) as direct:
             calls = direct.stream_stream(codec.DECODE_METHOD)(), stream(call.channel)
             measured: tuple[list[float], list[float]] = ([], [])
@@ -629,8 +588,6 @@ def test_the_relays_own_time_and_what_it_adds_to_a_round_trip_are_measured(serve
         relay = (await call("Status", None)).relay
         assert 0 < relay.forward_p50_s <= relay.forward_p99_s
         assert relay.uplink_bytes == relay.downlink_bytes == 200 * 40
-
-    relaying(serve, scenario)
 
 
 def test_quantiles_are_bounds_of_what_was_counted() -> None:

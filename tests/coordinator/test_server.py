@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from outrider.proto.types import LeaseRequest, SessionReport
 
 SECRET = b"0123456789abcdef"
 HEALTH = "/grpc.health.v1.Health/Check"
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 def ask(**fields: Any) -> LeaseRequest:
@@ -51,13 +52,16 @@ def ask(**fields: Any) -> LeaseRequest:
 # --- leases ---
 
 
-def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(serve: Serve, drafters: Path) -> None:
+async def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(
+    coordinating: Coordinating, drafters: Path
+) -> None:
     write_package(drafters / "other", name="aaa", target="big")
     write_package(drafters / "own", name="zzz", target="tiny")
     write_package(drafters / "alien", name="alien", target="big", tokenizer_sha256="b" * 64)
     write_package(drafters / "by-text", name="abc", target="tiny", tokenizer_sha256="b" * 64)
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(
+        ScriptedCluster(ready("a", address="127.0.0.1:7", step_s=0.03, context_length=4096)), drafters=(drafters,)
+    ) as call:
         lease = await call("OpenLease", ask())
         assert (lease.verifier, lease.address, lease.model) == ("a", "127.0.0.1:7", "tiny")
         assert (lease.expires_in_s, lease.tokenizer_sha256) == (600.0, TOKENIZER_SHA256)
@@ -66,15 +70,11 @@ def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(serve: Serv
         assert lease.prior.acceptance == 0
         assert lease.context_length == 4096
 
-    serve(
-        scenario,
-        ScriptedCluster(ready("a", address="127.0.0.1:7", step_s=0.03, context_length=4096)),
-        drafters=(drafters,),
-    )
 
-
-def test_the_token_of_a_lease_verifies_for_its_session_only_and_until_it_expires(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_the_token_of_a_lease_verifies_for_its_session_only_and_until_it_expires(
+    coordinating: Coordinating,
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), lease_seconds=50) as call:
         token = (await call("OpenLease", ask())).token
         use = {"verifier": "a", "model": "tiny", "session": "s1", "now_s": time.time()}
         assert verify_lease(token, SECRET, **use).session == "s1"
@@ -86,17 +86,13 @@ def test_the_token_of_a_lease_verifies_for_its_session_only_and_until_it_expires
         with pytest.raises(LeaseExpired):
             verify_lease(token, SECRET, **use | {"now_s": time.time() + 61})
 
-    serve(scenario, ScriptedCluster(ready("a")), lease_seconds=50)
 
-
-def test_an_empty_model_and_tokenizer_get_what_there_is(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_an_empty_model_and_tokenizer_get_what_there_is(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
         lease = await call("OpenLease", ask(model=""))
         assert (lease.model, lease.tokenizer_sha256) == ("tiny", TOKENIZER_SHA256)
         content = b"".join([chunk async for chunk in call.stream("FetchFile", lease.tokenizer.sha256, 0)])
         assert content.decode() == TOKENIZER_JSON
-
-    serve(scenario, ScriptedCluster(ready("a")))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +109,10 @@ def test_an_empty_model_and_tokenizer_get_what_there_is(serve: Serve) -> None:
         (ready("a", state=VerifierState.DRAINING), ask(), Unavailable, ""),
     ],
 )
-def test_a_refused_lease_arrives_as_the_right_error_with_field_or_retry_time(
-    serve: Serve, verifier: Any, request_: LeaseRequest, kind: type[OutriderError], field: str
+async def test_a_refused_lease_arrives_as_the_right_error_with_field_or_retry_time(
+    coordinating: Coordinating, verifier: Any, request_: LeaseRequest, kind: type[OutriderError], field: str
 ) -> None:
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(verifier)) as call:
         with pytest.raises(kind) as refusal:
             await call("OpenLease", request_)
         assert type(refusal.value) is kind
@@ -124,71 +120,58 @@ def test_a_refused_lease_arrives_as_the_right_error_with_field_or_retry_time(
         assert (refusal.value.retry_after_s > 0) == (field == "")
         assert (await call("Status", None)).leases_granted == 0
 
-    serve(scenario, ScriptedCluster(verifier))
 
-
-def test_a_burst_of_leases_is_spread_although_no_session_was_seen_yet(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_burst_of_leases_is_spread_although_no_session_was_seen_yet(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"), ready("b", step_s=0.1)), poll_s=5.0) as call:
         leases = await asyncio.gather(*(call("OpenLease", ask(session=f"s{i}")) for i in range(4)))
         assert sorted(lease.verifier for lease in leases) == ["a", "a", "b", "b"]
 
-    serve(scenario, ScriptedCluster(ready("a"), ready("b", step_s=0.1)), poll_s=5.0)
 
-
-def test_an_edge_that_lost_a_verifier_gets_another_and_the_same_only_as_last_resort(serve: Serve) -> None:
+async def test_an_edge_that_lost_a_verifier_gets_another_and_the_same_only_as_last_resort(
+    coordinating: Coordinating,
+) -> None:
     cluster = ScriptedCluster(ready("a"), ready("b", sessions=3))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster) as call:
         assert (await call("OpenLease", ask(avoid=("a",)))).verifier == "b"
         assert (await call("OpenLease", ask(avoid=("a", "b")))).verifier == "a"
 
-    serve(scenario, cluster)
 
-
-def test_a_refusal_from_a_stale_view_is_checked_against_the_fleet_first(serve: Serve) -> None:
+async def test_a_refusal_from_a_stale_view_is_checked_against_the_fleet_first(coordinating: Coordinating) -> None:
     cluster = ScriptedCluster(ready("a", state=VerifierState.DOWN))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster, poll_s=60.0) as call:
         await asyncio.sleep(0.15)
         cluster.verifiers["a"] = ready("a")
         assert (await call("OpenLease", ask())).verifier == "a"
 
-    serve(scenario, cluster, poll_s=60.0)
 
-
-def test_leases_are_still_given_while_the_cluster_cannot_be_asked(serve: Serve) -> None:
+async def test_leases_are_still_given_while_the_cluster_cannot_be_asked(coordinating: Coordinating) -> None:
     cluster = ScriptedCluster(ready("a"))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster) as call:
         cluster.reachable = False
         before = cluster.refreshes
         await call.until(lambda: cluster.refreshes >= before + 2)
         assert (await call("OpenLease", ask())).verifier == "a"
 
-    serve(scenario, cluster)
-
 
 # --- drafters and files ---
 
 
-def test_drafters_are_listed_all_or_by_tokenizer(serve: Serve, drafters: Path) -> None:
+async def test_drafters_are_listed_all_or_by_tokenizer(coordinating: Coordinating, drafters: Path) -> None:
     write_package(drafters / "a", name="a")
     write_package(drafters / "b", name="b", tokenizer_sha256="b" * 64)
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         assert [m.name for m in await call("ListDrafters", "")] == ["a", "b"]
         assert [m.name for m in await call("ListDrafters", TOKENIZER_SHA256)] == ["a"]
         with pytest.raises(InvalidArgument):
             await call("ListDrafters", "nonsense")
 
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
-
-def test_a_file_comes_in_bounded_chunks_whole_or_from_an_offset_and_has_its_hash(serve: Serve, drafters: Path) -> None:
+async def test_a_file_comes_in_bounded_chunks_whole_or_from_an_offset_and_has_its_hash(
+    coordinating: Coordinating, drafters: Path
+) -> None:
     weights = bytes(range(256)) * 2500  # 640,000 bytes: three chunks
     write_package(drafters / "a", files={"model.onnx": weights})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         (manifest,) = await call("ListDrafters", "")
         by_name = {file.name: file for file in manifest.files}
         sha256 = by_name["model.onnx"].sha256
@@ -201,15 +184,12 @@ def test_a_file_comes_in_bounded_chunks_whole_or_from_an_offset_and_has_its_hash
         raw = b"".join([chunk async for chunk in call.stream("FetchFile", by_name["manifest.json"].sha256, 0)])
         assert raw == (drafters / "a" / "manifest.json").read_bytes()
 
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
-
-def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceback(
-    serve: Serve, drafters: Path, caplog: pytest.LogCaptureFixture
+async def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceback(
+    coordinating: Coordinating, drafters: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         (manifest,) = await call("ListDrafters", "")
         sha256 = next(file.sha256 for file in manifest.files if file.name == "model.onnx")
         fetching = call.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/FetchFile")(codec.encode_fetch(sha256, 0))
@@ -218,13 +198,11 @@ def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceback(
         fetching.cancel()
         time.sleep(0.05)  # noqa: ASYNC251 - gRPC hears of the failed write and of the client's end meanwhile
         await call("Status", None)
-
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
-    serve: Serve, drafters: Path, monkeypatch: pytest.MonkeyPatch
+async def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
+    coordinating: Coordinating, drafters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_server, "MAX_FETCHES", 3)
     monkeypatch.setattr(coordinator_server, "MAX_FETCHES_OF_PEER", 4)
@@ -234,8 +212,7 @@ def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
         coordinator_server, "StreamLimits", lambda *fields: limits.append(StreamLimits(*fields)) or limits[-1]
     )
     write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         (manifest,) = await call("ListDrafters", "")
         sha256 = next(file.sha256 for file in manifest.files if file.name == "model.onnx")
         fetch = call.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/FetchFile")
@@ -261,8 +238,6 @@ def test_unread_fetches_are_few_hold_no_file_and_leave_others_theirs(
             each.cancel()
         await call.until(lambda: not limits[0]._by_network)
 
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
-
 
 def open_files() -> int:
     """Return the number of files of drafters that this process has open."""
@@ -270,10 +245,9 @@ def open_files() -> int:
     return sum(str(os.path.realpath(link)).endswith("model.onnx") for link in links)
 
 
-def test_watches_of_one_address_have_a_limit(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watches_of_one_address_have_a_limit(coordinating: Coordinating, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_server, "MAX_WATCHES_OF_PEER", 2)
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster()) as call:
         watches = [call.stream("WatchDrafters", "") for _ in range(2)]
         for watch in watches:
             assert await anext(watch) == ()
@@ -281,8 +255,6 @@ def test_watches_of_one_address_have_a_limit(serve: Serve, monkeypatch: pytest.M
             await anext(call.stream("WatchDrafters", ""))
         for watch in watches:
             await watch.aclose()
-
-    serve(scenario, ScriptedCluster())
 
 
 @pytest.mark.parametrize(
@@ -293,25 +265,21 @@ def test_watches_of_one_address_have_a_limit(serve: Serve, monkeypatch: pytest.M
         (hashlib.sha256(b"weights").hexdigest(), 1 << 60, InvalidArgument, "fetch.offset"),
     ],
 )
-def test_a_fetch_of_anything_else_is_refused(
-    serve: Serve, drafters: Path, sha256: str, offset: int, kind: type[OutriderError], field: str
+async def test_a_fetch_of_anything_else_is_refused(
+    coordinating: Coordinating, drafters: Path, sha256: str, offset: int, kind: type[OutriderError], field: str
 ) -> None:
     write_package(drafters / "a", files={"model.onnx": b"weights"})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         with pytest.raises(kind) as refusal:
             _ = [chunk async for chunk in call.stream("FetchFile", sha256, offset)]
         assert refusal.value.field == field
 
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
-
-def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_withdrawal(
-    serve: Serve, drafters: Path
+async def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_withdrawal(
+    coordinating: Coordinating, drafters: Path
 ) -> None:
     write_package(drafters / "1", version="1")
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
         assert [m.version for m in await anext(updates)] == ["1"]
         write_package(drafters / ".2", version="2").rename(drafters / "2")
@@ -319,11 +287,9 @@ def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_withdra
         (drafters / "2").rename(drafters / ".2")
         assert [m.version for m in await anext(updates)] == ["1"]
 
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
-
-def test_a_watch_of_one_tokenizer_is_not_woken_by_another(serve: Serve, drafters: Path) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_watch_of_one_tokenizer_is_not_woken_by_another(coordinating: Coordinating, drafters: Path) -> None:
+    async with coordinating(ScriptedCluster(), drafters=(drafters,)) as call:
         updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
         assert await anext(updates) == ()
         write_package(drafters / "alien", name="alien", target="big", tokenizer_sha256="b" * 64)
@@ -331,11 +297,9 @@ def test_a_watch_of_one_tokenizer_is_not_woken_by_another(serve: Serve, drafters
         write_package(drafters / "own", name="own")
         assert [m.name for m in await anext(updates)] == ["own"], "the update between would have been empty"
 
-    serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
-
-def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster()) as call:
         updates = call.stream("WatchDrafters", "")
         await anext(updates)
         began_s = time.monotonic()
@@ -344,13 +308,13 @@ def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it(serve
         with pytest.raises(Unavailable):
             await anext(updates)
 
-    serve(scenario, ScriptedCluster())
-
 
 # --- reports, status, drain ---
 
 
-def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve: Serve, drafters: Path) -> None:
+async def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(
+    coordinating: Coordinating, drafters: Path
+) -> None:
     write_package(drafters / "a")
     report = SessionReport(
         session="s1",
@@ -361,8 +325,7 @@ def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve
         accepted_tokens=80,
         verified_tokens=100,
     )
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), drafters=(drafters,)) as call:
         await call("OpenLease", ask())
         await call("ReportSession", report)
         assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
@@ -376,47 +339,38 @@ def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve
         with pytest.raises(NotFound):
             await call("ReportSession", replace(report, model="invented"))
 
-    serve(scenario, ScriptedCluster(ready("a")), drafters=(drafters,))
 
-
-def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(serve: Serve, tmp_path: Path) -> None:
-    async def first(call: Any) -> None:
+async def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(
+    coordinating: Coordinating, tmp_path: Path
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), state=tmp_path / "state.json") as call:
         await call("OpenLease", ask())
         report = SessionReport(session="s1", model="tiny", verifier="a", accepted_tokens=8, verified_tokens=10)
         await call("ReportSession", report)
-
-    async def second(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), state=tmp_path / "state.json") as call:
         assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
 
-    for scenario in (first, second):
-        serve(scenario, ScriptedCluster(ready("a")), state=tmp_path / "state.json")
 
-
-def test_the_status_shows_no_address_of_a_verifier_that_is_down(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_the_status_shows_no_address_of_a_verifier_that_is_down(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"), ready("b", state=VerifierState.DOWN))) as call:
         verifiers = (await call("Status", None)).verifiers
         assert [(v.name, v.state, v.address) for v in verifiers] == [
             ("a", "ready", "127.0.0.1:1"),
             ("b", "down", ""),
         ]
 
-    serve(scenario, ScriptedCluster(ready("a"), ready("b", state=VerifierState.DOWN)))
 
-
-def test_a_drained_verifier_gets_no_more_leases_and_its_sessions_are_counted(serve: Serve) -> None:
+async def test_a_drained_verifier_gets_no_more_leases_and_its_sessions_are_counted(coordinating: Coordinating) -> None:
     cluster = ScriptedCluster(ready("a", sessions=2), ready("b", sessions=3))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster) as call:
         assert (await call("OpenLease", ask())).verifier == "a"
         assert await call("Drain", "a") == 2
         assert cluster.drained == ["a"]
         assert (await call("OpenLease", ask())).verifier == "b"
         assert (await call("Status", None)).verifiers[0].state == "draining"
 
-    serve(scenario, cluster)
 
-
-def test_no_lease_lands_on_a_verifier_while_its_drain_is_under_way(serve: Serve) -> None:
+async def test_no_lease_lands_on_a_verifier_while_its_drain_is_under_way(coordinating: Coordinating) -> None:
     begun, goes_on = asyncio.Event(), asyncio.Event()
 
     class SlowDrain(ScriptedCluster):
@@ -425,7 +379,7 @@ def test_no_lease_lands_on_a_verifier_while_its_drain_is_under_way(serve: Serve)
             await goes_on.wait()
             return await super().drain(name)
 
-    async def scenario(call: Any) -> None:
+    async with coordinating(SlowDrain(ready("a"))) as call:
         draining = asyncio.create_task(call("Drain", "a"))
         await begun.wait()
         with pytest.raises(Unavailable):
@@ -433,69 +387,59 @@ def test_no_lease_lands_on_a_verifier_while_its_drain_is_under_way(serve: Serve)
         goes_on.set()
         await draining
 
-    serve(scenario, SlowDrain(ready("a")))
 
-
-def test_draining_an_unknown_verifier_is_not_found_and_lists_those_there_are(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_draining_an_unknown_verifier_is_not_found_and_lists_those_there_are(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
         with pytest.raises(NotFound, match="there is a") as refusal:
             await call("Drain", "zzz")
         assert refusal.value.field == "drain.verifier"
-
-    serve(scenario, ScriptedCluster(ready("a")))
 
 
 # --- the server itself ---
 
 
-def test_a_defect_is_internal_and_logged_and_the_edge_sees_no_trace_of_it(
-    serve: Serve, caplog: pytest.LogCaptureFixture
+async def test_a_defect_is_internal_and_logged_and_the_edge_sees_no_trace_of_it(
+    coordinating: Coordinating, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(ScriptedCluster):
         async def drain(self, name: str) -> int:
             raise ZeroDivisionError("private detail")
 
-    async def scenario(call: Any) -> None:
-        with pytest.raises(Internal) as failure:
-            await call("Drain", "a")
-        assert "private" not in str(failure.value)
-        assert (await call("OpenLease", ask())).verifier == "a", "the server lives on"
-
     with caplog.at_level(logging.ERROR):
-        serve(scenario, Broken(ready("a")))
+        async with coordinating(Broken(ready("a"))) as call:
+            with pytest.raises(Internal) as failure:
+                await call("Drain", "a")
+            assert "private" not in str(failure.value)
+            assert (await call("OpenLease", ask())).verifier == "a", "the server lives on"
     assert "private detail" in caplog.text
 
 
-def test_an_oversized_request_is_refused_and_the_server_lives_on(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_an_oversized_request_is_refused_and_the_server_lives_on(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster(ready("a"))) as call:
         with pytest.raises(ResourceExhausted):
             await call("OpenLease", ask(model="m" * 2_000_000))
         assert (await call("OpenLease", ask())).verifier == "a"
 
-    serve(scenario, ScriptedCluster(ready("a")))
 
-
-def test_the_standard_health_service_answers(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_the_standard_health_service_answers(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster()) as call:
         for service in ("", codec.CONTROL_SERVICE):
             request = health_pb2.HealthCheckRequest(service=service).SerializeToString()
             reply = health_pb2.HealthCheckResponse.FromString(await call.channel.unary_unary(HEALTH)(request))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
-    serve(scenario, ScriptedCluster())
 
-
-def test_a_port_that_is_taken_is_a_config_error(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_port_that_is_taken_is_a_config_error(coordinating: Coordinating) -> None:
+    async with coordinating(ScriptedCluster()) as call:
         second = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=call.address), ScriptedCluster())
         with pytest.raises(ConfigError, match="cannot be bound"):
             await second.start()
         await second.stop(0)
 
-    serve(scenario, ScriptedCluster())
 
-
-def test_a_failing_poll_is_logged_and_tried_again(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_poll_is_logged_and_tried_again(
+    coordinating: Coordinating, caplog: pytest.LogCaptureFixture
+) -> None:
     class Flaky(ScriptedCluster):
         async def refresh(self) -> Any:
             if self.refreshes == 1:
@@ -504,21 +448,18 @@ def test_a_failing_poll_is_logged_and_tried_again(serve: Serve, caplog: pytest.L
             return await super().refresh()
 
     cluster = Flaky(ready("a"))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster) as call:
         await call.until(lambda: cluster.refreshes >= 4)
-
-    serve(scenario, cluster)
     assert "will be tried again" in caplog.text
 
 
 # --- verifiers at fixed addresses ---
 
 
-def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_restart(
-    serve: Serve,
+async def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_restart(
+    coordinating: Coordinating,
 ) -> None:
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster()) as call:
         # Another coordinator stands in for the verifier: all that counts here is its health service.
         address = f"127.0.0.1:{free_port()}"
         stand_in = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=address), ScriptedCluster())
@@ -544,12 +485,8 @@ def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_restar
         await server.stop(0)
         await again.stop(0)
 
-    serve(scenario, ScriptedCluster())
 
-
-def test_a_coordinator_without_verifiers_starts_and_says_unavailable(serve: Serve) -> None:
-    async def scenario(call: Any) -> None:
+async def test_a_coordinator_without_verifiers_starts_and_says_unavailable(coordinating: Coordinating) -> None:
+    async with coordinating() as call:
         with pytest.raises(Unavailable):
             await call("OpenLease", ask())
-
-    serve(scenario)

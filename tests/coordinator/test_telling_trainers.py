@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 SECRET = b"0123456789abcdef"  # of the coordinator in conftest.py
 ALICE, BOB = (key_salt(SECRET, name) for name in ("alice", "bob"))
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 def keys_file(path: Path, **learning: bool) -> Path:
@@ -38,33 +39,30 @@ def as_client(call: Any, name: str) -> CoordinatorClient:
 
 
 @pytest.mark.parametrize("left", [{"alice": False, "bob": True}, {"bob": True}])
-def test_trainers_hear_which_keys_allow_learning_and_when_one_no_longer_does(serve: Serve, keys: Path, left) -> None:
+async def test_trainers_hear_which_keys_allow_learning_and_when_one_no_longer_does(
+    coordinating: Coordinating, keys: Path, left
+) -> None:
     cluster = ScriptedCluster(ready("a"))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster, api_keys=keys) as call:
         await call.until(lambda: cluster.allowed == {ALICE, BOB})
         await asyncio.to_thread(keys_file, keys, **left)
         await call.until(lambda: cluster.allowed == {BOB})
 
-    serve(scenario, cluster, api_keys=keys)
 
-
-def test_without_api_keys_there_is_nobody_to_name(serve: Serve) -> None:
+async def test_without_api_keys_there_is_nobody_to_name(coordinating: Coordinating) -> None:
     cluster = ScriptedCluster(ready("a"))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster) as call:
         await call.until(lambda: cluster.refreshes > 2)
         assert cluster.allowed is None
 
-    serve(scenario, cluster)
 
-
-def test_trainers_are_told_what_is_retired_while_its_files_are_there(serve: Serve, keys: Path, drafters: Path) -> None:
+async def test_trainers_are_told_what_is_retired_while_its_files_are_there(
+    coordinating: Coordinating, keys: Path, drafters: Path
+) -> None:
     cluster = ScriptedCluster(ready("a"))
     write_package(drafters / "1", version="1")
     write_package(drafters / "2", version="2", sequence=2, files={"model.onnx": b"another"})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster, api_keys=keys, drafters=(drafters,)) as call:
         service = call.server.service
         clients = [as_client(call, name) for name in ("alice", "bob")]
         await service.scan_drafters()
@@ -85,13 +83,12 @@ def test_trainers_are_told_what_is_retired_while_its_files_are_there(serve: Serv
         for client in clients:
             await client.close()
 
-    serve(scenario, cluster, api_keys=keys, drafters=(drafters,))
 
-
-def test_a_key_that_is_taken_away_watches_drafters_no_longer(serve: Serve, keys: Path, drafters: Path) -> None:
+async def test_a_key_that_is_taken_away_watches_drafters_no_longer(
+    coordinating: Coordinating, keys: Path, drafters: Path
+) -> None:
     write_package(drafters / "1")
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys, drafters=(drafters,)) as call:
         alice = as_client(call, "alice")
         updates = alice.watch_drafters()
         assert len(await anext(updates)) == 1
@@ -100,5 +97,3 @@ def test_a_key_that_is_taken_away_watches_drafters_no_longer(serve: Serve, keys:
         with pytest.raises(Unauthenticated, match="revoked"):
             await anext(updates)
         await alice.close()
-
-    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys, drafters=(drafters,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from outrider.proto.types import Cancel, LeaseRequest, Opened
 SECRET = b"0123456789abcdef"
 HOSTS = ("verifier.example", "localhost", "127.0.0.1")
 OPENED = Opened(committed=0, credit=8, max_tokens=4, verifier="a", context_length=64, vocab_size=10)
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,11 @@ async def verifier(tls: ServerTls | None) -> AsyncIterator[str]:
 # --- its own port ---
 
 
-def test_a_client_with_a_certificate_is_served_control_and_files(serve: Serve, issued: Issued, drafters: Path) -> None:
+async def test_a_client_with_a_certificate_is_served_control_and_files(
+    coordinating: Coordinating, issued: Issued, drafters: Path
+) -> None:
     write_package(drafters / "a", files={"model.onnx": b"weights"})
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), tls=serving(issued), drafters=(drafters,)) as call:
         client = CoordinatorClient(call.address, security=secured(issued))
         assert (await client.status()).leases_granted == 0
         (manifest,) = await client.list_drafters()
@@ -87,11 +88,9 @@ def test_a_client_with_a_certificate_is_served_control_and_files(serve: Serve, i
         assert b"weights" in await asyncio.to_thread(lambda: [b"".join(fetch(f, 0)) for f in manifest.files])
         await client.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), tls=serving(issued), drafters=(drafters,))
 
-
-def test_clients_that_do_not_fit_are_refused_and_told_the_option_and_the_doctor(
-    serve: Serve, issued: Issued, strangers: Issued
+async def test_clients_that_do_not_fit_are_refused_and_told_the_option_and_the_doctor(
+    coordinating: Coordinating, issued: Issued, strangers: Issued
 ) -> None:
     cases = {
         "--tls-cert": secured(issued, cert=None, key=None),
@@ -99,8 +98,7 @@ def test_clients_that_do_not_fit_are_refused_and_told_the_option_and_the_doctor(
         "authority that is not in --tls-ca": secured(issued, ca=strangers.ca),
         "--tls-server-name": secured(issued, server_name="elsewhere.example"),
     }
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), tls=serving(issued)) as call:
         for words, security in cases.items():
             client = CoordinatorClient(call.address, security=security)
             with pytest.raises(Unavailable) as refusal:
@@ -110,11 +108,9 @@ def test_clients_that_do_not_fit_are_refused_and_told_the_option_and_the_doctor(
             assert call.address in str(refusal.value)
             await client.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), tls=serving(issued))
 
-
-def test_a_client_whose_certificates_are_replaced_connects_with_the_new_ones(
-    serve: Serve, issued: Issued, strangers: Issued, tmp_path: Path
+async def test_a_client_whose_certificates_are_replaced_connects_with_the_new_ones(
+    coordinating: Coordinating, issued: Issued, strangers: Issued, tmp_path: Path
 ) -> None:
     mine = issue(tmp_path, HOSTS)
 
@@ -125,8 +121,7 @@ def test_a_client_whose_certificates_are_replaced_connects_with_the_new_ones(
             beside.replace(ours)
 
     become(strangers)
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), tls=serving(issued)) as call:
         client = CoordinatorClient(call.address, security=secured(mine))
         with pytest.raises(Unavailable):
             await client.status()
@@ -134,15 +129,13 @@ def test_a_client_whose_certificates_are_replaced_connects_with_the_new_ones(
         await client.status()
         await client.close()
 
-    serve(scenario, ScriptedCluster(ready("a")), tls=serving(issued))
 
-
-def test_a_bad_certificate_keeps_the_coordinator_from_starting(serve: Serve, issued: Issued) -> None:
-    async def scenario(call: Any) -> None:
-        raise AssertionError("it must not start")
-
+async def test_a_bad_certificate_keeps_the_coordinator_from_starting(
+    coordinating: Coordinating, issued: Issued
+) -> None:
     with pytest.raises(ConfigError) as refusal:
-        serve(scenario, ScriptedCluster(ready("a")), tls=ServerTls(issued.server_cert, issued.client_key))
+        async with coordinating(ScriptedCluster(ready("a")), tls=ServerTls(issued.server_cert, issued.client_key)):
+            pass
     assert refusal.value.field == "tls_key"
 
 
@@ -153,12 +146,13 @@ def test_with_a_certificate_it_may_listen_anywhere_else_the_refusal_names_remedi
 
 
 @pytest.mark.parametrize("secured_port", [True, False])
-def test_random_bytes_on_the_port_itself_leave_it_serving(serve: Serve, issued: Issued, secured_port: bool) -> None:
+async def test_random_bytes_on_the_port_itself_leave_it_serving(
+    coordinating: Coordinating, issued: Issued, secured_port: bool
+) -> None:
     random_ = random.Random(5)
     # Each as long as gRPC waits for before it looks: a TLS record's head, an HTTP/2 preface, and nonsense.
     heads = (b"", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n")
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("a")), **{"tls": serving(issued)} if secured_port else {}) as call:
         host, _, port = call.address.partition(":")
         for i in range(60):
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -171,8 +165,6 @@ def test_random_bytes_on_the_port_itself_leave_it_serving(serve: Serve, issued: 
         client = CoordinatorClient(call.address, security=secured(issued) if secured_port else Security())
         assert (await client.status()).leases_granted == 0
         await client.close()
-
-    serve(scenario, ScriptedCluster(ready("a")), **({"tls": serving(issued)} if secured_port else {}))
 
 
 # --- verifiers that speak TLS ---
@@ -187,28 +179,22 @@ def towards(issued: Issued) -> ClientTls:
     return ClientTls(issued.ca, issued.server_cert, issued.server_key)
 
 
-def test_a_fixed_verifier_under_mutual_tls_is_found_ready_and_leases_say_so(serve: Serve, issued: Issued) -> None:
-    async def scenario(call: Any) -> None:
-        async with verifier(serving(issued)) as address:
-            cluster = StaticCluster((fixed(address, tls_name="verifier.example"),), secret=SECRET, tls=towards(issued))
-            (info,) = await cluster.refresh()
-            assert (info.state, info.tls, info.tls_name) == (VerifierState.READY, True, "verifier.example")
-            await cluster.close()
-
-    serve(scenario, ScriptedCluster())
+async def test_a_fixed_verifier_under_mutual_tls_is_found_ready_and_leases_say_so(issued: Issued) -> None:
+    async with verifier(serving(issued)) as address:
+        cluster = StaticCluster((fixed(address, tls_name="verifier.example"),), secret=SECRET, tls=towards(issued))
+        (info,) = await cluster.refresh()
+        assert (info.state, info.tls, info.tls_name) == (VerifierState.READY, True, "verifier.example")
+        await cluster.close()
 
 
-def test_an_unreachable_fixed_verifier_is_down_and_the_log_says_why_once(
-    serve: Serve, issued: Issued, strangers: Issued, caplog: pytest.LogCaptureFixture
+async def test_an_unreachable_fixed_verifier_is_down_and_the_log_says_why_once(
+    issued: Issued, strangers: Issued, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(call: Any) -> None:
-        async with verifier(serving(issued)) as address:
-            cluster = StaticCluster((fixed(address),), secret=SECRET, tls=towards(strangers))
-            for _ in range(3):
-                assert (await cluster.refresh())[0].state is VerifierState.DOWN
-            await cluster.close()
-
-    serve(scenario, ScriptedCluster())
+    async with verifier(serving(issued)) as address:
+        cluster = StaticCluster((fixed(address),), secret=SECRET, tls=towards(strangers))
+        for _ in range(3):
+            assert (await cluster.refresh())[0].state is VerifierState.DOWN
+        await cluster.close()
     assert caplog.text.count("cannot be reached: the server's certificate is by an authority") == 1
 
 
@@ -218,15 +204,12 @@ def test_a_fixed_verifier_that_speaks_tls_needs_the_file_of_its_authority() -> N
     assert refusal.value.field == "verifier_tls"
 
 
-def test_leases_tell_edges_whether_a_verifier_speaks_tls_and_its_name(serve: Serve) -> None:
+async def test_leases_tell_edges_whether_a_verifier_speaks_tls_and_its_name(coordinating: Coordinating) -> None:
     cluster = ScriptedCluster(ready("a", tls=True, tls_name="verifier.example"), ready("b", sessions=3))
-
-    async def scenario(call: Any) -> None:
+    async with coordinating(cluster) as call:
         for avoid, said in (((), (True, "verifier.example")), (("a",), (False, ""))):
             given = await call("OpenLease", LeaseRequest(model="tiny", session="s", avoid=avoid))
             assert (given.tls, given.tls_name) == said
-
-    serve(scenario, cluster)
 
 
 def test_what_a_verifier_reports_of_tls_is_read_and_older_ones_speak_plain_text() -> None:
@@ -237,33 +220,31 @@ def test_what_a_verifier_reports_of_tls_is_read_and_older_ones_speak_plain_text(
     assert (reported.tls, reported.tls_name) == (True, "verifier.example")
 
 
-def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordinator(serve: Serve, issued: Issued) -> None:
-    cluster = ScriptedCluster()
-
-    async def scenario(call: Any) -> None:
-        async with verifier(serving(issued)) as address:
-            cluster.verifiers["a"] = ready("a", address=address, tls=True, tls_name="verifier.example")
-            await call.until(lambda: call.server.service.verifiers)
-            client = CoordinatorClient(call.address, security=secured(issued, server_name="localhost"))
-            lease = await CoordinatorRoute(client, "tiny", "").lease("s1", ())
-            assert (lease.address, lease.tls, lease.tls_name) == (call.address, True, "localhost")
-            channels = Channels(client.security)
-            opening = (lease.address, EdgeStatistics(), lease_metadata(lease), lease.tls_name)
-            stream = channels.open_stream(*opening)
-            stream.send(Cancel("only a frame"))
-            assert await anext(stream.frames()) == OPENED
-            await channels.close_stream(stream)
-            await channels.close()
-            await client.close()
-
-    options = {"tls": serving(issued), "verifier_tls": towards(issued), "relay": True}
-    serve(scenario, cluster, **options)
-
-
-def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
-    serve: Serve, issued: Issued, caplog: pytest.LogCaptureFixture
+async def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordinator(
+    coordinating: Coordinating, issued: Issued
 ) -> None:
-    async def scenario(call: Any) -> None:
+    cluster = ScriptedCluster()
+    options = {"tls": serving(issued), "verifier_tls": towards(issued), "relay": True}
+    async with coordinating(cluster, **options) as call, verifier(serving(issued)) as address:
+        cluster.verifiers["a"] = ready("a", address=address, tls=True, tls_name="verifier.example")
+        await call.until(lambda: call.server.service.verifiers)
+        client = CoordinatorClient(call.address, security=secured(issued, server_name="localhost"))
+        lease = await CoordinatorRoute(client, "tiny", "").lease("s1", ())
+        assert (lease.address, lease.tls, lease.tls_name) == (call.address, True, "localhost")
+        channels = Channels(client.security)
+        opening = (lease.address, EdgeStatistics(), lease_metadata(lease), lease.tls_name)
+        stream = channels.open_stream(*opening)
+        stream.send(Cancel("only a frame"))
+        assert await anext(stream.frames()) == OPENED
+        await channels.close_stream(stream)
+        await channels.close()
+        await client.close()
+
+
+async def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
+    coordinating: Coordinating, issued: Issued, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with coordinating(ScriptedCluster(ready("a", tls=True)), relay=True) as call:
         lease = await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
         channels = Channels()
         stream = channels.open_stream(call.address, EdgeStatistics(), lease_metadata(lease))
@@ -272,8 +253,6 @@ def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
             await anext(stream.frames())
         channels.retire(call.address, stream.connection)
         await channels.close_stream(stream)
-
-    serve(scenario, ScriptedCluster(ready("a", tls=True)), relay=True)
     assert "--verifier-tls-ca" in caplog.text
 
 
