@@ -97,26 +97,23 @@ async def assert_honest(asked: float, measure: Callable[[], float]) -> None:
 
 
 @pytest.mark.parametrize(("rtt_ms", "count"), [(2, 50), (20, 15), (100, 4)])
-def test_the_link_is_as_slow_as_it_says(rtt_ms, count, echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_the_link_is_as_slow_as_it_says(rtt_ms, count, echo) -> None:
+    async with LinkProcess(to=echo, shape=LinkShape.of(rtt_ms=rtt_ms)) as link:
         await assert_honest(rtt_ms, lambda: 1e3 * median_round_trip_s(link.address, count))
-
-    with_link(echo, talk, shape=LinkShape.of(rtt_ms=rtt_ms))
 
 
 @pytest.mark.parametrize("way", ["up_mbit", "down_mbit"])
 @pytest.mark.parametrize(("mbit", "size"), [(1, 60_000), (20, 1_200_000)])
-def test_the_link_carries_as_much_as_it_says(way, mbit, size, echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_the_link_carries_as_much_as_it_says(way, mbit, size, echo) -> None:
+    async with LinkProcess(to=echo, shape=LinkShape.of(rtt_ms=10, queue_kib=16, **{way: mbit})) as link:
         await assert_honest(mbit, lambda: median_rate(link.address, size) * 8 / 1e6)
 
-    with_link(echo, talk, shape=LinkShape.of(rtt_ms=10, queue_kib=16, **{way: mbit}))
 
-
-def test_bytes_arrive_as_they_were_sent_in_both_directions_and_are_counted(echo) -> None:
+async def test_bytes_arrive_as_they_were_sent_in_both_directions_and_are_counted(echo) -> None:
     payload = os.urandom(300_000)
-
-    async def talk(link: LinkProcess) -> None:
+    async with LinkProcess(
+        to=echo, shape=LinkShape.of(rtt_ms=4, jitter_ms=2, up_mbit=100, down_mbit=100, queue_kib=8), seed=1
+    ) as link:
         assert await link.counters() == Counters(0, 0, 0)
 
         def transfer() -> bytes:
@@ -132,11 +129,9 @@ def test_bytes_arrive_as_they_were_sent_in_both_directions_and_are_counted(echo)
         assert second == payload
         assert await link.counters() == Counters(2 * len(payload), 2 * len(payload), 2)
 
-    with_link(echo, talk, shape=LinkShape.of(rtt_ms=4, jitter_ms=2, up_mbit=100, down_mbit=100, queue_kib=8), seed=1)
 
-
-def test_a_full_queue_holds_the_sender_back(echo) -> None:
-    async def flood(link: LinkProcess) -> None:
+async def test_a_full_queue_holds_the_sender_back(echo) -> None:
+    async with LinkProcess(to=echo, shape=LinkShape.of(up_mbit=0, queue_kib=16)) as link:
         with connected(link.address, SILENCE_S) as edge:
             edge.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
             edge.setblocking(False)
@@ -151,11 +146,9 @@ def test_a_full_queue_holds_the_sender_back(echo) -> None:
         assert sent < 2 << 20, "an outage with a queue of 16 KiB took megabytes"
         assert (await link.counters()).up_bytes == 0
 
-    with_link(echo, flood, shape=LinkShape.of(up_mbit=0, queue_kib=16))
 
-
-def test_a_reader_that_does_not_read_stops_its_own_connection_only(echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_a_reader_that_does_not_read_stops_its_own_connection_only(echo) -> None:
+    async with LinkProcess(to=echo) as link:
         with connected(link.address, SILENCE_S) as deaf, connected(link.address, SILENCE_S) as other:
             deaf.setblocking(False)
             blocked = 0
@@ -169,11 +162,9 @@ def test_a_reader_that_does_not_read_stops_its_own_connection_only(echo) -> None
             other.sendall(b"still there")
             assert await asyncio.to_thread(read, other, 11) == b"still there"
 
-    with_link(echo, talk)
 
-
-def test_a_stall_is_silence_and_then_everything(echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_a_stall_is_silence_and_then_everything(echo) -> None:
+    async with LinkProcess(to=echo) as link:
         with connected(link.address, SILENCE_S) as edge:
             edge.sendall(b"before")
             assert read(edge, 6) == b"before"
@@ -185,11 +176,9 @@ def test_a_stall_is_silence_and_then_everything(echo) -> None:
         with pytest.raises(ConfigError, match="seconds"):
             await link.stall(-1)
 
-    with_link(echo, talk)
 
-
-def test_a_cut_aborts_every_connection_and_new_ones_are_welcome(echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_a_cut_aborts_every_connection_and_new_ones_are_welcome(echo) -> None:
+    async with LinkProcess(to=echo) as link:
         with connected(link.address, SILENCE_S) as edge, connected(link.address, SILENCE_S) as other:
             for end in (edge, other):
                 end.sendall(b"x")
@@ -203,11 +192,9 @@ def test_a_cut_aborts_every_connection_and_new_ones_are_welcome(echo) -> None:
             assert read(edge, 5) == b"again"
         assert (await link.counters()).connections == 3
 
-    with_link(echo, talk)
 
-
-def test_a_connection_that_is_not_yet_through_is_cut_too(echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_a_connection_that_is_not_yet_through_is_cut_too(echo) -> None:
+    async with LinkProcess(to=echo, shape=LinkShape.of(rtt_ms=60_000)) as link:
         with connected(link.address, SILENCE_S) as edge:
             while not (await link.counters()).connections:  # noqa: ASYNC110 - the relay accepts in its own time
                 await asyncio.sleep(0.01)
@@ -219,13 +206,10 @@ def test_a_connection_that_is_not_yet_through_is_cut_too(echo) -> None:
             edge.sendall(b"again")
             assert read(edge, 5) == b"again"
 
-    with_link(echo, talk, shape=LinkShape.of(rtt_ms=60_000))
 
-
-def test_a_trace_is_played_in_time_and_a_shape_ends_it(echo) -> None:
+async def test_a_trace_is_played_in_time_and_a_shape_ends_it(echo) -> None:
     trace = LinkTrace("t", (TracePoint(0.0, 0, 100, 100), TracePoint(0.4, 150, 100, 100)))
-
-    async def talk(link: LinkProcess) -> None:
+    async with LinkProcess(to=echo, trace=trace) as link:
         with connected(link.address, SILENCE_S) as edge:
 
             def round_trip_s() -> float:
@@ -243,26 +227,20 @@ def test_a_trace_is_played_in_time_and_a_shape_ends_it(echo) -> None:
             await link.play(find_trace("lte-motion"))  # a long line on standard input
             assert round_trip_s() > 0.044
 
-    with_link(echo, talk, trace=trace)
 
-
-def test_a_new_connection_waits_a_round_trip_for_its_handshake(echo) -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_a_new_connection_waits_a_round_trip_for_its_handshake(echo) -> None:
+    async with LinkProcess(to=echo, shape=LinkShape.of(rtt_ms=100)) as link:
         began = time.monotonic()
         with connected(link.address, SILENCE_S) as edge:
             edge.sendall(b"x")
             assert await asyncio.to_thread(read, edge, 1) == b"x"
         assert time.monotonic() - began >= 0.199
 
-    with_link(echo, talk, shape=LinkShape.of(rtt_ms=100))
 
-
-def test_a_verifier_that_is_not_there_is_a_reset() -> None:
-    async def talk(link: LinkProcess) -> None:
+async def test_a_verifier_that_is_not_there_is_a_reset() -> None:
+    async with LinkProcess(to="127.0.0.1:1") as link:
         with pytest.raises(ConnectionResetError), connected(link.address, SILENCE_S) as edge:
             edge.recv(1)
-
-    with_link("127.0.0.1:1", talk)
 
 
 @pytest.mark.parametrize(
