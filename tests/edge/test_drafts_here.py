@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from scripted_cloud import scripted_client
 
@@ -18,20 +16,17 @@ WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
 
 
 @pytest.mark.parametrize("drafts", [None, 0, 8])
-def test_the_open_asks_for_what_the_option_says(drafts: int | None) -> None:
+async def test_the_open_asks_for_what_the_option_says(drafts: int | None) -> None:
     opened: list[Open] = []
 
     def script(frame: Open) -> list[CommittedToken]:
         opened.append(frame)
         return [CommittedToken(5), CommittedToken(6)]
 
-    async def decode() -> None:
-        client, channels = scripted_client(FILE, drafts_here=drafts)
-        channels.script = script
-        async with client:
-            await client.complete([3, 4], Sampling(max_tokens=2))
-
-    asyncio.run(decode())
+    client, channels = scripted_client(FILE, drafts_here=drafts)
+    channels.script = script
+    async with client:
+        await client.complete([3, 4], Sampling(max_tokens=2))
     assert [frame.drafts_here for frame in opened] == [drafts]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,21 +68,18 @@ class WatchfulChannels(ScriptedChannels):
         return WatchfulStream(self, statistics)
 
 
-def run(tokenizer: Path, drafter: HeldDrafter, scenario: Callable[[Client, WatchfulChannels], Any]) -> None:
-    async def main() -> None:
-        client, _ = scripted_client(tokenizer)
-        channels = client._channels = WatchfulChannels()  # type: ignore[assignment]
-        client._preparation._drafters = (drafter,)
-        async with client:
-            await scenario(client, channels)
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+@asynccontextmanager
+async def client_of(tokenizer: Path, drafter: HeldDrafter) -> AsyncIterator[tuple[Client, WatchfulChannels]]:
+    client, _ = scripted_client(tokenizer)
+    channels = client._channels = WatchfulChannels()  # type: ignore[assignment]
+    client._preparation._drafters = (drafter,)
+    async with client:
+        yield client, channels
 
 
-def test_a_drafter_that_never_gets_ready_delays_no_token(tokenizer_file: Path) -> None:
+async def test_a_drafter_that_never_gets_ready_delays_no_token(tokenizer_file: Path) -> None:
     drafter = HeldDrafter()
-
-    async def scenario(client: Client, channels: WatchfulChannels) -> None:
+    async with client_of(tokenizer_file, drafter) as (client, channels):
         for _ in range(2):  # without and with terms of an earlier text
             completion = await client.complete(PROMPT, max_tokens=len(TEXT))
             assert completion.tokens == TEXT
@@ -92,14 +89,11 @@ def test_a_drafter_that_never_gets_ready_delays_no_token(tokenizer_file: Path) -
         assert len(drafter.rules) == 1, "the thread is still at the first text's first job"
         drafter.go_on.set()
 
-    run(tokenizer_file, drafter, scenario)
 
-
-def test_drafts_follow_the_open_of_a_verifier_that_has_answered_before(tokenizer_file: Path) -> None:
+async def test_drafts_follow_the_open_of_a_verifier_that_has_answered_before(tokenizer_file: Path) -> None:
     drafter = HeldDrafter()
     drafter.go_on.set()
-
-    async def scenario(client: Client, channels: WatchfulChannels) -> None:
+    async with client_of(tokenizer_file, drafter) as (client, channels):
         await client.complete(PROMPT, max_tokens=4)
         channels.answers_after_a_draft = True
         completion = await client.complete(PROMPT, max_tokens=len(TEXT))
@@ -109,19 +103,14 @@ def test_drafts_follow_the_open_of_a_verifier_that_has_answered_before(tokenizer
         assert isinstance(draft, Draft)
         assert (draft.start, draft.tokens[0].id) == (len(PROMPT), 5)
 
-    run(tokenizer_file, drafter, scenario)
 
-
-def test_drafts_hold_to_min_tokens_with_the_ends_that_the_verifier_names(tokenizer_file: Path) -> None:
+async def test_drafts_hold_to_min_tokens_with_the_ends_that_the_verifier_names(tokenizer_file: Path) -> None:
     drafter = HeldDrafter()
     drafter.go_on.set()
-
-    async def scenario(client: Client, channels: WatchfulChannels) -> None:
+    async with client_of(tokenizer_file, drafter) as (client, channels):
         channels.eos_tokens = (1, 9)
         await client.complete(PROMPT, max_tokens=4)
         assert not drafter.rules[-1].eos_tokens, "nobody asked, and no rule is replaced"
         channels.answers_after_a_draft = True
         await client.complete(PROMPT, max_tokens=4, min_tokens=3)
         assert drafter.rules[-1].eos_tokens == {1, 9}
-
-    run(tokenizer_file, drafter, scenario)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -68,25 +69,21 @@ def tokenizer(tmp_path_factory):
     return save_tiny_target(tmp_path_factory.mktemp("tiny")) / "tokenizer.json"
 
 
-def with_client(
-    tokenizer, scenario: Callable[[Client, Coordinator], Coroutine[Any, Any, None]], *, mute: bool = False
-) -> None:
-    async def main() -> None:
-        client, _ = scripted_client(tokenizer, silence=QUICK)
-        route = Coordinator()
-        client._channels = Channels(route, mute=mute)  # type: ignore[assignment]
-        ready = await client.prepare()
-        object.__setattr__(ready, "route", route)
-        try:
-            await asyncio.wait_for(scenario(client, route), 60)
-        finally:
-            await client.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def client_of(tokenizer, *, mute: bool = False) -> AsyncIterator[tuple[Client, Coordinator]]:
+    client, _ = scripted_client(tokenizer, silence=QUICK)
+    route = Coordinator()
+    client._channels = Channels(route, mute=mute)  # type: ignore[assignment]
+    ready = await client.prepare()
+    object.__setattr__(ready, "route", route)
+    try:
+        yield client, route
+    finally:
+        await client.close()
 
 
-def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer) -> None:
-    async def scenario(client: Client, route: Coordinator) -> None:
+async def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer) -> None:
+    async with client_of(tokenizer) as (client, route):
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
             with pytest.raises(DeadlineExceeded):
                 await talk.complete([3, 4], deadline_s=0.05)
@@ -99,11 +96,9 @@ def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer) -> None:
             assert (await talk.complete([3, 4])).ids == TOKENS[:4], "the next turn has a lease of its own"
         assert route.log[3:] == ["leased", "opened"]
 
-    with_client(tokenizer, scenario)
 
-
-def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer) -> None:
-    async def scenario(client: Client, route: Coordinator) -> None:
+async def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer) -> None:
+    async with client_of(tokenizer) as (client, route):
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
             with pytest.raises(DeadlineExceeded):
                 await talk.complete([3, 4], deadline_s=0.05)
@@ -114,11 +109,9 @@ def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer) -
             assert (await turn).ids == TOKENS[:4]
         assert route.log == ["given back", "leased", "opened"]
 
-    with_client(tokenizer, scenario)
 
-
-def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left(tokenizer) -> None:
-    async def scenario(client: Client, route: Coordinator) -> None:
+async def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left(tokenizer) -> None:
+    async with client_of(tokenizer, mute=True) as (client, route):
         route.allowed.set()
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
             turn = asyncio.create_task(talk.complete([3, 4]))
@@ -133,5 +126,3 @@ def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left(to
             route.allowed.set()
             await route.given_back.wait()
             assert route.log == ["leased", "opened", "suspected", "given back"]
-
-    with_client(tokenizer, scenario, mute=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,17 +81,15 @@ class Refusing(Verifier):
         yield codec.encode_cloud_frame(whole)
 
 
-def run(scenario: Callable[[Verifier, Channels], Awaitable[None]]) -> None:
-    async def main() -> None:
-        verifier, channels = Verifier(), Channels()
-        await verifier.server.start()
-        try:
-            await asyncio.wait_for(scenario(verifier, channels), 120)
-        finally:
-            await channels.close()
-            await verifier.server.stop(None)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Verifier, Channels]]:
+    verifier, channels = Verifier(), Channels()
+    await verifier.server.start()
+    try:
+        yield verifier, channels
+    finally:
+        await channels.close()
+        await verifier.server.stop(None)
 
 
 async def answered(stream: Stream) -> None:
@@ -105,8 +104,8 @@ async def reaches(connection: Connection, wanted: grpc.ChannelConnectivity) -> N
         await connection.channel.wait_for_state_change(state)
 
 
-def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
+    async with connected() as (verifier, channels):
         first = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(first)
         beside = channels.open_stream(verifier.address, EdgeStatistics())
@@ -118,8 +117,6 @@ def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
         await channels.close_stream(after)
         assert len(verifier.peers) == 3
         assert len(set(verifier.peers)) == 1
-
-    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +146,8 @@ async def test_a_verifier_without_a_coordinator_says_its_context_where_it_can(sa
     await verifier.server.stop(None)
 
 
-def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
+    async with connected() as (verifier, channels):
         first = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(first)
         channels.retire(verifier.address, first.connection)
@@ -160,11 +157,9 @@ def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
         await channels.close_stream(second)
         assert len(set(verifier.peers)) == 2
 
-    run(scenario)
 
-
-def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects() -> None:
+    async with connected() as (verifier, channels):
         lost = channels.open_stream(verifier.address, EdgeStatistics())
         going_on = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(lost)
@@ -185,11 +180,9 @@ def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects(
         assert len(set(verifier.peers[:2])) == len(set(verifier.peers[2:])) == 1
         assert len(set(verifier.peers)) == 2
 
-    run(scenario)
 
-
-def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> None:
+    async with connected() as (verifier, channels):
         await verifier.server.stop(None)
         address = f"127.0.0.1:{free_port()}"
         for _ in range(4):
@@ -206,11 +199,9 @@ def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> N
         await channels.close_stream(stream)
         await again.server.stop(None)
 
-    run(scenario)
 
-
-def test_bytes_are_counted_for_each_text_separately() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_bytes_are_counted_for_each_text_separately() -> None:
+    async with connected() as (verifier, channels):
         busy, idle = EdgeStatistics(), EdgeStatistics()
         first = channels.open_stream(verifier.address, busy)
         second = channels.open_stream(verifier.address, idle)
@@ -221,17 +212,15 @@ def test_bytes_are_counted_for_each_text_separately() -> None:
         await channels.close_stream(first)
         await channels.close_stream(second)
 
-    run(scenario)
 
-
-def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake() -> None:
+async def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake() -> None:
     async def text(channels: Channels, address: str) -> Connection:
         stream = channels.open_stream(address, EdgeStatistics())
         await answered(stream)
         await channels.close_stream(stream)
         return stream.connection
 
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+    async with connected() as (verifier, channels):
         address = verifier.address
         first = channels.open_stream(address, EdgeStatistics())
         await answered(first)
@@ -252,11 +241,9 @@ def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake
         assert await text(channels, address) is successor
         assert len(set(verifier.peers)) == 2
 
-    run(scenario)
 
-
-def test_a_used_up_connection_carries_texts_until_its_successor_stands() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_a_used_up_connection_carries_texts_until_its_successor_stands() -> None:
+    async with connected() as (verifier, channels):
         address = verifier.address
         first = channels.open_stream(address, EdgeStatistics())
         await answered(first)
@@ -276,11 +263,9 @@ def test_a_used_up_connection_carries_texts_until_its_successor_stands() -> None
         for channel in (old.channel, nobody):
             assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
-    run(scenario)
 
-
-def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
+    async with connected() as (verifier, channels):
         channels.connect(verifier.address)
         channels.connect(verifier.address)
         connection = channels._by_address[verifier.address]
@@ -290,11 +275,9 @@ def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
         await answered(stream)
         await channels.close_stream(stream)
 
-    run(scenario)
 
-
-def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff() -> None:
+    async with connected() as (verifier, channels):
         await verifier.server.stop(None)
         address = f"127.0.0.1:{free_port()}"
         channels.connect(address)
@@ -309,55 +292,47 @@ def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff() -> No
         assert in_vain.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
         await again.server.stop(None)
 
-    run(scenario)
 
-
-def test_a_prepared_client_has_begun_the_handshake_before_its_first_text(tokenizer_file: Path) -> None:
-    async def main() -> None:
-        verifier = Refusing(None)
-        await verifier.server.start()
-        async with Client(
-            EdgeConfig(verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none")
-        ) as client:
-            await reaches(client._channels._by_address[verifier.address], grpc.ChannelConnectivity.READY)
-        assert verifier.peers == [], "no stream has been opened"
-        await verifier.server.stop(None)
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+async def test_a_prepared_client_has_begun_the_handshake_before_its_first_text(tokenizer_file: Path) -> None:
+    verifier = Refusing(None)
+    await verifier.server.start()
+    async with Client(
+        EdgeConfig(verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none")
+    ) as client:
+        await reaches(client._channels._by_address[verifier.address], grpc.ChannelConnectivity.READY)
+    assert verifier.peers == [], "no stream has been opened"
+    await verifier.server.stop(None)
 
 
 @pytest.mark.parametrize("error", [None, ResourceExhausted("no room", retry_after_s=2.0)])
-def test_a_draft_that_meets_the_streams_end_hides_neither_commit_nor_error(
+async def test_a_draft_that_meets_the_streams_end_hides_neither_commit_nor_error(
     error: ResourceExhausted | None,
 ) -> None:
-    async def main() -> None:
-        verifier, channels = Ending(error), Channels()
-        await verifier.server.start()
-        stream = channels.open_stream(verifier.address, EdgeStatistics())
-        frames = stream.frames()
-        stream.send(Cancel())
-        assert await anext(frames) == OPENED
-        await asyncio.sleep(0.3)  # the verifier's status has come, and nobody has read so far
-        stream.send(Cancel())
-        await asyncio.sleep(0.1)
-        last = await anext(frames)
-        assert isinstance(last, Commit)
-        assert last.tokens == COMMIT.tokens
-        with pytest.raises(OutriderError) as caught:
-            await anext(frames)
-        assert type(caught.value) is (Unavailable if error is None else ResourceExhausted)
-        assert caught.value.retry_after_s == (0 if error is None else 2)
-        await channels.close_stream(stream)
-        await channels.close()
-        while any("status_once_received" in str(task.get_coro()) for task in asyncio.all_tasks()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # until gRPC keeps nothing of the call
-        await verifier.server.stop(None)
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+    verifier, channels = Ending(error), Channels()
+    await verifier.server.start()
+    stream = channels.open_stream(verifier.address, EdgeStatistics())
+    frames = stream.frames()
+    stream.send(Cancel())
+    assert await anext(frames) == OPENED
+    await asyncio.sleep(0.3)  # the verifier's status has come, and nobody has read so far
+    stream.send(Cancel())
+    await asyncio.sleep(0.1)
+    last = await anext(frames)
+    assert isinstance(last, Commit)
+    assert last.tokens == COMMIT.tokens
+    with pytest.raises(OutriderError) as caught:
+        await anext(frames)
+    assert type(caught.value) is (Unavailable if error is None else ResourceExhausted)
+    assert caught.value.retry_after_s == (0 if error is None else 2)
+    await channels.close_stream(stream)
+    await channels.close()
+    while any("status_once_received" in str(task.get_coro()) for task in asyncio.all_tasks()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)  # until gRPC keeps nothing of the call
+    await verifier.server.stop(None)
 
 
-def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None:
-    async def scenario(verifier: Verifier, channels: Channels) -> None:
+async def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None:
+    async with connected() as (verifier, channels):
         stream = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(stream)
         channels.retire(verifier.address, stream.connection)
@@ -368,31 +343,24 @@ def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None
         assert stream.connection.streams == 0
         assert stream.connection.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
-    run(scenario)
-
 
 @pytest.mark.parametrize(
     ("error", "connections"),
     [(ResourceExhausted("full", retry_after_s=0.01), 1), (Unavailable("drains"), 1), (None, 3)],
 )
-def test_a_refused_stream_keeps_its_connection_and_a_broken_one_does_not(
+async def test_a_refused_stream_keeps_its_connection_and_a_broken_one_does_not(
     tokenizer_file: Path, error: OutriderError | None, connections: int
 ) -> None:
-    async def main() -> None:
-        verifier = Refusing(error)
-        await verifier.server.start()
-        retry = RetryRules(first_s=0.01)
-        config = EdgeConfig(
-            verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none", retry=retry
-        )
-        try:
-            async with Client(config) as client:
-                for _ in range(2):
-                    completion = await client.complete((5,), max_tokens=1)
-                    assert completion.ids == (7,)
-        finally:
-            await verifier.server.stop(None)
-        assert len(verifier.peers) == 4
-        assert len(set(verifier.peers)) == connections
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+    verifier = Refusing(error)
+    await verifier.server.start()
+    retry = RetryRules(first_s=0.01)
+    config = EdgeConfig(verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none", retry=retry)
+    try:
+        async with Client(config) as client:
+            for _ in range(2):
+                completion = await client.complete((5,), max_tokens=1)
+                assert completion.ids == (7,)
+    finally:
+        await verifier.server.stop(None)
+    assert len(verifier.peers) == 4
+    assert len(set(verifier.peers)) == connections

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from scripted_cloud import scripted_client
@@ -23,17 +22,12 @@ class Listening(Observer):
             self.drafts.append(frame)
 
 
-def test_drafts_bear_the_name_and_version_of_their_drafter(tokenizer_file: Path) -> None:
+async def test_drafts_bear_the_name_and_version_of_their_drafter(tokenizer_file: Path) -> None:
     listening = Listening()
-
-    async def decode() -> None:
-        client, channels = scripted_client(tokenizer_file, drafter="ngram")
-        channels.script = lambda _: tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
-        async with client:
-            async for _ in client.generate((5, 6, 7, 8) * 8, max_tokens=64, observer=listening):
-                pass
-
-    asyncio.run(decode())
+    client, channels = scripted_client(tokenizer_file, drafter="ngram")
+    channels.script = lambda _: tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
+    async with client:
+        await client.collect((5,), client.generate((5, 6, 7, 8) * 8, max_tokens=64, observer=listening))
     first, *others = [(draft.drafter, draft.drafter_version) for draft in listening.drafts]
     assert first == ("ngram", NgramDrafter.version)
     assert set(others) <= {("", "")}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -47,20 +48,18 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowLoad:
     return SlowLoad(monkeypatch)
 
 
-def run(tokenizer: Path, scenario: Callable[[Client, ScriptedChannels], Awaitable[None]]) -> None:
-    async def main() -> None:
-        client, channels = scripted_client(tokenizer, drafter="slow")
-        channels.script = lambda _: TEXT
-        try:
-            await scenario(client, channels)
-        finally:
-            await client.close()
-
-    asyncio.run(asyncio.wait_for(main(), 120))
+@asynccontextmanager
+async def client_of(tokenizer: Path) -> AsyncIterator[Client]:
+    client, channels = scripted_client(tokenizer, drafter="slow")
+    channels.script = lambda _: TEXT
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
-def test_a_slow_load_delays_no_token(tokenizer_file: Path, slow: SlowLoad) -> None:
-    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+async def test_a_slow_load_delays_no_token(tokenizer_file: Path, slow: SlowLoad) -> None:
+    async with client_of(tokenizer_file) as client:
         for _ in range(2):
             completion = await client.complete(PROMPT, max_tokens=len(TEXT))
             assert completion.tokens == TEXT
@@ -72,8 +71,6 @@ def test_a_slow_load_delays_no_token(tokenizer_file: Path, slow: SlowLoad) -> No
         slow.go_on.set()
         await client.prepare()
         assert client.drafter is not None
-
-    run(tokenizer_file, scenario)
 
 
 class GatedStream(ScriptedStream):
@@ -110,8 +107,8 @@ class GatedChannels(ScriptedChannels):
         return GatedStream(self, statistics)
 
 
-def test_a_drafter_takes_part_in_a_text_that_began_while_it_loaded(tokenizer_file: Path, slow: SlowLoad) -> None:
-    async def scenario(client: Client, _: ScriptedChannels) -> None:
+async def test_a_drafter_takes_part_in_a_text_that_began_while_it_loaded(tokenizer_file: Path, slow: SlowLoad) -> None:
+    async with client_of(tokenizer_file) as client:
         channels = client._channels = GatedChannels(client, slow)  # type: ignore[assignment]
         completion = await client.complete(PROMPT, max_tokens=len(TEXT))
         assert completion.tokens == TEXT
@@ -119,14 +116,11 @@ def test_a_drafter_takes_part_in_a_text_that_began_while_it_loaded(tokenizer_fil
         assert completion.statistics.drafter_error == ""
         assert [frame.drafting for frame in channels.opens] == [True]
 
-    run(tokenizer_file, scenario)
-
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_a_drafter_that_cannot_be_loaded_is_reported(tokenizer_file: Path, slow: SlowLoad, cold: bool) -> None:
+async def test_a_drafter_that_cannot_be_loaded_is_reported(tokenizer_file: Path, slow: SlowLoad, cold: bool) -> None:
     slow.error = DataLoss("model.onnx has the wrong hash")
-
-    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+    async with client_of(tokenizer_file) as client:
         if cold:
             await client.find()
         slow.go_on.set()
@@ -140,27 +134,22 @@ def test_a_drafter_that_cannot_be_loaded_is_reported(tokenizer_file: Path, slow:
         completion = await client.complete(PROMPT, max_tokens=8)
         assert "wrong hash" in completion.statistics.drafter_error
 
-    run(tokenizer_file, scenario)
-
 
 @pytest.mark.parametrize("error", [NotFound("is unknown", field="drafter"), TokenizerMismatch("another")])
-def test_a_mistake_in_the_name_is_an_error_at_once(
+async def test_a_mistake_in_the_name_is_an_error_at_once(
     tokenizer_file: Path, slow: SlowLoad, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def named(*_: object) -> list[Member]:
         raise error
 
     monkeypatch.setattr(DrafterSearch, "named", named)
-
-    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+    async with client_of(tokenizer_file) as client:
         with pytest.raises(type(error)):
             await client.complete(PROMPT, max_tokens=8)
 
-    run(tokenizer_file, scenario)
 
-
-def test_a_client_can_be_closed_while_its_drafter_loads(tokenizer_file: Path, slow: SlowLoad) -> None:
-    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+async def test_a_client_can_be_closed_while_its_drafter_loads(tokenizer_file: Path, slow: SlowLoad) -> None:
+    async with client_of(tokenizer_file) as client:
         await client.complete(PROMPT, max_tokens=8)
         assert client.ready is not None
         pending = client.ready.pending
@@ -175,8 +164,6 @@ def test_a_client_can_be_closed_while_its_drafter_loads(tokenizer_file: Path, sl
         pool = pending.loading.result().drafters
         assert pool is not None
         assert pool.first is None
-
-    run(tokenizer_file, scenario)
 
 
 def test_a_prefix_follows_the_text_while_the_drafter_loads() -> None:
@@ -206,15 +193,12 @@ def test_a_prefix_follows_the_text_while_the_drafter_loads() -> None:
     drafter.close()
 
 
-def test_the_first_text_has_what_needs_no_loading_beside_the_drafter_that_loaded(
+async def test_the_first_text_has_what_needs_no_loading_beside_the_drafter_that_loaded(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DrafterPool, "want", lambda *_: None)  # the thread that loads the others is late
     members = [Member("slow", "1", 1000, lambda: NgramDrafter(name="slow")), Member("ngram", "1", 0, NgramDrafter)]
     monkeypatch.setattr(DrafterSearch, "named", lambda *_: list(members))
-
-    async def scenario(client: Client, _: ScriptedChannels) -> None:
+    async with client_of(tokenizer_file) as client:
         await client.prepare()
         assert [drafter.name for drafter in client.ready.loaded_drafters()[0]] == ["slow", "ngram"]
-
-    run(tokenizer_file, scenario)

@@ -14,7 +14,9 @@ from outrider.edge.selectors import (
     Hedge,
     Leader,
     MetaSdUcb,
+    block_divergence,
     default_selector,
+    expected_tokens,
     selector_named,
 )
 from outrider.proto.errors import ConfigError, InvalidArgument
@@ -129,32 +131,6 @@ def test_metasd_divides_expected_tokens_by_the_round_and_a_share_of_the_switch()
 # --- full information ---
 
 
-def times(experts: FixedShare, hits, view: SelectionView, arm: int) -> list[float | None]:
-    """Return the time that each token costs an arm by what the experts note of it; None: not known."""
-    before = len(experts.unpaid[arm])
-    experts.learn(outcome_of(0, view=view, hits=[hits if each == arm else () for each in view.arms]))
-    unit_s = max(view.round_s) / experts.eta
-    new = experts.unpaid[arm][before:]
-    return [None if math.isnan(factor) else pytest.approx(-math.log(factor) * unit_s) for factor in new]
-
-
-def test_a_walk_ends_rounds_at_a_miss_and_one_token_after_the_last_draft() -> None:
-    experts, view = FixedShare(arms=2), view_of(0.3, 0.1, drafts=2)
-    assert times(experts, (True, True), view, 1) == [0.0, 0.0]
-    assert times(experts, (True, True, False, True), view, 1) == [0.1, 0.0, 0.1, 0.0]
-    slow = times(FixedShare(arms=2), (None, True, True, True, True), view, 0)
-    assert slow == [None, 0.0, 0.0, 0.3, 0.0], "it begins again"
-
-
-def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone() -> None:
-    view = view_of(0.3, 0.1, drafts=2)._replace(lead=(3, 1), alone_s=0.2)
-    bits = (True, True, True, True, True, True, True, False, True, False, True)
-    slow = [0.2, 0.2, 0.2, 0.0, 0.0, 0.3, 0.0, 0.3, 0.2, 0.2, 0.2]
-    assert times(FixedShare(arms=2), bits, view, 0) == slow
-    quick = [0.2, 0.0, 0.0, 0.1, 0.0, 0.0, 0.1, 0.1, 0.2, 0.1, 0.2]
-    assert times(FixedShare(arms=2), bits, view, 1) == quick
-
-
 def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
     arms = ArmCosts((0.001, 0.01), (0.0, 0.002))
     costs = RoundCosts(round_trip_s=0.06, step_s=0.03, row_s=0.002)
@@ -165,12 +141,6 @@ def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
     assert view.switch_s == pytest.approx((0.0, 0.01))
     quick = SelectionView.of_stream(arms, (0, 5), costs._replace(step_s=0.01), drafts=4, current=1)
     assert quick.round_s == pytest.approx((0.02, 0.04))
-
-
-def test_fixed_share_pays_and_deals_out_a_share() -> None:
-    experts = FixedShare(arms=2, eta=2.0, share=0.1)
-    experts.pay([1.0, 0.0])
-    assert np.exp(experts.log_weights) == pytest.approx([0.1572826, 0.8427174])
 
 
 def test_experts_without_logarithms_pay_as_their_definition_says() -> None:
@@ -195,29 +165,6 @@ def test_no_expert_falls_further_behind_than_the_share_allows() -> None:
     for _ in range(2000):
         hardly.pay([1.0, 0.0])
     assert hardly.log_weights == pytest.approx([math.log(0.5e-300 / (1 - math.exp(-2))), 0.0])
-
-
-def test_experts_pay_their_own_rounds_prices_once_all_have_read_the_token() -> None:
-    experts = FixedShare(arms=2, eta=2.0, share=1e-12)
-    view = view_of(0.1, 0.2, drafts=2)
-    experts.learn(outcome_of(0, view=view, hits=((True, True, False), ())))
-    assert experts.log_weights[0] == experts.log_weights[1], "the other has not read these tokens"
-    experts.learn(outcome_of(0, view=view, hits=((False,), (True, False, True))))
-    lead = experts.log_weights[0] - experts.log_weights[1]
-    assert lead == pytest.approx(2.0 * (1.0 - 0.5)), "one round of 0.1 s against one of 0.2 s"
-    assert experts.unpaid[0] == [math.exp(-2.0 * 0.5)]
-
-
-def test_an_expert_that_is_not_known_keeps_its_share_of_the_weight() -> None:
-    experts = FixedShare(arms=3, eta=2.0, share=1e-12)
-    experts.pay([0.5, 0.0, 0.3])
-    before = np.exp(experts.log_weights)
-    experts.learn(outcome_of(0, view=view_of(0.2, 0.1, 0.1), hits=((False,), (False,), (None,))))
-    after = np.exp(experts.log_weights)
-    assert after[2] == pytest.approx(before[2])
-    assert after[0] / after[1] == pytest.approx(before[0] / before[1] * math.exp(-2.0 * (1.0 - 0.5)))
-    experts.learn(outcome_of(0, view=view_of(0.2, 0.1, 0.1), hits=((None,), (None,), (None,))))
-    assert np.exp(experts.log_weights) == pytest.approx(after), "a token that nobody knows is free"
 
 
 class DefinedLeader:
@@ -313,14 +260,14 @@ def decisions(leader: Leader | DefinedLeader, seed: int) -> list[object]:
 
 def test_the_leader_decides_as_it_is_defined() -> None:
     switches = 0
-    for seed in range(20):
+    for seed in range(10):
         leader, defined = Leader(experts=FixedShare(arms=5)), DefinedLeader(5)
         made = decisions(leader, seed)
         assert made == decisions(defined, seed)
         assert leader.experts.log_weights == pytest.approx(defined.logs, abs=1e-9)
         chosen = [arm for arm, _ in made]
         switches += sum(one != other for one, other in itertools.pairwise(chosen))
-    assert switches > 100, "else hardly anything is compared"
+    assert switches > 50, "else hardly anything is compared"
     assert decisions(DefinedLeader(5, eta=1.6), 0) != decisions(DefinedLeader(5), 0)
     assert decisions(DefinedLeader(5, share=0.003), 0) != decisions(DefinedLeader(5), 0)
     assert decisions(DefinedLeader(5, doubt=5.0), 0) != decisions(DefinedLeader(5), 0)
@@ -333,21 +280,6 @@ def test_hedge_draws_by_weight_and_catches_up_with_every_idle_arm() -> None:
     assert hedge.choose(EVEN) == 1
     assert dice.p == pytest.approx([0.25, 0.75])
     assert hedge.score(view_of(*[0.1] * 4), 2, (0, 3, 9, 5)) == (3, 1)
-
-
-def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
-    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=1e-12))
-    view = view_of(0.1, 0.1, switch_s=(0.0, 0.05), current=0)
-    leader.experts.pay([0.45, 0.0])
-    assert leader.choose(view) == 0, "0.9 nats of evidence against a switch of 1"
-    assert leader.choose(view_of(0.1, 0.1)) == 1, "nobody has drafted yet"
-    leader.experts.pay([0.1, 0.0])
-    assert leader.choose(view) == 1
-
-
-def test_the_leader_lets_idle_arms_catch_up_by_the_stride() -> None:
-    leader = Leader(experts=FixedShare(arms=4), stride=4)
-    assert leader.score(view_of(*[0.1] * 4), 0, (9, 3, 4, 5)) == (3, 2)
 
 
 def test_the_leader_lets_arms_of_little_weight_catch_up_less_often() -> None:
@@ -387,3 +319,18 @@ def test_an_unknown_selector_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="'best' is none of leader, static") as refused:
         selector_named("best")
     assert refused.value.field == "selector"
+
+
+# --- the reward of a round ---
+
+
+def test_a_round_gives_its_agreement_or_else_the_share_of_verified_drafts() -> None:
+    assert block_divergence(outcome_of(0, 0.7, accepted=1, verified=2)) == 0.7
+    assert block_divergence(outcome_of(0, math.nan, accepted=1, verified=2)) == 0.5
+    assert block_divergence(outcome_of(0, math.nan, accepted=0, verified=0)) == 0.0, "a drafter that was silent"
+
+
+def test_expected_tokens_of_a_chain_of_equal_chances() -> None:
+    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
+    assert expected_tokens(1.0, 2) == 3.0
+    assert expected_tokens(0.0, 2) == 1.0

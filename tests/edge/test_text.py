@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
@@ -18,38 +15,6 @@ def stream(tokens: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0) -
     text = TextStream(TOKENIZER, stop, min_tokens=min_tokens)
     out = "".join("".join(text.push((token,))) for token in tokens)
     return out + text.finish(), text
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(max_size=40))
-def test_pieces_joined_are_the_whole_text(written) -> None:
-    tokens = TOKENIZER.encode(written, add_special_tokens=False).ids
-    assert stream(tokens)[0] == TOKENIZER.decode(tokens, skip_special_tokens=True)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.text(alphabet="ab c", min_size=1, max_size=40), st.text(alphabet="ab c", min_size=1, max_size=5))
-def test_text_ends_before_the_first_stop_string_wherever_tokens_are_cut(written, stop) -> None:
-    tokens = TOKENIZER.encode(written, add_special_tokens=False).ids
-    whole = TOKENIZER.decode(tokens)
-    got, text = stream(tokens, (stop,))
-    assert got == whole.split(stop)[0]
-    assert text.stopped == (stop in whole)
-    assert text.stopped_by == (stop if stop in whole else None)
-
-
-@settings(max_examples=120, deadline=None)
-@given(
-    st.text(alphabet="ab c", min_size=1, max_size=40),
-    st.text(alphabet="ab c", min_size=1, max_size=4),
-    st.integers(0, 12),
-)
-def test_a_stop_string_ends_the_text_where_a_token_after_min_tokens_completes_it(written, stop, early) -> None:
-    tokens = TOKENIZER.encode(written, add_special_tokens=False).ids
-    whole, length = TOKENIZER.decode(tokens), len(TOKENIZER.decode(tokens[:early]))
-    places = [i for i in range(len(whole)) if whole.startswith(stop, i) and i + len(stop) > length]
-    got, text = stream(tokens, (stop,), early)
-    assert (got, text.stopped) == ((whole[: places[0]], True) if places else (whole, False))
 
 
 def test_stop_strings_among_the_first_tokens_are_text_and_hidden_tokens_count() -> None:
@@ -68,20 +33,6 @@ def test_the_stop_string_that_comes_first_is_named() -> None:
         assert stream(tokens, stops)[1].stopped_by == first
 
 
-def test_the_earlier_of_two_stop_strings_wins() -> None:
-    tokens = TOKENIZER.encode("one two three", add_special_tokens=False).ids
-    assert stream(tokens, ("three", "two"))[0] == "one "
-
-
-def test_a_character_of_several_tokens_comes_whole() -> None:
-    tokens = TOKENIZER.encode("a🦉b", add_special_tokens=False).ids
-    assert len(tokens) > 4
-    text = TextStream(TOKENIZER)
-    pieces = [piece for token in tokens for piece in text.push((token,))]
-    assert "".join(pieces) + text.finish() == "a🦉b"
-    assert not any("\ufffd" in piece for piece in pieces)
-
-
 def test_special_tokens_that_are_to_be_shown_are_text_and_no_others() -> None:
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.add_special_tokens(["[CALLS]", "[END]"])
@@ -92,17 +43,6 @@ def test_special_tokens_that_are_to_be_shown_are_text_and_no_others() -> None:
     assert text.stopped_by == "b"
     hidden = TextStream(tokenizer)
     assert "".join("".join(hidden.push((token,))) for token in tokens) + hidden.finish() == "ok é é b"
-
-
-def test_special_tokens_are_not_text() -> None:
-    tokens = TOKENIZER.encode("<|user|>hi<|assistant|>").ids
-    assert stream(tokens)[0] == "hi"
-
-
-@pytest.mark.parametrize("stop", ["", "x"])
-def test_text_held_back_for_a_stop_string_comes_at_the_end(stop) -> None:
-    tokens = TOKENIZER.encode("ab", add_special_tokens=False).ids
-    assert stream(tokens, tuple(filter(None, (stop, "abc"))))[0] == "ab"
 
 
 def test_the_bytes_of_byte_level_tokens_make_up_the_text(tokenizer_file) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from decimal import Decimal
 from pathlib import Path
@@ -47,27 +46,21 @@ def client_of(tokenizer: Path) -> Client:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_value_that_a_setting_cannot_have_is_refused_by_its_name(tokenizer_file, sent, setting) -> None:
-    async def main() -> None:
-        async with client_of(tokenizer_file) as client:
-            for value in WRONG:
-                if repr(value) in map(repr, RIGHT.get(setting, ())):
-                    continue
-                with pytest.raises(InvalidArgument) as caught:
-                    await client.complete(**{"prompt": [3, 4], "max_tokens": 3, setting: value})
-                field = str(caught.value.field)
-                assert field.startswith((setting, f"sampling.{setting}", FIELDS.get(setting, setting))), value
-
-    asyncio.run(main())
+async def test_a_value_that_a_setting_cannot_have_is_refused_by_its_name(tokenizer_file, sent, setting) -> None:
+    async with client_of(tokenizer_file) as client:
+        for value in WRONG:
+            if repr(value) in map(repr, RIGHT.get(setting, ())):
+                continue
+            with pytest.raises(InvalidArgument) as caught:
+                await client.complete(**{"prompt": [3, 4], "max_tokens": 3, setting: value})
+            field = str(caught.value.field)
+            assert field.startswith((setting, f"sampling.{setting}", FIELDS.get(setting, setting))), value
     assert sent == []
 
 
 @pytest.mark.parametrize("tokens", [np.array([3, 4]), [np.int64(3), np.uint32(4)], range(3, 5), (3, 4)])
-def test_ids_may_be_whole_numbers_of_any_kind(tokenizer_file, sent, tokens) -> None:
-    async def main() -> None:
-        async with client_of(tokenizer_file) as client:
-            whole = await client.complete(tokens, prediction=tokens, stop_tokens=(np.int64(9),), max_tokens=3)
-            assert whole.ids == (5, 5, 5)
-
-    asyncio.run(main())
+async def test_ids_may_be_whole_numbers_of_any_kind(tokenizer_file, sent, tokens) -> None:
+    async with client_of(tokenizer_file) as client:
+        whole = await client.complete(tokens, prediction=tokens, stop_tokens=(np.int64(9),), max_tokens=3)
+    assert whole.ids == (5, 5, 5)
     assert sent[0].prompt == (3, 4)  # type: ignore[union-attr]
