@@ -93,11 +93,13 @@ def _signals_reach_what_tests_start() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_torch_thread() -> None:
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)  # training takes all cores
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,20 +6,26 @@ must fail the same checks.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from test_exactness import PROMPT, VOCAB, chi_square_p, noise_reading
-from test_min_tokens import EOS, LENGTH, Texts, exact_for_every_block, fixed, law_of_text, silent
+from test_exactness import PROMPT, VOCAB
+from test_min_tokens import (
+    LENGTH,
+    Texts,
+    check_any_drafts_and_a_resume,
+    check_the_law,
+    exact_for_every_block,
+    fixed,
+    law_of_text,
+    silent,
+)
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampler
 from outrider.proto.types import DraftToken, Sampling
-
-torch.set_num_threads(1)
 
 SAMPLINGS = {
     "greedy, pairs": Sampling(max_tokens=LENGTH, no_repeat_ngram_size=2),
@@ -85,14 +91,7 @@ def test_no_text_of_the_law_repeats_and_some_would_without_the_rule(name):
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_text_of_every_seed_is_the_same_with_any_drafts_and_through_a_resume(name):
-    texts, seeds = Texts(SAMPLINGS[name]), range(5)
-    wanted = texts.decode(seeds, silent)
-    for block in ((0, 1, 0), (EOS, 0), (0, EOS, 1), (1, 1, EOS), (3, 3)):
-        assert texts.decode(seeds, fixed(block)) == wanted
-    for kept in (1, 2, 3):
-        begun = {seed: text[:kept] for seed, text in zip(seeds, wanted, strict=True) if len(text) > kept}
-        resumed = texts.decode(begun, fixed((0, EOS)), begun.__getitem__)
-        assert resumed == [text for text in wanted if len(text) > kept]
+    check_any_drafts_and_a_resume(SAMPLINGS[name])
 
 
 @pytest.mark.parametrize("wrong", WRONG[1:])  # the sampler looks the drafts up
@@ -103,11 +102,7 @@ def test_ngrams_from_anywhere_else_do_not_give_the_same_text(wrong):
 
 
 def test_texts_follow_the_law_though_drafts_read_the_noise():
-    sampling = SAMPLINGS["pairs"]
-    texts = Texts(sampling).decode(range(10_000, 10_400), noise_reading)
-    assert chi_square_p(Counter(texts), law_of_text(sampling), len(texts)) > 1e-4
-    plain = law_of_text(replace(sampling, no_repeat_ngram_size=0))
-    assert chi_square_p(Counter(texts), plain, len(texts)) < 1e-4, "the check tells the two laws apart"
+    check_the_law(SAMPLINGS["pairs"], replace(SAMPLINGS["pairs"], no_repeat_ngram_size=0))
 
 
 def test_a_row_where_nothing_else_may_come_keeps_what_repeats():

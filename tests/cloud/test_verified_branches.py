@@ -22,8 +22,6 @@ from outrider.cloud.target.branch_cache import BranchCache
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, FinishReason, Open, Sampling, token_ids
 
-torch.set_num_threads(1)
-
 VOCAB, LENGTH, PROMPT = 3, 4, (1, 0, 2, 2, 0)
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -164,7 +162,8 @@ def test_there_are_as_many_trees_as_counted_by_hand():
 # === negative controls ===========================================================================================
 
 
-def test_a_sibling_judged_with_its_brothers_penalty_fails(monkeypatch):
+def penalise_by_the_brother(monkeypatch):
+    """Count the block's draft beside a branch as if it came before it."""
     right = VerificationBranch.of.__func__
 
     def of(cls, whole, branch, allowed=None):
@@ -175,10 +174,9 @@ def test_a_sibling_judged_with_its_brothers_penalty_fails(monkeypatch):
         return replace(made, verification=replace(made.verification, counts=counts))
 
     monkeypatch.setattr(VerificationBranch, "of", classmethod(of))
-    assert not same_text(SAMPLINGS["penalised"], 2, (1, 2))
 
 
-def test_a_position_by_row_instead_of_depth_fails(monkeypatch):
+def count_rows_for_depth(monkeypatch):
     right = VerificationBranch.of.__func__
 
     def of(cls, whole, branch, allowed=None):
@@ -187,10 +185,9 @@ def test_a_position_by_row_instead_of_depth_fails(monkeypatch):
         return replace(made, verification=replace(made.verification, transcript=range(rows)))
 
     monkeypatch.setattr(VerificationBranch, "of", classmethod(of))
-    assert not same_text(SAMPLINGS["temperature 1"], 2, (1, 2))
 
 
-def test_a_compaction_that_keeps_the_dead_branch_fails(monkeypatch):
+def keep_the_dead_branch(monkeypatch):
     def replace_end(self, pool, cache):
         cache.truncate(self.base)
         ends = min(self.length, cache.capacity - 1)
@@ -198,28 +195,40 @@ def test_a_compaction_that_keeps_the_dead_branch_fails(monkeypatch):
         cache.extend(self.tokens)
 
     monkeypatch.setattr(BranchCache, "replace_end", replace_end)
-    assert not same_text(SAMPLINGS["temperature 1"], 2, (1, 2))
 
 
-def test_a_compaction_that_forgets_to_copy_fails(monkeypatch):
+def forget_to_copy(monkeypatch):
     def replace_end(self, pool, cache):
         cache.truncate(self.base)
         cache.extend(self.tokens)
 
     monkeypatch.setattr(BranchCache, "replace_end", replace_end)
-    assert not same_text(SAMPLINGS["temperature 1"], 2, (1, 2))
 
 
-def test_a_branch_without_copies_of_the_page_it_leaves_fails(monkeypatch):
+def copy_no_page_that_is_left(monkeypatch):
     monkeypatch.setattr(BranchCache, "copies", property(lambda self: self.borrowed))
-    assert not same_text(SAMPLINGS["temperature 1"], 2, (1, 2))
 
 
-def test_a_branch_that_attends_from_another_depth_fails(monkeypatch):
+def attend_from_another_depth(monkeypatch):
     right = BranchCache.beside.__func__
 
     def beside(cls, pool, cache, base, count, lent):
         return right(cls, pool, cache, max(1, base - 1), count, lent)
 
     monkeypatch.setattr(BranchCache, "beside", classmethod(beside))
-    assert not same_text(SAMPLINGS["temperature 1"], 2, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("defect", "name"),
+    [
+        (penalise_by_the_brother, "penalised"),
+        (count_rows_for_depth, "temperature 1"),
+        (keep_the_dead_branch, "temperature 1"),
+        (forget_to_copy, "temperature 1"),
+        (copy_no_page_that_is_left, "temperature 1"),
+        (attend_from_another_depth, "temperature 1"),
+    ],
+)
+def test_a_defect_gives_other_texts(defect, name, monkeypatch):
+    defect(monkeypatch)
+    assert not same_text(SAMPLINGS[name], 2, (1, 2))
