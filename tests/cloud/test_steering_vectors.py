@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import math
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,6 @@ from random_models import save_random_model
 
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import NO_HANDLE
-from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.target import transformers_backend as transformers_backend_module
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
@@ -48,7 +45,6 @@ from outrider.proto.types import (
     SteeringRequest,
 )
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("all_drafts_pay")
 
 VOCAB = 61
@@ -61,17 +57,10 @@ FOREVER = Patience(math.inf, 1000)
 TEXT = Sampling(max_tokens=30, ignore_eos=True, temperature=1.0, seed=9)
 CLOSE = 1e-4  # relative, of a ragged pass and a plain one in float32
 SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 ARCHITECTURES = {
     "llama": SMALL,
     "qwen3": SMALL | {"head_dim": 8},
@@ -180,24 +169,6 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
 ISOLATIONS = map(str, itertools.count())  # each session reads its own prompt
 
 
-class Collected(CollectingOutbox):
-    def opened(self) -> Opened:
-        item = self.items.get(timeout=60)
-        assert isinstance(item, Opened), item
-        return item
-
-    def commit(self) -> Commit:
-        item = self.items.get(timeout=60)
-        assert isinstance(item, Commit), item
-        return item
-
-    def rest(self) -> list[Commit]:
-        commits = [self.commit()]
-        while commits[-1].finish is None:
-            commits.append(self.commit())
-        return commits
-
-
 def trained(layers: tuple[int, ...], seed: int) -> Projection:
     """A projection with random weights."""
     torch.manual_seed(seed)
@@ -250,7 +221,7 @@ def opening(engine: Engine, session: str, **changes: Any) -> Open:
 
 
 def whole(engine: Engine, key: int, frame: Open) -> tuple[Opened, list[Commit]]:
-    box = Collected()
+    box = CollectingOutbox()
     engine.post_open(key, frame, box, isolation=next(ISOLATIONS))
     opened, commits = box.opened(), box.rest()
     engine.post_close(key)
@@ -291,7 +262,7 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
     precision, engine, models, projections, asked
 ):
     _, expected = whole(engine, 1, opening(engine, "plain"))
-    right, box = tokens_of(expected), Collected()
+    right, box = tokens_of(expected), CollectingOutbox()
     asks = {"drafting": True, "patience": FOREVER, "steering": replace(asked, precision=precision)}
     engine.post_open(2, opening(engine, "drafted", **asks), box, isolation=next(ISOLATIONS))
     assert box.opened().steered
@@ -314,38 +285,6 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
         assert min(wrong) > 2, "of the position beside it would show"
 
 
-def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, asked, monkeypatch):
-    right = transformers_backend_module.newest_rows
-    monkeypatch.setattr(
-        transformers_backend_module,
-        "newest_rows",
-        lambda paths: [row - 1 for row in right(paths)],
-    )
-    box = Collected()
-    engine.post_open(
-        1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=asked), box, isolation=next(ISOLATIONS)
-    )
-    box.opened()
-    commits = [box.commit()]
-    expected = tokens_of(whole(engine, 2, opening(engine, "plain"))[1])
-    engine.post_frame(
-        1, Draft(0, len(PROMPT) + 1, tuple(map(DraftToken, expected[1 : 1 + K])), complete=True), lambda: None
-    )
-    commits.append(box.commit())
-    engine.post_close(1)
-    assert commits[1].accepted == K
-    assert vectors_off(models("llama")[1], projections[asked.projection], PROMPT, commits)[1] > 2
-
-
-def test_vectors_go_on_after_a_resume(engine, models, projections, asked):
-    text = tokens_of(whole(engine, 1, opening(engine, "first"))[1])
-    _, commits = whole(engine, 2, opening(engine, "first", committed=text[:11], steering=asked))
-    assert tokens_of(commits) == text[11:]
-    off_by = vectors_off(models("llama")[1], projections[asked.projection], (*PROMPT, *text[:11]), commits)
-    assert off_by.pop() is None, "the last commit has none"
-    assert max(off_by) <= 1
-
-
 def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine, models, projections):
     one, two = projections
     requests = {
@@ -356,7 +295,7 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
         "seldom": SteeringRequest(one, every=3),
         "off": SteeringRequest(two, every=0),
     }
-    boxes = {name: Collected() for name in requests}
+    boxes = {name: CollectingOutbox() for name in requests}
     for key, (name, box) in enumerate(boxes.items()):
         prompt = (key + 3, *PROMPT)
         engine.post_open(
@@ -395,7 +334,7 @@ def test_steering_changes_neither_the_text_nor_anything_else_in_a_commit(engine,
 
 def test_a_request_may_change_by_report_and_stays_in_the_next_turn(engine, models, projections):
     one, two = projections
-    box = Collected()
+    box = CollectingOutbox()
     few = replace(TEXT, max_tokens=4)
     frame = opening(engine, "turns", sampling=few, drafting=True, patience=FOREVER, keep_s=60.0)
     engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box, isolation=next(ISOLATIONS))
@@ -458,7 +397,7 @@ def test_sessions_that_ask_for_one_projection_share_one_batch_of_it(engine, aske
         return right(self, taps)
 
     monkeypatch.setattr(FoldedProjection, "__call__", counted)
-    boxes = [Collected() for _ in range(4)]
+    boxes = [CollectingOutbox() for _ in range(4)]
     for key, box in enumerate(boxes):
         engine.post_open(key, opening(engine, f"batch{key}", steering=asked), box, isolation=next(ISOLATIONS))
     for key, box in enumerate(boxes):
@@ -561,32 +500,3 @@ def test_a_config_that_names_no_paths_is_refused(paths):
     with pytest.raises(ConfigError) as caught:
         VerifierConfig(steering=paths)
     assert caught.value.field == "steering"
-
-
-def test_a_verifier_with_a_projection_in_its_settings_steers_over_grpc(models, tmp_path):
-    folder, model = models("qwen3")
-    identity = saved(tmp_path)
-    config = VerifierConfig(
-        target=str(folder), model="tiny", dtype="float32", threads=1, kv_tokens=512, steering=(str(tmp_path),)
-    )
-
-    async def scenario() -> tuple[Opened, list[Commit]]:
-        server = VerifierServer(config)
-        address = await server.start()
-        try:
-            async with grpc.aio.insecure_channel(address) as channel:
-                call = channel.stream_stream(codec.DECODE_METHOD)()
-                frame = Open("tiny", server.tokenizer_sha256, PROMPT, TEXT, "s", steering=SteeringRequest(identity))
-                await call.write(codec.encode_edge_frame(replace(frame, drafting=False)))
-                frames = []
-                while not (frames and getattr(frames[-1], "finish", None)):
-                    frames.append(codec.decode_cloud_frame(await asyncio.wait_for(call.read(), 60)))
-                return frames[0], frames[1:]
-        finally:
-            await server.stop(0.2)
-
-    opened, commits = asyncio.run(scenario())
-    assert opened.steered
-    found = vectors_off(model, Projection.load(tmp_path / "projection.safetensors"), PROMPT, commits)
-    assert found.pop() is None
-    assert max(found) <= 1
