@@ -1,4 +1,4 @@
-"""States of a drafter's versions: candidates prove themselves on the texts of edges, and bad versions are retired."""
+"""States of a drafter's versions: the newest is current at once, and gives way where edges' texts show it worse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.version_trials import KEY_LEAD, MAX_VOTERS, TRIAL_S, UNANSWERED_S, VersionState
-from outrider.proto.policy.sequential import MAX_SLOWDOWN
+from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_LEAD, MAX_VOTERS, VersionState
+from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, VersionStatus
 
 Serve = Callable[..., None]
 PROSE, CODE = 1, 3
 DAY_S = 86400.0
-WAITING, CANDIDATE, CURRENT, FORMER, RETIRED = VersionState
+CURRENT, FORMER, RETIRED = VersionState
 
 
 class Fleet:
@@ -36,8 +36,8 @@ class Fleet:
         return FleetStatistics(unix_clock=lambda: self.now_s, votes_a_day=self.votes_a_day)
 
     def publish(self, *versions: str) -> None:
-        """Let the catalogue hold these versions, the oldest first."""
-        offered = [("swift", version, place) for place, version in enumerate(versions)]
+        """Let the catalogue hold these versions, the oldest first, which are numbers or come after them."""
+        offered = [("swift", version, int(version) if version.isdigit() else 99) for version in versions]
         self.statistics.look(reversed(offered))
 
     def report(
@@ -75,77 +75,96 @@ class Fleet:
         return next(shown for shown in self.statistics.version_states if shown.version == version)
 
 
-# --- candidates ---
+def compared(votes_a_day: int = 1, seed: int = 0) -> Fleet:
+    """Return a fleet whose current version, 2, is compared with the one before it."""
+    fleet = Fleet(votes_a_day, seed)
+    fleet.publish("1")
+    fleet.publish("1", "2")
+    return fleet
 
 
-def test_the_first_version_is_current_and_the_next_is_its_candidate() -> None:
+# --- which is current ---
+
+
+def test_a_newer_version_is_current_at_once_and_compared_with_the_one_before() -> None:
     fleet = Fleet()
     fleet.publish("1")
     assert fleet.states == {"1": CURRENT}
+    assert fleet.status("1").against == ""
     fleet.publish("1", "2")
-    assert fleet.states == {"1": CURRENT, "2": CANDIDATE}
+    assert fleet.states == {"1": FORMER, "2": CURRENT}
     assert (fleet.status("2").against, fleet.status("2").texts) == ("1", 0)
     fleet.publish("1", "2")
-    assert fleet.states == {"1": CURRENT, "2": CANDIDATE}, "nothing is new"
+    assert fleet.states == {"1": FORMER, "2": CURRENT}, "nothing is new"
 
 
-def test_a_fleet_that_starts_with_several_trusts_the_first_and_tries_the_newest() -> None:
+def test_a_fleet_that_starts_with_several_compares_the_newest_with_the_one_before() -> None:
     fleet = Fleet()
     fleet.publish("1", "2", "3")
-    assert fleet.states == {"1": CURRENT, "2": RETIRED, "3": CANDIDATE}
-    assert fleet.status("2").why == "3 is newer"
+    assert fleet.states == {"1": RETIRED, "2": FORMER, "3": CURRENT}
+    assert fleet.status("1").why == "3 is newer"
+    assert fleet.status("3").against == "2"
 
 
-def test_one_candidate_at_a_time_and_the_newest_that_waited_is_next() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+def test_of_several_that_come_at_once_the_newest_follows_what_was_current() -> None:
+    fleet = compared()
+    fleet.texts(1, {"1": 0.0, "2": 0.0})
     fleet.publish("1", "2", "3", "4")
-    assert fleet.states == {"1": CURRENT, "2": CANDIDATE, "3": WAITING, "4": WAITING}
-    fleet.until("2", RETIRED, {"1": 0.0, "2": -0.3})
+    assert fleet.states == {"1": RETIRED, "2": FORMER, "3": RETIRED, "4": CURRENT}
+    assert (fleet.status("4").against, fleet.status("3").why) == ("2", "4 is newer")
     fleet.publish("1", "2", "3", "4")
-    assert fleet.states == {"1": CURRENT, "2": RETIRED, "3": RETIRED, "4": CANDIDATE}
-    fleet.publish("1", "2", "3", "4")
-    assert fleet.states["4"] is CANDIDATE, "what is retired stays retired"
+    assert fleet.states["3"] is RETIRED, "what is retired stays retired"
 
 
-def test_a_candidate_that_shows_nothing_gives_way_only_to_a_newer_version() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    fleet.now_s += UNANSWERED_S
-    fleet.publish("1", "2")
-    assert fleet.states["2"] is CANDIDATE, "nothing waits"
+def test_the_next_is_not_compared_with_a_version_that_no_edge_has_drafted_with() -> None:
+    fleet = compared()
+    fleet.texts(3, {"1": 0.0})
     fleet.publish("1", "2", "3")
-    assert (fleet.states["2"], fleet.states["3"]) == (RETIRED, CANDIDATE)
-    assert fleet.status("2").why == "no edge has compared it"
-    fleet.texts(1, {"1": 0.0, "3": 0.0})
-    fleet.publish("1", "2", "3", "4")
-    assert fleet.states["4"] is WAITING, "one that is being compared has a week"
-    fleet.now_s += TRIAL_S
-    fleet.publish("1", "2", "3", "4")
-    assert (fleet.states["3"], fleet.states["4"]) == (RETIRED, CANDIDATE)
+    assert fleet.states == {"1": FORMER, "2": RETIRED, "3": CURRENT}
+    assert (fleet.status("3").against, fleet.status("2").why) == ("1", "3 is newer")
 
 
-def test_a_better_candidate_becomes_current_and_the_one_before_stays_beside_it() -> None:
+def test_a_version_with_a_lower_number_does_not_become_current() -> None:
     fleet = Fleet()
-    fleet.publish("1")
+    fleet.publish("2")
     fleet.publish("1", "2")
-    # A kind of text with 5 % or more of all must be known to keep its rate, which the gain shows as well.
-    assert fleet.until("2", CURRENT, {"1": 0.0, "2": 0.15}) <= 60
-    assert fleet.states == {"1": FORMER, "2": CURRENT}
-    assert "hits +0.1" in fleet.status("2").why
-    assert (fleet.status("2").against, fleet.status("2").texts) == ("1", 0), "the comparison goes on from the beginning"
+    assert fleet.states == {"2": CURRENT, "1": RETIRED}
+    by_hand = Fleet()
+    by_hand.publish("a")
+    by_hand.publish("b", "a")
+    assert by_hand.states == {"a": FORMER, "b": CURRENT}, "what came later"
 
 
-def test_a_candidate_that_is_no_better_never_becomes_current() -> None:
-    for seed in range(20):
-        fleet = Fleet(seed=seed)
-        fleet.publish("1")
+def test_a_better_version_stays_and_the_one_before_retires_after_enough_texts() -> None:
+    fleet = compared()
+    for _ in range(5):
+        fleet.texts(COMPARED_TEXTS // 5 - 1, {"1": 0.0, "2": 0.05})
         fleet.publish("1", "2")
+    assert fleet.states == {"1": FORMER, "2": CURRENT}
+    fleet.texts(5, {"1": 0.0, "2": 0.05})
+    fleet.publish("1", "2")
+    assert fleet.states == {"1": RETIRED, "2": CURRENT}
+    assert fleet.status("2").why.startswith("hits +0.0")
+    assert fleet.status("2").why.endswith(f"against 1 in {COMPARED_TEXTS} texts")
+    assert (fleet.status("2").against, fleet.status("1").why) == ("", "2 is not shown to be worse")
+
+
+def test_a_comparison_without_texts_ends_after_a_week() -> None:
+    fleet = compared()
+    fleet.now_s += COMPARED_S - 1
+    fleet.publish("1", "2")
+    assert fleet.states == {"1": FORMER, "2": CURRENT}
+    fleet.now_s += 1
+    fleet.publish("1", "2")
+    assert fleet.states == {"1": RETIRED, "2": CURRENT}
+
+
+def test_a_version_that_is_no_worse_is_hardly_ever_retired() -> None:
+    for seed in range(20):
+        fleet = compared(seed=seed)
         for _ in range(4):
             fleet.texts(100, {"1": 0.0, "2": 0.0})
-        assert fleet.states["1"] is CURRENT
+        assert fleet.states["2"] is CURRENT
 
 
 def test_a_bad_version_published_by_hand_is_retired_within_sixty_texts() -> None:
@@ -156,84 +175,73 @@ def test_a_bad_version_published_by_hand_is_retired_within_sixty_texts() -> None
         assert fleet.until("bad", RETIRED, {"1": 0.0, "bad": -0.12}) <= 60
         assert fleet.states["1"] is CURRENT
         assert "hits -0.1" in fleet.status("bad").why
+        assert (fleet.status("1").why, fleet.status("1").against) == ("bad turned out worse", "")
 
 
-def test_a_current_version_that_turns_out_worse_gives_way_to_the_former_one() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    fleet.until("2", CURRENT, {"1": 0.0, "2": 0.15})
-    assert fleet.until("2", RETIRED, {"1": 0.0, "2": -0.15}) <= 60
+def test_a_version_that_turns_out_worse_after_it_was_better_gives_way_as_well() -> None:
+    fleet = compared()
+    fleet.texts(20, {"1": 0.0, "2": 0.05})
+    assert fleet.until("2", RETIRED, {"1": 0.0, "2": -0.15}) <= 100
     assert fleet.states == {"1": CURRENT, "2": RETIRED}
-    assert fleet.status("1").why == "2 turned out worse"
 
 
-def test_a_candidate_is_compared_with_what_is_current_now() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    fleet.until("2", CURRENT, {"1": 0.0, "2": 0.15})
+def test_a_newer_version_is_compared_with_what_was_current_until_then() -> None:
+    fleet = compared()
+    fleet.texts(5, {"1": 0.0, "2": 0.0})
     fleet.publish("1", "2", "3")
-    fleet.texts(5, {"1": 0.0, "2": -0.1, "3": -0.1})
-    assert (fleet.status("3").against, fleet.status("3").texts) == ("2", 5)
-    fleet.until("2", RETIRED, {"1": 0.0, "2": -0.15})
-    assert (fleet.status("3").against, fleet.status("3").texts) == ("1", 0)
-
-
-def test_a_third_good_version_retires_the_first() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    fleet.until("2", CURRENT, {"1": 0.0, "2": 0.15})
-    fleet.publish("1", "2", "3")
-    fleet.until("3", CURRENT, {"1": 0.0, "2": 0.1, "3": 0.25})
     assert fleet.states == {"1": RETIRED, "2": FORMER, "3": CURRENT}
+    assert fleet.status("1").why == "3 is newer"
+    fleet.texts(5, {"2": 0.0, "3": -0.01})
+    assert (fleet.status("3").against, fleet.status("3").texts) == ("2", 5)
+    fleet.until("3", RETIRED, {"2": 0.0, "3": -0.2})
+    assert fleet.states == {"1": RETIRED, "2": CURRENT, "3": RETIRED}
 
 
-def test_a_candidate_that_forgets_one_kind_of_text_does_not_become_current() -> None:
-    """It gains .15 in prose and loses .02 in code, which is over the margin of .01, though code comes late."""
-    for seed in range(8):
-        fleet = Fleet(seed=seed)
-        fleet.publish("1")
-        for prompt in (PROSE, CODE):
-            fleet.texts(10, {"1": 0.0}, prompt)
-        fleet.publish("1", "2")
-        for _ in range(4):
-            fleet.texts(60, {"1": 0.0, "2": 0.15}, PROSE)
-            assert fleet.states["1"] is CURRENT
-            fleet.texts(40, {"1": 0.0, "2": -0.02}, CODE)
-        assert fleet.states["1"] is CURRENT
-        assert fleet.states["2"] in (CANDIDATE, RETIRED)
-
-
-def test_without_the_kinds_the_same_candidate_would_become_current() -> None:
-    """Negative control of the test before: its texts come without the kind."""
+def test_each_comparison_of_a_name_needs_more_evidence_than_the_one_before() -> None:
     fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    for _ in range(4):
-        fleet.texts(60, {"1": 0.0, "2": 0.15}, 0)
-        fleet.texts(40, {"1": 0.0, "2": -0.02}, 0)
+    versions = [str(number) for number in range(1, 8)]
+    for count in range(1, len(versions) + 1):
+        fleet.publish(*versions[:count])
+        fleet.texts(1, dict.fromkeys(versions, 0.0))
+    (known,) = [known for _, version, known in fleet.statistics.versions.known() if version == "7"]
+    assert known.comparison is not None
+    assert known.comparison.test.number == 6
+    first = Fleet()
+    first.publish("6", "7")
+    counts = [each.until("7", RETIRED, {"6": 0.0, "7": -0.1}) for each in (first, fleet)]
+    assert counts[0] < counts[1]
+    assert sum(candidate_error(number) for number in range(1, 10_000)) < 0.01
+
+
+def test_a_version_that_forgets_a_kind_of_text_is_retired_though_it_gains() -> None:
+    fleet = compared()
+    for _ in range(5):
+        fleet.texts(40, {"1": 0.0, "2": 0.15}, PROSE)
+        fleet.texts(20, {"1": 0.0, "2": -0.15}, CODE)
+    assert fleet.states == {"1": CURRENT, "2": RETIRED}
+    assert fleet.status("2").why.endswith(f"of class {CODE}")
+
+
+def test_without_the_kinds_the_same_version_would_stay() -> None:
+    """Negative control of the test before: its texts come without the kind."""
+    fleet = compared()
+    for _ in range(5):
+        fleet.texts(40, {"1": 0.0, "2": 0.15}, 0)
+        fleet.texts(20, {"1": 0.0, "2": -0.15}, 0)
     assert fleet.states["2"] is CURRENT
 
 
 def test_drafting_that_takes_longer_than_the_limit_retires_however_much_it_hits() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared()
     for _ in range(2):
-        fleet.texts(40, {"1": 0.0, "2": 0.02}, **{"1": 0.001, "2": 0.001 * (MAX_SLOWDOWN + 0.2)})
+        fleet.texts(40, {"1": 0.0, "2": 0.15}, **{"1": 0.001, "2": 0.001 * (MAX_SLOWDOWN + 0.2)})
     assert fleet.states["2"] is RETIRED
     assert "drafting takes 1.25 times as long as in 1" in fleet.status("2").why
-    noisy = Fleet()
-    noisy.publish("1")
-    noisy.publish("1", "2")
+    noisy = compared()
     noisy.texts(1, {"1": 0.0, "2": 0.15}, **{"1": 0.001, "2": 0.009})
     noisy.texts(60, {"1": 0.0, "2": 0.15}, **{"1": 0.001, "2": 0.001})
     assert noisy.states["2"] is CURRENT, "one slow text of one edge decides nothing"
-    within = Fleet()
-    within.publish("1")
-    within.publish("1", "2")
+    within = compared()
     for _ in range(2):
         within.texts(40, {"1": 0.0, "2": 0.15}, **{"1": 0.001, "2": 0.001 * (MAX_SLOWDOWN - 0.02)})
     assert within.states["2"] is CURRENT
@@ -243,12 +251,10 @@ def test_drafting_that_takes_longer_than_the_limit_retires_however_much_it_hits(
 
 
 def test_a_flooding_edge_has_one_vote_a_day() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared()
     for _ in range(500):
         fleet.statistics.add(fleet.report("flood", {"1": 0.3, "2": -0.4}, tokens=4096))
-    assert fleet.states["2"] is CANDIDATE
+    assert fleet.states["2"] is CURRENT
     assert fleet.status("2").texts == 1
     fleet.now_s += DAY_S
     fleet.statistics.add(fleet.report("flood", {"1": 0.3, "2": -0.4}))
@@ -262,9 +268,7 @@ def test_a_flooding_edge_has_one_vote_a_day() -> None:
 
 
 def test_an_edge_votes_once_under_each_key_and_one_without_a_name_never() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared()
     for tenant in ("a", "a", "b"):
         fleet.statistics.add(fleet.report("pi", {"1": 0.0, "2": 0.0}), tenant=tenant)
     fleet.statistics.add(fleet.report("", {"1": 0.0, "2": 0.0}))
@@ -280,23 +284,19 @@ def flood(fleet: Fleet, tenant: str, gain: float, days: int = 10, **times: float
             fleet.statistics.add(report, tenant=tenant)
 
 
-@pytest.mark.parametrize(("gain", "seconds"), [(0.4, 0.001), (-0.4, 0.001), (0.0, 0.01)])
+@pytest.mark.parametrize(("gain", "seconds"), [(-0.4, 0.001), (0.0, 0.01)])
 def test_one_key_alone_decides_nothing_whatever_edges_it_invents(gain: float, seconds: float) -> None:
-    fleet, keyless = Fleet(), Fleet()
+    fleet, keyless = compared(), compared()
     for each, tenant in ((fleet, "mallory"), (keyless, "")):
-        each.publish("1")
-        each.publish("1", "2")
         flood(each, tenant, gain, **{"1": 0.001, "2": seconds})
-    assert fleet.states["2"] is CANDIDATE
+    assert fleet.states["2"] is CURRENT
     assert fleet.status("2").texts == KEY_LEAD
-    assert keyless.states["2"] is not CANDIDATE, "negative control: its edges vote where there are no keys"
+    assert keyless.states["2"] is RETIRED, "negative control: its edges vote where there are no keys"
 
 
 def test_a_key_stays_within_its_lead_over_the_most_active_other_across_a_restart(tmp_path: Path) -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    flood(fleet, "mallory", 0.0)
+    fleet = compared()
+    flood(fleet, "mallory", 0.0, days=3)
     for edge in range(3):
         fleet.statistics.add(fleet.report(f"pi-{edge}", {"1": 0.0, "2": 0.0}), tenant=f"key-{edge}")
     fleet.statistics.save(tmp_path / "state.json")
@@ -304,11 +304,11 @@ def test_a_key_stays_within_its_lead_over_the_most_active_other_across_a_restart
     fleet.statistics = fleet.coordinator()
     fleet.statistics.load(tmp_path / "state.json")
     fleet.publish("1", "2")
-    flood(fleet, "mallory", 0.0)
+    flood(fleet, "mallory", 0.0, days=3)
     assert fleet.status("2").texts == KEY_LEAD + 1 + 3
 
 
-LIES = {  # gain of the candidate, and its seconds for a token where the other takes .001
+LIES = {  # gain of the current version, and its seconds for a token where the other takes .001
     "it hits always": (1.0, 0.001),
     "it hits never": (-1.0, 0.001),
     "it is slow": (0.0, 0.01),
@@ -323,9 +323,7 @@ WHEN: dict[str, Callable[[int], bool]] = {
 
 def votes(tmp_path: Path, gain: float, honest: int, liars: int, lie: str, when: str, seed: int) -> Fleet:
     """Return a fleet after up to 300 texts of `honest` keys, with three beside each by keys that lie."""
-    fleet = Fleet(seed=seed)
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared(seed=seed)
     claimed, seconds = LIES[lie]
     for text in range(300):
         for place in range(3 if WHEN[when](text) else 0):
@@ -333,7 +331,7 @@ def votes(tmp_path: Path, gain: float, honest: int, liars: int, lie: str, when: 
             fleet.statistics.add(told, tenant=f"mallory-{text % liars}")
         report = fleet.report(f"h{text}", {"1": 0.0, "2": gain}, **{"1": 0.001, "2": 0.001})
         fleet.statistics.add(report, tenant=f"honest-{fleet.rng.integers(honest)}")
-        if fleet.states["2"] is not CANDIDATE:
+        if fleet.states["2"] is RETIRED:
             break
         if text == 30:
             fleet.statistics.save(tmp_path / "state.json")
@@ -352,18 +350,17 @@ def test_no_lies_of_one_key_turn_the_verdict_of_others(
     for seed in range(2):
         assert votes(tmp_path, gain, 20, 1, lie, when, seed).states["2"] is right, "nor hold it up"
         for honest in (1, 4):
-            assert votes(tmp_path, gain, honest, 1, lie, when, seed).states["2"] in (CANDIDATE, right), honest
+            assert votes(tmp_path, gain, honest, 1, lie, when, seed).states["2"] in (CURRENT, right), honest
 
 
 def test_as_many_keys_that_lie_as_others_would_turn_it(tmp_path: Path) -> None:
     assert votes(tmp_path, -1 / 16, 20, 20, "it hits always", "throughout", 0).states["2"] is CURRENT
+    assert votes(tmp_path, 1 / 16, 20, 20, "it hits never", "throughout", 0).states["2"] is RETIRED
 
 
 def test_two_keys_decide_together_and_with_one_alone_its_edges_do() -> None:
     for keys, gain, state in ((2, 0.1, CURRENT), (2, -0.1, RETIRED), (1, 0.1, CURRENT), (1, -0.1, RETIRED)):
-        fleet = Fleet()
-        fleet.publish("1")
-        fleet.publish("1", "2")
+        fleet = compared()
         for text in range(200):
             report = fleet.report(f"pi-{text}", {"1": 0.0, "2": gain})
             fleet.statistics.add(report, tenant=f"key-{text % 2}" if keys == 2 else "")  # see `votes_as`
@@ -371,34 +368,28 @@ def test_two_keys_decide_together_and_with_one_alone_its_edges_do() -> None:
 
 
 def test_a_key_that_comes_later_decides_no_more_alone_than_the_edges_before_it() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared()
     for text in range(10):
-        fleet.statistics.add(fleet.report(f"pi-{text}", {"1": 0.0, "2": -0.1}))
+        fleet.statistics.add(fleet.report(f"pi-{text}", {"1": 0.0, "2": 0.1}))
     for text in range(500):
         tenant = ("mallory", "alice")[text % 2]
-        gain = 0.4 if tenant == "mallory" else -0.1
+        gain = -0.4 if tenant == "mallory" else 0.1
         fleet.statistics.add(fleet.report(f"{tenant}-{text}", {"1": 0.0, "2": gain}), tenant=tenant)
-    assert fleet.states["2"] in (CANDIDATE, RETIRED)
+    assert fleet.states["2"] is CURRENT
 
 
 def test_a_flood_of_one_key_takes_no_votes_from_others() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared()
     for edge in range(MAX_VOTERS + 10):
         fleet.statistics.add(fleet.report(f"m-{edge}", {"1": 0.0, "2": 0.0}, tokens=8), tenant="mallory")
     for edge in range(100):
-        fleet.statistics.add(fleet.report(f"pi-{edge}", {"1": 0.0, "2": 0.4}), tenant=("alice", "bob")[edge % 2])
-    assert fleet.states["2"] is CURRENT
+        fleet.statistics.add(fleet.report(f"pi-{edge}", {"1": 0.0, "2": -0.4}), tenant=("alice", "bob")[edge % 2])
+    assert fleet.states["2"] is RETIRED
 
 
 @pytest.mark.parametrize(("own", "other"), [(7, 128), (128, 40), (0, 0)])
 def test_a_text_counts_only_if_both_were_compared_with_most_of_it(own: int, other: int) -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet = compared()
     hits = (DrafterHits("swift", "1", other // 2, other), DrafterHits("swift", "2", own // 2, own))
     fleet.statistics.add(SessionReport("s", "tiny", "v", edge="pi", drafter_hits=hits))
     assert fleet.status("2").texts == 0
@@ -408,12 +399,12 @@ def test_a_text_counts_only_if_both_were_compared_with_most_of_it(own: int, othe
 
 
 @pytest.mark.parametrize(("edges", "share"), [(0, 1.0), (2, 1.0), (4, 0.5), (8, 0.25), (20, 0.1), (500, 0.1)])
-def test_a_candidate_goes_to_a_tenth_of_the_edges_but_to_two_at_least(edges: int, share: float) -> None:
+def test_a_former_version_goes_to_a_tenth_of_the_edges_but_to_two_at_least(edges: int, share: float) -> None:
     versions = FleetStatistics().versions
     versions.look([("swift", "1", 0)], 0.0)
     versions.look([("swift", "2", 1), ("swift", "1", 0)], 0.0)
-    assert versions.share("swift", "2", edges) == share
-    assert versions.share("swift", "1", edges) == 1.0
+    assert versions.share("swift", "1", edges) == share
+    assert versions.share("swift", "2", edges) == 1.0
     assert versions.share("swift", "3", edges) == versions.share("other", "1", edges) == 0.0
 
 
@@ -432,28 +423,46 @@ def test_a_version_begins_with_half_its_parents_weight_and_leaves_nothing() -> N
     assert {prior.drafter_version for prior in fleet.statistics.prior("tiny", (), 0.0).drafters} == {"1"}
 
 
+def test_a_former_version_that_returns_keeps_its_own_hits() -> None:
+    fleet = compared()
+    fleet.until("2", RETIRED, {"1": 0.0, "2": -0.3})
+    assert fleet.statistics.acceptance.total("swift", "1").trials > 128
+
+
 # --- the catalogue changes ---
 
 
 def test_the_former_version_returns_where_the_current_one_is_taken_away() -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
-    fleet.until("2", CURRENT, {"1": 0.0, "2": 0.15})
+    fleet = compared()
     fleet.publish("1")
     assert fleet.states == {"1": CURRENT}
-    assert fleet.status("1").against == ""
+    assert (fleet.status("1").against, fleet.status("1").why) == ("", "the version before it is gone")
 
 
-def test_a_candidate_that_is_taken_away_makes_room_and_begins_again_if_it_returns() -> None:
+def test_a_retired_version_returns_only_where_no_other_is_left() -> None:
     fleet = Fleet()
-    fleet.publish("1")
-    fleet.publish("1", "2")
+    fleet.publish("1", "bad")
+    fleet.until("bad", RETIRED, {"1": 0.0, "bad": -0.3})
+    fleet.publish("bad")
+    assert fleet.states == {"bad": CURRENT}
+    fleet.publish("1", "bad")
+    fleet.publish("1", "bad", "badder")
+    fleet.until("badder", RETIRED, {"bad": 0.0, "badder": -0.3})
+    fleet.publish("2", "badder")
+    assert fleet.states == {"1": RETIRED, "2": CURRENT, "badder": RETIRED}
+
+
+def test_a_comparison_ends_where_either_version_is_taken_away() -> None:
+    fleet = compared()
     fleet.texts(10, {"1": 0.0, "2": 0.0})
     fleet.publish("1")
     assert fleet.states == {"1": CURRENT}
     fleet.publish("1", "2")
-    assert (fleet.states["2"], fleet.status("2").texts) == (CANDIDATE, 0)
+    assert (fleet.states["2"], fleet.status("2").texts) == (CURRENT, 0)
+    fleet.texts(10, {"1": 0.0, "2": 0.0})
+    fleet.publish("2")
+    assert fleet.states == {"2": CURRENT}
+    assert (fleet.status("2").against, fleet.status("2").texts) == ("", 0)
 
 
 # --- restarts ---
@@ -471,9 +480,59 @@ def test_states_and_evidence_survive_a_restart(tmp_path: Path) -> None:
     fleet.statistics.load(tmp_path / "state.json")
     fleet.publish("0", "1", "2")
     assert fleet.statistics.version_states == before
-    assert fleet.states == {"0": CURRENT, "1": RETIRED, "2": CANDIDATE}
+    assert fleet.states == {"0": FORMER, "1": RETIRED, "2": CURRENT}
     fleet.statistics.add(fleet.report("edge-0", {"0": 0.0, "2": 0.02}))
     assert fleet.status("2").texts == 20, "an edge does not vote twice a day because of it"
+
+
+OLDER = {  # as a release wrote it that tried a version at few edges before it was current
+    "swift": {
+        "candidates": 4,
+        "versions": {
+            "1": {"state": "former", "since_s": 8.6e7, "why": "2 hits more", "comparison": None},
+            "2": {
+                "state": "current",
+                "since_s": 8.6e7,
+                "why": "hits +0.150 against 1 in 30 texts",
+                "comparison": {
+                    "against": "1",
+                    "test": [
+                        [1, 0.75, 1],
+                        [-1, 5, 3.0, 1.8, 1.5, 1.5, 5, -3.0, 1.8, 0.0, 0.0],
+                        [1, 5, 3.1, 1.9, 1.6, 1.6, 5, -3.1, 1.9, 0.0, 0.0],
+                    ],
+                    "slower": [0, 0.0, 0.0, 0.0, 0.0],
+                    "slowdown": 0.0,
+                    "without": {},
+                    "day": 999,
+                    "votes": {},
+                    "of_keys": {},
+                },
+            },
+            "3": {"state": "candidate", "since_s": 8.6e7, "why": "", "comparison": None},
+            "4": {"state": "waiting", "since_s": 8.6e7, "why": "", "comparison": None},
+            "0": {"state": "retired", "since_s": 8.6e7, "why": "hits -0.2 against 1 in 12 texts", "comparison": None},
+        },
+    }
+}
+
+
+def test_an_older_releases_state_keeps_its_evidence_and_its_candidates_are_new(tmp_path: Path) -> None:
+    state = {"leases_granted": 0, "verified": [], "versions": OLDER}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    fleet = Fleet()
+    fleet.now_s = 8.6e7
+    fleet.statistics.load(tmp_path / "state.json")
+    fleet.publish("0", "1", "2")
+    assert fleet.states == {"0": RETIRED, "1": FORMER, "2": CURRENT}
+    assert (fleet.status("2").texts, fleet.status("2").difference) == (5, pytest.approx(0.15))
+    assert fleet.until("2", RETIRED, {"1": 0.0, "2": -0.2}) < 60
+    fleet.statistics.load(tmp_path / "state.json")
+    fleet.publish("0", "1", "2", "3", "4")
+    assert fleet.states == {"0": RETIRED, "1": RETIRED, "2": FORMER, "3": RETIRED, "4": CURRENT}
+    (known,) = [known for _, version, known in fleet.statistics.versions.known() if version == "4"]
+    assert known.comparison is not None
+    assert known.comparison.test.number == 5, "the chances of errors add up over releases"
 
 
 def test_versions_of_single_keys_in_an_older_releases_state_are_left_out(tmp_path: Path) -> None:
@@ -488,14 +547,14 @@ def test_versions_of_single_keys_in_an_older_releases_state_are_left_out(tmp_pat
     assert [status.drafter for status in fleet.statistics.version_states] == ["swift"]
 
 
-def test_without_its_state_a_coordinator_would_try_a_retired_version_again() -> None:
-    """Negative control of the test before."""
+def test_without_its_state_a_coordinator_would_offer_a_retired_version_again() -> None:
+    """Negative control of the tests before."""
     fleet = Fleet()
     fleet.publish("0", "1")
     fleet.until("1", RETIRED, {"0": 0.0, "1": -0.3})
     fleet.statistics = fleet.coordinator()
     fleet.publish("0", "1")
-    assert fleet.states["1"] is CANDIDATE
+    assert fleet.states["1"] is CURRENT
 
 
 @pytest.mark.parametrize(
@@ -523,7 +582,7 @@ def test_damaged_states_begin_with_nothing(tmp_path: Path, damage: Callable[[dic
 # --- over the wire ---
 
 
-def test_a_bad_version_reaches_few_edges_is_retired_by_reports_and_stays_so(
+def test_a_bad_version_is_retired_by_reports_of_a_tenth_of_the_edges_and_stays_so(
     serve: Serve, drafters: Path, tmp_path: Path
 ) -> None:
     write_package(drafters / "1", version="1")
@@ -543,7 +602,7 @@ def test_a_bad_version_reaches_few_edges_is_retired_by_reports_and_stays_so(
         updates = call.stream("WatchDrafters", "")
         assert [(m.version, m.share) for m in await anext(updates)] == [("1", 0)]
         write_package(drafters / ".bad", version="bad", sequence=9).rename(drafters / "bad")
-        assert [(m.version, m.share) for m in await anext(updates)] == [("1", 0), ("bad", 0.1)]
+        assert [(m.version, m.share) for m in await anext(updates)] == [("bad", 0), ("1", 0.1)]
         for edge in range(60):
             await send(call, edge, {"1": 0.0, "bad": -0.12})
         assert [(m.version, m.share) for m in await anext(updates)] == [("1", 0)], "edges are told within 60 texts"

@@ -208,8 +208,8 @@ def test_the_whole_view_survives_the_wire() -> None:
 
 VERSIONS = (
     VersionStatus("code", "1" * 12, "current", 1.0),
-    VersionStatus("general", "abc", "current", 1.0, "hits +0.081 against 0ld in 64 texts", 86400.0, acceptance=0.7),
-    VersionStatus("general", "def0123456789", "candidate", 0.1, "", 60.0, "abc", 31, 0.01234, 1.5, 0.7512, 800.04),
+    VersionStatus("general", "def0123456789", "current", 1.0, "", 60.0, "abc", 31, 0.01234, -1.5, 0.7512, 800.04),
+    VersionStatus("general", "abc", "former", 0.1, "def0123456789 is newer", 60.0, acceptance=0.7),
     VersionStatus("general", "bad", "retired", 0.0, "hits -0.121 against abc in 12 texts", 7200.0),
 )
 
@@ -224,31 +224,31 @@ def test_versions_are_shown_with_what_decided_on_each() -> None:
     status = ClusterStatus((), (), 0, (), versions=VERSIONS)
     lines = [line for line in shown_table(status).splitlines() if line.startswith("general")]
     assert [line.split()[1:3] for line in lines] == [
-        ["abc", "current"],
-        ["def012345678", "candidate"],
+        ["def012345678", "current"],
+        ["abc", "former"],
         ["bad", "retired"],
     ]
+    assert "75%" in lines[0]
+    assert "+0.012 in 31" in lines[0]
     assert "10%" in lines[1]
-    assert "75%" in lines[1]
-    assert "+0.012 in 31" in lines[1]
     assert "hits -0.121 against abc in 12 texts" in lines[2]
     assert "code" not in shown_table(status), "a drafter with one version has nothing to compare"
-    assert "candidate" not in shown_table(ClusterStatus((), (), 0, (), versions=VERSIONS[:2]))
+    assert "current" not in shown_table(ClusterStatus((), (), 0, (), versions=VERSIONS[:2]))
 
 
 def test_versions_in_json_hold_every_field_and_round_what_is_measured() -> None:
-    (candidate,) = [v for v in as_json(ClusterStatus((), (), 0, (), versions=VERSIONS))["versions"] if v["texts"]]
-    assert candidate == {
+    (compared,) = [v for v in as_json(ClusterStatus((), (), 0, (), versions=VERSIONS))["versions"] if v["texts"]]
+    assert compared == {
         "drafter": "general",
         "version": "def0123456789",
-        "state": "candidate",
-        "share": 0.1,
+        "state": "current",
+        "share": 1.0,
         "why": "",
         "age_s": 60.0,
         "against": "abc",
         "texts": 31,
         "difference": 0.0123,
-        "evidence": 1.5,
+        "evidence": -1.5,
         "acceptance": 0.7512,
         "trials": 800.0,
     }

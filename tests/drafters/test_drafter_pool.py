@@ -742,12 +742,11 @@ def test_a_version_that_is_steered_is_not_tried_beside_one_that_is_not(on_trial)
     assert [one.name for one in on_trial((STEERED, 0.0), (NEW, 1.0)).named(("far",), "")] == ["far"]
 
 
-def test_a_steered_drafter_and_the_next_draft_unsteered_while_they_are_compared(on_trial):
-    trial = on_trial((STEERED, 0.0), (NEXT, 1.0)).named(("far",), "")
-    assert [one.version for one in trial] == [STEERED, NEXT]
-    published = on_trial((NEXT, 0.0), (STEERED, 1.0)).named(("far",), "")
-    assert [one.version for one in published] == [NEXT], "the former version would keep it unsteered for good"
-    for found, steered in ((trial, None), (published, 0)):
+def test_a_steered_drafter_and_the_one_before_are_unsteered_while_compared(on_trial):
+    compared = on_trial((NEXT, 0.0), (STEERED, 1.0)).named(("far",), "")
+    assert [one.version for one in compared] == [NEXT, STEERED]
+    alone = on_trial((NEXT, 0.0)).named(("far",), "")
+    for found, steered in ((compared, None), (alone, 0)):
         pool = DrafterPool(found, limit_bytes=1e9)
         assert (pool.steered, pool.steering) == (steered, None if steered is None else found[0].steering)
         pool.close()

@@ -30,8 +30,8 @@ def test_the_coordinator_says_what_it_knows() -> None:
     assert asyncio.run(versions_of(Coordinator(may=True), READY)) == KNOWN  # type: ignore[arg-type]
 
 
-def test_an_edge_that_may_not_ask_tells_its_own_drafters_and_which_are_on_trial() -> None:
-    own = (VersionStatus("a", NgramDrafter.version, "current"), VersionStatus("a", NgramDrafter.version, "candidate"))
+def test_an_edge_that_may_not_ask_tells_its_own_drafters_and_former_ones() -> None:
+    own = (VersionStatus("a", NgramDrafter.version, "current"), VersionStatus("a", NgramDrafter.version, "former"))
     for coordinator in (Coordinator(may=False), None):
         assert asyncio.run(versions_of(coordinator, READY)) == own  # type: ignore[arg-type]
     assert asyncio.run(versions_of(None, None)) == ()

@@ -331,7 +331,7 @@ EXAMPLES = {
                 t.VersionStatus(
                     drafter="swift",
                     version="8",
-                    state="candidate",
+                    state="current",
                     share=0.25,
                     why="new",
                     age_s=60.5,

@@ -17,6 +17,7 @@ from outrider.proto.policy.sequential import (
     ERROR,
     MARGIN,
     MAX_STAKE,
+    LossTest,
     PairedTest,
     SignTest,
     Verdict,
@@ -153,10 +154,10 @@ def test_the_errors_that_retire_a_version_add_up_however_many_kinds_come() -> No
         shares = [candidate_error(place, half) for place in range(1, 17)]
         assert half + sum(shares) < candidate_error(number)
         for place, share in enumerate(shares, 1):
-            test = PairedTest(number)
+            test = LossTest(number)
             for kind in range(16):
                 test.add(0.0, kind)
-            evidence = test._of_class[place - 1].below
+            evidence = test._of_class[place - 1]
             evidence.max_log_wealth = -math.log(share) - 1e-6
             assert test.lost_class is None
             evidence.max_log_wealth = -math.log(share)
@@ -284,17 +285,29 @@ def test_a_loss_within_the_margin_is_none() -> None:
 
 def test_a_saved_test_goes_on_as_if_nothing_had_happened() -> None:
     rng = np.random.default_rng(10)
-    test = PairedTest(3, kept=(2,))
+    test = LossTest(3)
     for _ in range(30):
         test.add(float(rng.normal(0.05, 0.1)), int(rng.integers(1, 4)))
-    restored = PairedTest.from_rows(json.loads(json.dumps(test.rows())))
+    restored = LossTest.from_rows(json.loads(json.dumps(test.rows())))
     assert restored.rows() == test.rows()
     assert (restored.number, restored.texts, restored.difference) == (3, 30, test.difference)
     for _ in range(300):
-        difference = float(rng.normal(0.05, 0.05))
+        difference = float(rng.normal(-0.05, 0.05))
         test.add(difference, CODE)
         restored.add(difference, CODE)
-        assert (restored.verdict, restored.doubtful_classes) == (test.verdict, test.doubtful_classes)
+        assert (restored.lost, restored.lost_class, restored.evidence) == (test.lost, test.lost_class, test.evidence)
+    assert test.lost
+
+
+def test_a_test_that_an_older_release_saved_keeps_what_spoke_against_a_version() -> None:
+    """There each row had a test of the gain before that of the loss, and the first one the kinds to keep."""
+    test = LossTest(3)
+    for _ in range(10):
+        test.add(-0.1, CODE)
+    first, *every = test.rows()
+    gain = SignTest(10, 4.0, 1.6, 0.5, 0.7).row()
+    older = [[*first, 1, 3], *([kind, *gain, *loss] for kind, *loss in every)]
+    assert LossTest.from_rows(older).rows() == test.rows()
 
 
 @pytest.mark.parametrize(
@@ -302,7 +315,7 @@ def test_a_saved_test_goes_on_as_if_nothing_had_happened() -> None:
 )
 def test_a_malformed_saved_test_is_refused(rows: list[list[float]]) -> None:
     with pytest.raises((ValueError, TypeError)):
-        PairedTest.from_rows(rows)
+        LossTest.from_rows(rows)
 
 
 @pytest.mark.parametrize("difference", [math.nan, 1.5, -math.inf])

@@ -45,7 +45,7 @@ _VERSION = {  # by field of a version's status
     "share": "Share of the edges that are offered a version.",
     "texts": "Texts on which a version was compared with the one before it.",
     "difference": "Mean difference of hit rates between a version and the one before it.",
-    "evidence": "Natural log of the wealth that bets on a version's being better have made.",
+    "evidence": "Natural log of the wealth that bets on a version's being worse have made.",
 }
 _REPORTED = {  # by field of a report
     "committed_tokens": "Tokens committed in reported sessions.",
@@ -161,7 +161,7 @@ class FleetMetrics(Collector):
         versions = self._versions()
         counts = GaugeMetricFamily(
             "outrider:coordinator_drafter_versions",
-            "Versions of a drafter by state (waiting, candidate, current, former, retired).",
+            "Versions of a drafter by state (current, former, retired).",
             labels=("drafter", "state"),
         )
         for name in dict.fromkeys(version.drafter for version in versions):

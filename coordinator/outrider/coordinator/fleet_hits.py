@@ -12,12 +12,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 
-from outrider.proto.policy.sequential import MIN_CLASS_SHARE
 from outrider.proto.types import (
     LINK_CLASSES,
     MAX_REPORTED_DRAFTERS,
     PROMPT_CLASSES,
-    ClassAcceptance,
     DrafterHits,
     DrafterPrior,
     SessionReport,
@@ -29,7 +27,6 @@ BROADER_TRIALS = 64.0  # limit of the weight of other links, and of other kinds 
 INHERITED = 0.5  # weight of the parent's hits where a version begins
 MAX_DRAFTERS = 64  # over all models; the one least recently reported goes
 MAX_UNSERVED = 8  # drafters of one model that are not in the catalogue; the one with fewest trials goes
-MAX_SHOWN = 256
 
 Drafter = tuple[str, str]  # name, version
 _Identity = tuple[str, str, str]  # model, name, version
@@ -137,16 +134,6 @@ class FleetAcceptance:
         of_version = [cells for identity, cells in self._drafters.items() if identity[1:] == (name, version)]
         return Hits.total(hits for cells in of_version for hits in cells.of.values())
 
-    def classes(self, name: str, version: str) -> frozenset[int]:
-        """Return the kinds of text, those of no known kind left out, that have a common share of a version's trials."""
-        trials: defaultdict[int, float] = defaultdict(float)
-        for identity, cells in self._drafters.items():
-            if identity[1:] == (name, version):
-                for (prompt_class, _), hits in cells.of.items():
-                    trials[prompt_class] += hits.trials
-        common = MIN_CLASS_SHARE * sum(trials.values())
-        return frozenset(which for which, count in trials.items() if which and count >= common)
-
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
         """Return the expected hit rates of the drafters of `model`, most trials first; class 0: any.
 
@@ -159,16 +146,6 @@ class FleetAcceptance:
             if identity[0] == model
         )
         return tuple(sorted(answers, key=lambda prior: -prior.trials)[:MAX_REPORTED_DRAFTERS])
-
-    @property
-    def shown(self) -> tuple[ClassAcceptance, ...]:
-        """Hits by drafter and class, most trials first."""
-        cells = [
-            ClassAcceptance(identity[0], *which, _prior_of(identity, hits))
-            for identity, cells in self._drafters.items()
-            for which, hits in cells.of.items()
-        ]
-        return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
 
     def rows(self) -> list[CellRow]:
         """Return all hits as rows to save."""

@@ -11,12 +11,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from outrider.coordinator.fleet_hits import MAX_SHOWN, REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
+from outrider.coordinator.fleet_hits import REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
 from outrider.coordinator.version_trials import DrafterVersions, VersionChange, VersionState, hashed
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.sequential import MIN_CLASS_SHARE
 from outrider.proto.types import (
     MAX_REPORTED_DRAFTERS,
     ClassAcceptance,
@@ -38,11 +36,10 @@ MAX_ROWS = 1024
 MAX_KEYS = 32  # whose hits are known apart; the one that was longest not reported goes
 MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
-MAX_SHOWN_VERSIONS = 256
+MAX_SHOWN = 256
 DAY_S = 86400.0
 
 KeyedRow = tuple[str, str, str, int, int, float, float, str]  # a `CellRow` and the hash of a key; empty: none
-_What = TypeVar("_What")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +78,6 @@ class SharedAcceptance:
         """Return the hits of a version in all texts for all models."""
         return _shared({key: each.total(name, version) for key, each in self._of_keys.items()})
 
-    def classes(self, name: str, version: str) -> frozenset[int]:
-        """Return the kinds of text, those of no known kind left out, that have a common share of a version's trials."""
-        kinds = self._by(lambda row: row[3] if row[1:3] == (name, version) else None)
-        trials = {kind: hits.trials for kind, hits in kinds.items() if kind is not None}
-        common = MIN_CLASS_SHARE * sum(trials.values())
-        return frozenset(kind for kind, count in trials.items() if kind and count >= common)
-
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
         """Return the expected hit rates of the drafters of `model`, most trials first; see `FleetAcceptance.prior`."""
         of: defaultdict[Drafter, dict[str, Hits]] = defaultdict(dict)
@@ -101,9 +91,14 @@ class SharedAcceptance:
     @property
     def shown(self) -> tuple[ClassAcceptance, ...]:
         """Hits by drafter and class, most trials first."""
+        found: defaultdict[tuple[str, str, str, int, int], dict[str, Hits]] = defaultdict(dict)
+        for key, acceptance in self._of_keys.items():
+            for row in acceptance.rows():
+                found[row[:5]][key] = Hits(*row[5:])
+        shared = {cell: _shared(of_keys) for cell, of_keys in found.items()}
         cells = [
             ClassAcceptance(model, prompt_class, link_class, DrafterPrior(name, version, hits.rate, hits.trials))
-            for (model, name, version, prompt_class, link_class), hits in self._by(lambda row: row[:5]).items()
+            for (model, name, version, prompt_class, link_class), hits in shared.items()
         ]
         return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
 
@@ -120,15 +115,6 @@ class SharedAcceptance:
         for of_key, acceptance in taken.items():
             acceptance.take_over(of_keys[of_key])
         self._of_keys = OrderedDict(list(taken.items())[-MAX_KEYS:])
-
-    def _by(self, what: Callable[[CellRow], _What]) -> dict[_What, Hits]:
-        """Return the hits of all cells that are the same in this."""
-        found: defaultdict[_What, defaultdict[str, Hits]] = defaultdict(lambda: defaultdict(Hits))
-        for key, acceptance in self._of_keys.items():
-            for row in acceptance.rows():
-                of_keys = found[what(row)]
-                of_keys[key] = of_keys[key].plus(Hits(*row[5:]))
-        return {each: _shared(of_keys) for each, of_keys in found.items()}
 
 
 class FleetStatistics:
@@ -162,7 +148,7 @@ class FleetStatistics:
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
         self.acceptance = SharedAcceptance()
-        self.versions = DrafterVersions(self.acceptance.classes)
+        self.versions = DrafterVersions()
         self._rows: OrderedDict[tuple[str, str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
 
     def look(self, offered: Iterable[tuple[str, str, int]]) -> bool:
@@ -234,14 +220,14 @@ class FleetStatistics:
                     trials=hits.trials,
                 )
             )
-        return tuple(shown[:MAX_SHOWN_VERSIONS])
+        return tuple(shown[:MAX_SHOWN])
 
     def _follow(self, changes: Sequence[VersionChange]) -> bool:
         """Carry hits over to versions that begin, and drop those of retired ones; return whether there are changes."""
         for change in changes:
             log = logger.warning if change.state is VersionState.RETIRED and change.why else logger.info
             log("drafter %s version %s is %s: %s", change.name, change.version, change.state, change.why or "new")
-            if change.state is VersionState.CANDIDATE:
+            if change.against:
                 self.acceptance.inherit(change.name, change.version, change.against)
             elif change.state is VersionState.RETIRED:
                 self.acceptance.forget(change.name, change.version)

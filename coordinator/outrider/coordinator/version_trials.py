@@ -1,57 +1,52 @@
-"""States of the versions of each drafter: one is current, and the next must prove itself before it takes its place.
+"""States of the versions of each drafter: the newest is current at once, and gives way where it turns out worse.
 
-    waiting     in the catalogue, and offered to nobody yet
-    candidate   an arm beside the current version at a share of the edges; at most one of a name
     current     offered to all edges; one of a name
-    former      was current before; an arm at a share of the edges, so that the current one stays compared with it
+    former      was current before; an arm at a share of the edges, so that the current one is compared with it
     retired     offered to nobody
 
-Edges say how often each version hits on the same texts, drafted by it or not. `PairedTest` decides on these differences
-alone: a candidate that is better becomes current, and one that is worse is retired; so is a current version that turns
-out worse than the former one, which then returns. A version whose drafting takes longer than the limit is retired too.
+Which version is better was decided before: by a trainer's judge on later texts, or by whoever published it. Edges say
+how often both versions hit on the same texts, drafted by them or not. `LossTest` looks at these differences alone: a
+current version that turns out worse than the former one is retired, and the former one returns; so it is where drafting
+takes longer than the limit. Where neither shows in `COMPARED_TEXTS`, or within `COMPARED_S`, the former one is retired.
 
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
 Edges choose their names, and few large lies outweigh many small differences. So a verdict must also hold without the
 texts of any one API key, which alone decides nothing for others; with two keys, each must show it. And no key has more
 than `KEY_LEAD` texts more than the most active other key, so that one among many cannot hold a verdict up for long.
-False reports can hold a good version back, or a bad one in place, for a while; no text depends on them.
+False reports can keep a bad version in place for a while, or call a former one back; no text depends on them.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
 from outrider.proto.drafter_format import ON_TRIAL
-from outrider.proto.policy.sequential import MAX_SLOWDOWN, PairedTest, SignTest, Verdict, candidate_error
+from outrider.proto.policy.sequential import MAX_SLOWDOWN, LossTest, SignTest, candidate_error
 from outrider.proto.types import DrafterHits
 
 MIN_COMPARED = 8  # tokens of a text, for each of both versions
-SHARE = 0.1  # of the edges, for candidates and former versions
+SHARE = 0.1  # of the edges, for former versions
 MIN_EDGES = 2  # that the share should amount to
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
 KEY_LEAD = 4  # texts that decide nothing
 KEY_GROUPS = 8  # whose texts are left out in turn; the ninth key joins the first
-UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
-TRIAL_S = 7 * 86400.0  # after which any other does
+COMPARED_TEXTS = 500  # after which a former version is retired, and
+COMPARED_S = 7 * 86400.0  # after which it is at the latest
 MAX_RETIRED = 16  # versions of a name that are remembered though they are no longer in the catalogue
 _DAY_S = 86400
-
-Classes = Callable[[str, str], Collection[int]]
+_TRIED = ("waiting", "candidate")  # states of older releases, which tried a version before it was current
 
 
 class VersionState(StrEnum):
     """State of a version; see the module's docstring."""
 
-    WAITING = "waiting"
-    CANDIDATE = "candidate"
     CURRENT = "current"
     FORMER = "former"
     RETIRED = "retired"
@@ -60,15 +55,10 @@ class VersionState(StrEnum):
 class _Evidence:
     """Differences of hit rates and times between two versions in some texts."""
 
-    def __init__(self, test: PairedTest) -> None:
+    def __init__(self, test: LossTest) -> None:
         self.test = test
         self._slower = SignTest()
         self._slowdown = 0.0  # sum
-
-    @property
-    def slowdown(self) -> float:
-        """Mean time to draft a token over that of the other version; 0: not measured."""
-        return self._slowdown / self._slower.count if self._slower.count else 0.0
 
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int) -> None:
         self.test.add(own.hits / own.compared - other.hits / other.compared, prompt_class)
@@ -77,24 +67,22 @@ class _Evidence:
             self._slower.add(min(1.0, max(-1.0, (slowdown - MAX_SLOWDOWN) / SLOWDOWN_CLIP)))
             self._slowdown += slowdown
 
-    def verdict(self, against: str) -> tuple[Verdict, str]:
-        """Return the outcome so far, and the reason for it in a few words; empty while it is open."""
+    def loss(self, against: str) -> str:
+        """Return in a few words what is shown to be worse than in the version `against`; empty: nothing is."""
         test = self.test
         if self._slower.shows(candidate_error(test.number)):
-            return Verdict.WORSE, f"drafting takes {self.slowdown:.2f} times as long as in {against}"
-        # A single edge's time says little; half of what retires a version keeps it from becoming current.
-        perhaps_slower = 2 * self._slower.log_wealth >= -math.log(candidate_error(test.number))
-        if test.verdict is Verdict.OPEN or (test.verdict is Verdict.BETTER and perhaps_slower):
-            return Verdict.OPEN, ""
+            return f"drafting takes {self._slowdown / self._slower.count:.2f} times as long as in {against}"
+        if not test.lost:
+            return ""
         where = f" of class {test.lost_class}" if test.lost_class is not None else ""
-        return test.verdict, f"hits {test.difference:+.3f} against {against} in {test.texts} texts{where}"
+        return f"hits {test.difference:+.3f} against {against} in {test.texts} texts{where}"
 
     def saved(self) -> dict[str, Any]:
         return {"test": self.test.rows(), "slower": self._slower.row(), "slowdown": self._slowdown}
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> Self:
-        made = cls(PairedTest.from_rows(saved["test"]))
+        made = cls(LossTest.from_rows(saved["test"]))
         made._slower, made._slowdown = SignTest.from_row(saved["slower"]), float(saved["slowdown"])
         return made
 
@@ -106,16 +94,16 @@ class VersionComparison:
         against: version that it is compared with.
     """
 
-    def __init__(self, against: str, number: int, kept: Collection[int] = ()) -> None:
+    def __init__(self, against: str, number: int) -> None:
         self.against = against
-        self._all = _Evidence(PairedTest(number, kept))
+        self._all = _Evidence(LossTest(number))
         self._without: dict[int, _Evidence] = {}  # texts but those of a group of keys, by group
         self._votes: dict[str, int] = {}  # texts of today by hash of the edge's name
         self._of_keys: dict[str, int] = {}  # texts by hash of the API key's name, in order of the first
         self._day = 0
 
     @property
-    def test(self) -> PairedTest:
+    def test(self) -> LossTest:
         """Test of their hit rates in all texts."""
         return self._all.test
 
@@ -151,11 +139,10 @@ class VersionComparison:
             each.add(own, other, prompt_class)
 
     @property
-    def verdict(self) -> tuple[Verdict, str]:
-        """Outcome that no key's texts alone decide, and the reason in a few words; empty while it is open."""
-        verdict, why = self._all.verdict(self.against)
-        agreed = all(each.verdict(self.against)[0] is verdict for each in self._without.values())
-        return (verdict, why) if agreed else (Verdict.OPEN, "")
+    def loss(self) -> str:
+        """What is worse than before, as no key's texts alone show it, in a few words; empty: nothing is."""
+        agreed = all(each.loss(self.against) for each in self._without.values())
+        return self._all.loss(self.against) if agreed else ""
 
     def saved(self) -> dict[str, Any]:
         """Return its state for a JSON file."""
@@ -191,7 +178,7 @@ class KnownVersion:
     Attributes:
         since_s: Unix time at which it got its state.
         why: reason for its state in a few words; empty: it has not been compared yet.
-        comparison: that of a candidate, or of a current version with the former one.
+        comparison: that of a current version with the former one.
     """
 
     state: VersionState
@@ -216,47 +203,39 @@ class _Line:
     """All known versions of one name."""
 
     name: str
-    classes: Classes
-    candidates: int = 0  # so far
+    comparisons: int = 0  # so far
     versions: dict[str, KnownVersion] = field(default_factory=dict)
 
     def one(self, state: VersionState) -> str:
         """Return the version in this state; empty: there is none."""
         return next((version for version, known in self.versions.items() if known.state is state), "")
 
+    @property
+    def comparison(self) -> VersionComparison | None:
+        """That of the current version with the former one."""
+        current = self.versions.get(self.one(VersionState.CURRENT))
+        return current.comparison if current is not None else None
+
     def set(self, version: str, state: VersionState, now_s: float, why: str = "", against: str = "") -> VersionChange:
-        kept = self.classes(self.name, against) if against else ()
-        comparison = VersionComparison(against, max(1, self.candidates), kept) if against else None
+        comparison = None
+        if against:
+            self.comparisons += 1
+            comparison = VersionComparison(against, self.comparisons)
         self.versions[version] = KnownVersion(state, now_s, why, comparison)
         return VersionChange(self.name, version, state, why, against)
 
-    def look(self, offered: Sequence[tuple[str, int]], now_s: float) -> Iterator[VersionChange]:
+    def look(self, sequences: Mapping[str, int], now_s: float) -> Iterator[VersionChange]:
         """Take in the catalogue's versions with their sequences, the newest first and at least one."""
-        here = [version for version, _ in offered]
-        if not self.versions:
-            yield from self._begin(offered, now_s)
-        for version in here:
-            if version not in self.versions:
-                yield self.set(version, VersionState.WAITING, now_s)
-        yield from self._miss(here, now_s)
-        waiting = [version for version in here if self.versions[version].state is VersionState.WAITING]
-        if waiting and (why := self._undecided(now_s)):
-            yield self.set(self.one(VersionState.CANDIDATE), VersionState.RETIRED, now_s, why)
-        if waiting and not self.one(VersionState.CANDIDATE):
-            yield self._try(waiting[0], now_s)
-            for version in waiting[1:]:
-                yield self.set(version, VersionState.RETIRED, now_s, f"{waiting[0]} is newer")
-        yield from self._compare_anew(now_s)
+        yield from self._miss(sequences)
+        new = [version for version in sequences if version not in self.versions]
+        heir = self.one(VersionState.FORMER) or ("" if new else next(iter(sequences)))
+        if heir and not self.one(VersionState.CURRENT):
+            yield self.set(heir, VersionState.CURRENT, now_s, "the version before it is gone")
+        if new:
+            yield from self._follow(new, sequences, now_s)
+        yield from self._end(now_s)
 
-    def _begin(self, offered: Sequence[tuple[str, int]], now_s: float) -> Iterator[VersionChange]:
-        """Begin with a name that is not known yet: what came first is current, since nothing later is proven."""
-        lowest = min(sequence for _, sequence in offered)
-        first, *older = (version for version, sequence in offered if sequence == lowest)
-        yield self.set(first, VersionState.CURRENT, now_s)
-        for version in older:
-            yield self.set(version, VersionState.RETIRED, now_s, f"{first} is newer")
-
-    def _miss(self, here: Sequence[str], now_s: float) -> Iterator[VersionChange]:
+    def _miss(self, here: Collection[str]) -> Iterator[VersionChange]:
         """Do without versions that are not in the catalogue any more; one that comes back is new unless retired."""
         gone = [version for version in self.versions if version not in here]
         for version in gone:
@@ -265,75 +244,60 @@ class _Line:
                 yield VersionChange(self.name, version, VersionState.RETIRED, "it is no longer in the catalogue")
         for version in [version for version in gone if version in self.versions][:-MAX_RETIRED]:
             del self.versions[version]
-        if not self.one(VersionState.CURRENT):
-            order = (VersionState.FORMER, VersionState.CANDIDATE, VersionState.WAITING, VersionState.RETIRED)
-            best = min(here, key=lambda version: order.index(self.versions[version].state))
-            yield self.set(best, VersionState.CURRENT, now_s, "the version before it is gone")
 
-    def _try(self, version: str, now_s: float) -> VersionChange:
-        self.candidates += 1
-        return self.set(version, VersionState.CANDIDATE, now_s, against=self.one(VersionState.CURRENT))
-
-    def _undecided(self, now_s: float) -> str:
-        """Return why the candidate gives way to a newer version that waits; empty: it does not."""
-        candidate = self.one(VersionState.CANDIDATE)
-        known = self.versions[candidate] if candidate else None
-        if known is None or known.comparison is None:
-            return ""
-        if known.comparison.test.texts == 0 and now_s - known.since_s >= UNANSWERED_S:
-            return "no edge has compared it"
-        return "nothing shown, and a newer version waits" if now_s - known.since_s >= TRIAL_S else ""
-
-    def _compare_anew(self, now_s: float) -> Iterator[VersionChange]:
-        """Compare the candidate with what is current now, and what is current with the former version or nothing."""
-        candidate, current = self.one(VersionState.CANDIDATE), self.one(VersionState.CURRENT)
-        if candidate and self._against(candidate) != current:
-            yield self._try(candidate, now_s)
-        if self._against(current) != self.one(VersionState.FORMER):
-            self.versions[current].comparison = None
-
-    def _against(self, version: str) -> str:
-        comparison = self.versions[version].comparison
-        return comparison.against if comparison is not None else ""
-
-    def decide(self, version: str, now_s: float) -> Iterator[VersionChange]:
-        """Act on the comparison of a version as soon as it is decided."""
-        known = self.versions[version]
-        if known.comparison is None:
-            return
-        verdict, why = known.comparison.verdict
-        current, former = self.one(VersionState.CURRENT), self.one(VersionState.FORMER)
-        if verdict is Verdict.BETTER and version != current:
+    def _follow(self, new: list[str], sequences: Mapping[str, int], now_s: float) -> Iterator[VersionChange]:
+        """Let the newest version follow the current one, or where nothing is known yet the one before it."""
+        newest, *others = new
+        before, former = self.one(VersionState.CURRENT), self.one(VersionState.FORMER)
+        if before and sequences[newest] < sequences[before]:
+            newest, others = before, new
+        else:
+            if former and self.comparison is not None and not self.comparison.test.texts:
+                before, former = former, before  # which nobody has drafted with: perhaps it cannot be loaded
+            if not before and others:
+                before, *others = others
             if former:
-                yield self.set(former, VersionState.RETIRED, now_s, f"{current} and {version} were better")
-            yield self.set(current, VersionState.FORMER, now_s, f"{version} hits more")
-            yield self.set(version, VersionState.CURRENT, now_s, why, current)
-        elif verdict is Verdict.WORSE:
-            yield self.set(version, VersionState.RETIRED, now_s, why)
-            if version == current:
-                yield self.set(former, VersionState.CURRENT, now_s, f"{version} turned out worse")
-        yield from self._compare_anew(now_s)
+                yield self.set(former, VersionState.RETIRED, now_s, f"{newest} is newer")
+            if before:
+                yield self.set(before, VersionState.FORMER, now_s, f"{newest} is newer")
+            yield self.set(newest, VersionState.CURRENT, now_s, against=before)
+        for version in others:
+            yield self.set(version, VersionState.RETIRED, now_s, f"{newest} is newer")
+
+    def _end(self, now_s: float) -> Iterator[VersionChange]:
+        """End a comparison that has shown nothing, or whose other version is gone."""
+        current, former, comparison = self.one(VersionState.CURRENT), self.one(VersionState.FORMER), self.comparison
+        if former and comparison is not None:
+            test, compared_s = comparison.test, now_s - self.versions[former].since_s
+            if test.texts < COMPARED_TEXTS and compared_s < COMPARED_S:
+                return
+            self.versions[current].why = f"hits {test.difference:+.3f} against {former} in {test.texts} texts"
+            yield self.set(former, VersionState.RETIRED, now_s, f"{current} is not shown to be worse")
+        self.versions[current].comparison = None
+
+    def decide(self, now_s: float) -> Iterator[VersionChange]:
+        """Let the former version return where the current one is shown to be worse."""
+        comparison = self.comparison
+        if comparison is not None and (why := comparison.loss):
+            current = self.one(VersionState.CURRENT)
+            yield self.set(current, VersionState.RETIRED, now_s, why)
+            yield self.set(comparison.against, VersionState.CURRENT, now_s, f"{current} turned out worse")
 
 
 class DrafterVersions:
-    """The versions of all drafters of a catalogue, in one event loop.
+    """The versions of all drafters of a catalogue, in one event loop."""
 
-    Args:
-        classes: returns the common kinds of text of a version by its name, each of which the next version must keep.
-    """
-
-    def __init__(self, classes: Classes) -> None:
-        self._classes = classes
+    def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
 
     def look(self, offered: Iterable[tuple[str, str, int]], now_s: float) -> list[VersionChange]:
         """Take in the catalogue's names, versions and sequences, the newest of a name first; return what changed."""
-        by_name: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+        by_name: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for name, version, sequence in offered:
-            by_name[name].append((version, sequence))
+            by_name[name].setdefault(version, sequence)
         changes: list[VersionChange] = []
-        for name, versions in by_name.items():
-            changes += self._lines.setdefault(name, _Line(name, self._classes)).look(versions, now_s)
+        for name, sequences in by_name.items():
+            changes += self._lines.setdefault(name, _Line(name)).look(sequences, now_s)
         return changes
 
     def state(self, name: str, version: str) -> VersionState | None:
@@ -344,12 +308,10 @@ class DrafterVersions:
     def share(self, name: str, version: str, edges: int) -> float:
         """Return the share of edges that are offered a version, 0 to 1, where `edges` are known."""
         state = self.state(name, version)
-        if state in (None, VersionState.WAITING, VersionState.RETIRED):
-            return 0.0
-        if state is VersionState.CURRENT:
-            return 1.0
-        # In steps, since edges load and drop a version whenever its share changes.
-        return next(share for share in (SHARE, 0.25, 0.5, 1.0) if share * edges >= MIN_EDGES or share == 1.0)
+        if state is VersionState.FORMER:
+            # In steps, since edges load and drop a version whenever its share changes.
+            return next(share for share in (SHARE, 0.25, 0.5, 1.0) if share * edges >= MIN_EDGES or share == 1.0)
+        return 1.0 if state is VersionState.CURRENT else 0.0
 
     def add(
         self,
@@ -368,7 +330,7 @@ class DrafterVersions:
             voter: name of the edge; empty: unknown, and the text does not count.
             now_s: Unix time.
             votes_a_day: texts of one edge that count.
-            key: name of the edge's key, without whose texts a verdict must hold; empty: there is no other.
+            key: name of the edge's key, without whose texts a loss must show, too; empty: there is no other.
         """
         if not voter:
             return []
@@ -376,14 +338,13 @@ class DrafterVersions:
         changes: list[VersionChange] = []
         names = dict.fromkeys(name for name, _ in of)
         for line in [self._lines[name] for name in names if name in self._lines]:
-            for version in list(line.versions):
-                comparison = line.versions[version].comparison
-                if comparison is None:
-                    continue
-                own, other = of.get((line.name, version)), of.get((line.name, comparison.against))
-                if own and other and _paired(own, other) and comparison.admit(voter, key, now_s, votes_a_day):
-                    comparison.add(own, other, prompt_class, key)
-                    changes += line.decide(version, now_s)
+            if (comparison := line.comparison) is None:
+                continue
+            current, former = line.one(VersionState.CURRENT), comparison.against
+            own, other = of.get((line.name, current)), of.get((line.name, former))
+            if own and other and _paired(own, other) and comparison.admit(voter, key, now_s, votes_a_day):
+                comparison.add(own, other, prompt_class, key)
+                changes += line.decide(now_s)
         return changes
 
     def known(self) -> Iterator[tuple[str, str, KnownVersion]]:
@@ -396,7 +357,7 @@ class DrafterVersions:
         """Return the state of all for a JSON file."""
         return {
             name: {
-                "candidates": line.candidates,
+                "comparisons": line.comparisons,
                 "versions": {
                     version: {
                         "state": known.state.value,
@@ -420,8 +381,11 @@ class DrafterVersions:
         for name, line in saved.items():
             if ON_TRIAL in name:  # versions of a single API key, which older releases had
                 continue
-            restored = lines[str(name)] = _Line(str(name), self._classes, int(line["candidates"]))
+            comparisons = line["comparisons"] if "comparisons" in line else line["candidates"]  # in older releases
+            restored = lines[str(name)] = _Line(str(name), int(comparisons))
             for version, known in line["versions"].items():
+                if known["state"] in _TRIED:
+                    continue
                 comparison = VersionComparison.restored(known["comparison"]) if known["comparison"] else None
                 restored.versions[str(version)] = KnownVersion(
                     VersionState(known["state"]), float(known["since_s"]), str(known["why"]), comparison

@@ -20,10 +20,10 @@ The JSON object:
                     prompt_class (prose, docs, code, math, numbers, foreign; unknown without one),
                     link_class (1 to 5: round trips below 4, 16, 64, 256 ms, or more; 0: unknown),
                     acceptance (share of hits), trials (compared tokens, faded with age)
-    versions        list by drafter: drafter, version, state (waiting, candidate, current, former, retired), share (of
-                    the edges that are offered it), why (reason for its state), age_s (time in this state)
+    versions        list by drafter: drafter, version, state (current, former, retired), share (of the edges that are
+                    offered it), why (reason for its state), age_s (time in this state)
         against, texts, difference: version that it is compared with, texts so far, mean difference of hit rates
-        evidence    natural log of the wealth that bets on its being better have made
+        evidence    natural log of the wealth that bets on its being worse have made
         acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
     trainers        list, by model
         model, drafter, version, sequence (of the newest version that proved better, or its parent), published, dropped
@@ -80,7 +80,7 @@ STATE_STYLES = {
     "draining": "yellow",
     "down": "red",
     "current": "green",
-    "candidate": "yellow",
+    "former": "yellow",
     "retired": "red",
     "training": "green",
 }

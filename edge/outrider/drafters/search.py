@@ -1,7 +1,7 @@
 """Search for the drafters that a list names, by their manifests: nothing else is fetched, checked or loaded yet.
 
-An offer that is on trial drafts beside the current version of its name, at a share of the edges (`on_trial_here`). As
-long as that is a steered drafter, these edges ask for no vectors: those of one version say nothing of another's hits.
+A former version drafts beside the current one of its name, at a share of the edges (`on_trial_here`). As long as both
+are steered, these edges ask for no vectors: those of one version say nothing of another's hits.
 `ngram` stands for n-grams of the text itself, `retrieval` for copies of what the edge has, a name with a slash or of a
 folder for a package there, and any other name for a drafter that the coordinator offers, or else for an embedded one.
 """
@@ -210,13 +210,10 @@ def _member(package: DrafterPackage, check: Callable[[], DrafterPackage], thread
 
 
 def _compares(version: DrafterPackage, current: DrafterPackage) -> bool:
-    """Return whether both can be compared here, where a trial leaves steering off for both (`DrafterPool.steered`).
-
-    A steered drafter is tried only until it is published: tried beside it, the former version would keep it unsteered.
-    """
+    """Return whether both can be compared here, where a trial leaves steering off for both (`DrafterPool.steered`)."""
     if version.steering is None or current.steering is None:
         return version.steering is current.steering
-    return version.steering.projection == current.steering.projection and version.sequence > current.sequence
+    return version.steering.projection == current.steering.projection
 
 
 def on_trial_here(offer: DrafterManifest, edge: str) -> bool:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 async def versions_of(coordinator: CoordinatorClient | None, ready: Ready | None) -> tuple[VersionStatus, ...]:
     """Return the versions of the coordinator's drafters, or those of this edge where it cannot say, or may not.
 
-    Of its own versions an edge knows no more than which of them are on trial.
+    Of its own versions an edge knows no more than which of them were current before.
     """
     if coordinator is not None:
         try:
@@ -27,6 +27,6 @@ async def versions_of(coordinator: CoordinatorClient | None, ready: Ready | None
     if pool is None:
         return ()
     return tuple(
-        VersionStatus(published_name(name), version, "candidate" if ON_TRIAL in name else "current")
+        VersionStatus(published_name(name), version, "former" if ON_TRIAL in name else "current")
         for name, version in zip(pool.names, pool.versions, strict=True)
     )

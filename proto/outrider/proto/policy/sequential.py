@@ -1,4 +1,4 @@
-"""Tests of a drafter's version against its parent that may be looked at after every text.
+"""Tests of a drafter's version against the one before it that may be looked at after every text.
 
 Both versions are scored on the same texts, so a text gives one number: the difference of their hit rates. A test bets
 on its sign. With differences d_1, d_2, ... in [-1, 1] and stakes s_i in [0, .75] that depend on earlier texts alone,
@@ -10,14 +10,14 @@ reaches 1 / alpha is alpha at most (Ville 1939), whenever one looks and whatever
 that let K grow fastest if the texts to come are like those so far: mean over mean square (Waudby-Smith and Ramdas,
 "Estimating means of bounded random variables by betting", 2024, section B.3).
 
-A trainer makes candidate after candidate, each with its own chance of passing by luck. Candidate j is tested with
-alpha_j = alpha 6 / (pi^2 j^2), which add up to alpha: the chance that any worthless candidate ever passes.
+A drafter gets version after version, each with its own chance of an error. The j-th of them is tested with
+alpha_j = alpha 6 / (pi^2 j^2), which add up to alpha: the chance that any of them ever meets with one.
 
-A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
+A version passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
 That is `MARGIN` of its own hits or `MAX_COST` of all hits, whichever is more: to rule out a loss of .01 in a tenth of
 the texts would take hundreds of these, and it costs .001. As shares settle margins change, each before its text is bet
-on, so K bounds the chance of a kind that loses the largest of them. A candidate that fails in one test needs that very
-test to err, so each takes all of alpha_j (Berger 1982, intersection of unions). A candidate is retired if any test says
+on, so K bounds the chance of a kind that loses the largest of them. A version that fails in one test needs that very
+test to err, so each takes all of alpha_j (Berger 1982, intersection of unions). A version is retired if any test says
 so; there the errors add up, and alpha_j is divided: half for all texts together, and of the rest a share
 6 / (pi^2 k^2) for the k-th kind that came, fixed before its first bet.
 """
@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
 from outrider.proto.errors import InvalidArgument
 
-# Chance that any candidate ever passes without being better or while a kind of text loses the margin, and that one
-# which is no worse anywhere is ever retired.
+# Chance that any version ever passes without being better or while a kind of text loses the margin, and that one which
+# is no worse anywhere is ever retired.
 ERROR = 0.01
 MARGIN = 0.01  # limit of the loss of hit rate in a kind of text, and
 MAX_COST = 0.005  # that of its loss times its share of the texts, where it is rarer than half of them
@@ -46,13 +46,20 @@ _DOUBT = 0.25  # mean square before the first text
 
 
 def candidate_error(number: int, error: float = ERROR) -> float:
-    """Return alpha_j of the j-th candidate, or kind of text, j = `number` >= 1; they add up to `error`."""
+    """Return alpha_j of the j-th version, or kind of text, j = `number` >= 1; they add up to `error`."""
     return error * 6 / (math.pi * number) ** 2
 
 
 def class_margin(share: float) -> float:
     """Return the loss of hit rate that a kind of text with this share of all texts may have, shares in (0, 1]."""
     return max(MARGIN, MAX_COST / max(share, MIN_CLASS_SHARE))
+
+
+def clipped(difference: float) -> float:
+    """Return a text's difference of hit rates in parts of `CLIP`; raises `InvalidArgument` unless it is in [-1, 1]."""
+    if not -1 <= difference <= 1:
+        raise InvalidArgument(f"must be in [-1, 1], not {difference}", field="difference")
+    return min(1.0, max(-1.0, difference / CLIP))
 
 
 @dataclass(slots=True)
@@ -105,51 +112,25 @@ class SignTest:
         return cls(int(count), total, squares, log_wealth, max_log_wealth)
 
 
-class Verdict(StrEnum):
-    """Outcome of a comparison so far."""
-
-    OPEN = "open"
-    BETTER = "better"
-    WORSE = "worse"
-
-
-@dataclass(slots=True)
-class _Evidence:
-    """Differences of one kind of text, or of all: whether they are above and below a margin."""
-
-    above: SignTest = field(default_factory=SignTest)
-    below: SignTest = field(default_factory=SignTest)
-
-    def add(self, difference: float, margin: float) -> None:
-        number = (difference + margin) / (1 + margin)
-        self.above.add(number)
-        self.below.add(-number)
-
-
-class PairedTest:
-    """Comparison of a version with its parent on texts that neither was trained on.
-
-    It ends as better if the version hits more over all texts and provably loses less than its `class_margin` in each
-    kind of text that is common or `kept`. It ends as worse by the mirrored test, over all texts or in one kind.
+class LossTest:
+    """Test of whether a version hits less than the one before it, on texts that neither was trained on.
 
     Args:
-        number: which candidate of its name it is, from 1.
-        kept: kinds of text that must be known to keep their hit rate, however rare they are.
+        number: which version of its name is tested, from 1.
     """
 
-    def __init__(self, number: int = 1, kept: Collection[int] = ()) -> None:
+    def __init__(self, number: int = 1) -> None:
         if number < 1:
             raise InvalidArgument("must be 1 or more", field="number")
         self.number = number
-        self._kept = frozenset(kept)
-        self._all = _Evidence()
-        self._of_class: dict[int, _Evidence] = {}
+        self._all = SignTest()
+        self._of_class: dict[int, SignTest] = {}
         self._difference = 0.0  # sum, not clipped
 
     @property
     def texts(self) -> int:
         """Number of texts so far."""
-        return self._all.above.count
+        return self._all.count
 
     @property
     def difference(self) -> float:
@@ -158,71 +139,107 @@ class PairedTest:
 
     @property
     def evidence(self) -> float:
-        """Natural log of the wealth that bets on its being better have made; 0 without texts."""
-        return self._all.above.log_wealth
+        """Natural log of the wealth that bets on its being worse have made; 0 without texts."""
+        return self._all.log_wealth
 
     def add(self, difference: float, prompt_class: int = 0) -> None:
-        """Count a text of this kind: hit rate of the version less that of its parent, in [-1, 1]."""
-        if not -1 <= difference <= 1:
-            raise InvalidArgument(f"must be in [-1, 1], not {difference}", field="difference")
-        clipped = min(1.0, max(-1.0, difference / CLIP))
-        self._all.add(clipped, 0.0)
-        evidence = self._of_class.setdefault(prompt_class, _Evidence())
-        evidence.add(clipped, class_margin((evidence.above.count + 1) / self.texts) / CLIP)
+        """Count a text of this kind: hit rate of the version less that of the one before, in [-1, 1]."""
+        over_margin = self.over_margin(difference, prompt_class)
+        self._all.add(-clipped(difference))
+        self._of_class.setdefault(prompt_class, SignTest()).add(-over_margin)
         self._difference += difference
 
-    @property
-    def verdict(self) -> Verdict:
-        """Outcome so far; a version that is shown to be worse somewhere is never better."""
-        if self.lost_class is not None or self._all.below.shows(candidate_error(self.number) / 2):
-            return Verdict.WORSE
-        if self.gains and not self.doubtful_classes:
-            return Verdict.BETTER
-        return Verdict.OPEN
+    def over_margin(self, difference: float, prompt_class: int) -> float:
+        """Return a number in [-1, 1] for the next text that is below 0 where its kind loses more than its margin."""
+        before = self._of_class[prompt_class].count if prompt_class in self._of_class else 0
+        margin = class_margin((before + 1) / (self.texts + 1)) / CLIP
+        return (clipped(difference) + margin) / (1 + margin)
 
     @property
-    def gains(self) -> bool:
-        """Whether the version is shown to hit more over all texts."""
-        return self._all.above.shows(candidate_error(self.number))
+    def lost(self) -> bool:
+        """Whether the version is shown to hit less over all texts, or to lose more than the margin in one kind."""
+        return self.lost_class is not None or self._all.shows(candidate_error(self.number) / 2)
 
     @property
     def lost_class(self) -> int | None:
         """Kind of text that is shown to lose more than the margin; None: there is none."""
         error = candidate_error(self.number) / 2
         kinds = enumerate(self._of_class.items(), 1)
-        lost = (which for place, (which, each) in kinds if each.below.shows(candidate_error(place, error)))
-        return next(lost, None)
-
-    @property
-    def doubtful_classes(self) -> frozenset[int]:
-        """Kinds of text that may lose the margin for all that is known, and must not."""
-        common = {
-            which for which, evidence in self._of_class.items() if evidence.above.count >= MIN_CLASS_SHARE * self.texts
-        }
-        return frozenset(
-            which
-            for which in common | self._kept
-            if which not in self._of_class or not self._of_class[which].above.shows(candidate_error(self.number))
-        )
+        return next((kind for place, (kind, each) in kinds if each.shows(candidate_error(place, error))), None)
 
     def rows(self) -> list[list[float]]:
         """Return its state as rows of numbers to save: over all texts, then by kind."""
         every = [(-1, self._all), *self._of_class.items()]
-        state = [[self.number, self._difference, *sorted(self._kept)]]
-        return state + [[which, *each.above.row(), *each.below.row()] for which, each in every]
+        return [[self.number, self._difference], *([kind, *each.row()] for kind, each in every)]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[float]]) -> Self:
-        """Restore what `rows` returned; raises `ValueError` or `TypeError` if it is malformed."""
-        (number, difference, *kept), *evidence = rows
-        restored = cls(int(number), [int(which) for which in kept])
-        found = {int(row[0]): _Evidence(SignTest.from_row(row[1:6]), SignTest.from_row(row[6:])) for row in evidence}
+        """Restore what `rows` returned; raises `ValueError` or `TypeError` if it is malformed.
+
+        Older releases saved kinds to keep in the first row, and a test of the gain before each of the loss.
+        """
+        (number, difference, *_), *every = rows
+        restored = cls(int(number))
+        found = {int(row[0]): SignTest.from_row(row[1:][-5:]) for row in every}
         if -1 not in found:
             raise ValueError("the row over all texts is missing")
         restored._all = found.pop(-1)
         restored._of_class = found
         restored._difference = float(difference)
         return restored
+
+
+class Verdict(StrEnum):
+    """Outcome of a comparison so far."""
+
+    OPEN = "open"
+    BETTER = "better"
+    WORSE = "worse"
+
+
+class PairedTest(LossTest):
+    """Comparison of a candidate with its parent on texts that neither was trained on.
+
+    It ends as better if the candidate hits more over all texts and provably loses less than its `class_margin` in each
+    kind of text that is common or `kept`. It ends as worse by the mirrored test, over all texts or in one kind.
+
+    Args:
+        number: which candidate of its name it is, from 1.
+        kept: kinds of text that must be known to keep their hit rate, however rare they are.
+    """
+
+    def __init__(self, number: int = 1, kept: Collection[int] = ()) -> None:
+        super().__init__(number)
+        self._kept = frozenset(kept)
+        self._gain = SignTest()
+        self._keeps: dict[int, SignTest] = {}
+
+    def add(self, difference: float, prompt_class: int = 0) -> None:
+        over_margin = self.over_margin(difference, prompt_class)
+        super().add(difference, prompt_class)
+        self._gain.add(clipped(difference))
+        self._keeps.setdefault(prompt_class, SignTest()).add(over_margin)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Outcome so far; a candidate that is shown to be worse somewhere is never better."""
+        if self.lost:
+            return Verdict.WORSE
+        return Verdict.BETTER if self.gains and not self.doubtful_classes else Verdict.OPEN
+
+    @property
+    def gains(self) -> bool:
+        """Whether the candidate is shown to hit more over all texts."""
+        return self._gain.shows(candidate_error(self.number))
+
+    @property
+    def doubtful_classes(self) -> frozenset[int]:
+        """Kinds of text that may lose the margin for all that is known, and must not."""
+        common = {kind for kind, each in self._keeps.items() if each.count >= MIN_CLASS_SHARE * self.texts}
+        error = candidate_error(self.number)
+        return frozenset(
+            kind for kind in common | self._kept if kind not in self._keeps or not self._keeps[kind].shows(error)
+        )
 
 
 class PaceTest:

@@ -225,14 +225,14 @@ class VersionStatus:
     """One version of a drafter, and how it compares with the one before it.
 
     Attributes:
-        state: `waiting`, `candidate`, `current`, `former` or `retired`.
+        state: `current`, `former` or `retired`.
         share: share of the edges that are offered it.
         why: reason for its state; empty: none yet.
         age_s: time in this state, in seconds.
         against: version that it is compared with; empty: none.
         texts: texts compared so far.
         difference: mean difference of hit rates over these texts.
-        evidence: natural log of the wealth that bets on its being better have made.
+        evidence: natural log of the wealth that bets on its being worse have made.
         acceptance: share of hits over all texts.
         trials: tokens that the share rests on, faded with age.
     """

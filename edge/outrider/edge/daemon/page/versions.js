@@ -1,4 +1,4 @@
-// The versions of the drafters: what is current, what is tried, and what was retired and why.
+// The versions of the drafters: what is current, what it is compared with, and what was retired and why.
 
 const SHORT = 12; // characters of a version, which is a hash
 
@@ -36,7 +36,7 @@ export class Versions {
   }
 
   #state(one) {
-    return one.state === "candidate" && one.share ? `candidate, ${Math.round(100 * one.share)} % of edges` : one.state;
+    return one.state === "former" && one.share ? `former, ${Math.round(100 * one.share)} % of edges` : one.state;
   }
 }
 
