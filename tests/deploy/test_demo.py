@@ -13,6 +13,7 @@ from outrider.deploy import demo
 from outrider.deploy.commands.conditions import Cable, ConditionSettings
 from outrider.deploy.commands.decode_options import BuiltInPrompts
 from outrider.deploy.demo import ComparedTexts
+from outrider.drafters import DrafterShelf
 from outrider.edge import Completion
 from outrider.edge.pool.preparation import Ready
 from outrider.proto.session import EdgeStatistics
@@ -57,7 +58,7 @@ def test_without_pace_and_link_the_reason_stands_alone() -> None:
 def test_a_target_with_a_chat_template_is_asked_and_an_embedded_one_goes_on(target, tokenizer_file, tmp_path) -> None:
     template = "{% for message in messages %}<|user|>{{ message.content }}<|end|>{% endfor %}"
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    ready = Ready(None, target, tokenizer, "", None, "", template)
+    ready = Ready(None, target, tokenizer, "", DrafterShelf(), template)
     client = SimpleNamespace(find=AsyncMock(return_value=ready))
     prompts = asyncio.run(demo._prompts(BuiltInPrompts(per_domain=1), target, client))
     for prompt, shown, tokens in prompts:

@@ -12,15 +12,13 @@ import pytest
 from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
 from outrider.drafters import NgramDrafter
-from outrider.drafters.pool import DrafterPool, Member
-from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import DrafterSearch
+from outrider.drafters.shelf import Member
 from outrider.edge import Client
-from outrider.edge.pool.pending import FoundDrafters, PendingDrafter
 from outrider.proto.errors import DataLoss, NotFound, TokenizerMismatch
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CloudFrame, CommittedToken, Open, Sampling
+from outrider.proto.types import CloudFrame, CommittedToken, Open
 
 PROMPT = (5, 6, 7, 8) * 8
 TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
@@ -152,53 +150,19 @@ async def test_a_client_can_be_closed_while_its_drafter_loads(tokenizer_file: Pa
     async with client_of(tokenizer_file) as client:
         await client.complete(PROMPT, max_tokens=8)
         assert client.ready is not None
-        pending = client.ready.pending
-        assert pending is not None
         assert slow.begun.wait(30)
         await client.close()
         assert not slow.go_on.is_set()
-        loop, closed = asyncio.get_running_loop(), asyncio.Event()
-        pending.loading.add_done_callback(lambda _: loop.call_soon_threadsafe(closed.set))  # after the client's own
         slow.go_on.set()
-        await closed.wait()
-        pool = pending.loading.result().drafters
-        assert pool is not None
-        assert pool.first is None
-
-
-def test_a_prefix_follows_the_text_while_the_drafter_loads() -> None:
-    go_on, rule = threading.Event(), ProposalRule(Sampling(temperature=0.0), prompt_length=4)
-
-    def load() -> FoundDrafters:
-        assert go_on.wait(30)
-        return FoundDrafters(DrafterPool.of(NgramDrafter(name="slow")))
-
-    drafter = PendingDrafter(Member("slow", "1", 1000, NgramDrafter), load)
-    early, other, whole = drafter.open(rule), drafter.open(rule), NgramDrafter(name="slow").open(rule)
-    early.extend((*PROMPT, 1, 2))
-    assert early.propose(4) == ()
-    early.truncate(len(PROMPT))
-    early.extend((5, 6))
-    other.extend(PROMPT)
-    go_on.set()
-    drafter.loading.result(30)
-    whole.extend((*PROMPT, 5, 6))
-    assert early.propose(4) == (), "this one reads the prefix"
-    assert early.length == whole.length
-    assert early.propose(4) == whole.propose(4) != ()
-    assert early.length == whole.length
-    plain = NgramDrafter().open(rule)
-    plain.extend(PROMPT)
-    assert other.propose_forced((5, 9)) == plain.propose_forced((5, 9))
-    drafter.close()
+        await asyncio.to_thread(client.ready.shelf._thread.shutdown)
+        assert client.drafter is None
 
 
 async def test_the_first_text_has_what_needs_no_loading_beside_the_drafter_that_loaded(
     tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DrafterPool, "want", lambda *_: None)  # the thread that loads the others is late
     members = [Member("slow", "1", 1000, lambda: NgramDrafter(name="slow")), Member("ngram", "1", 0, NgramDrafter)]
     monkeypatch.setattr(DrafterSearch, "named", lambda *_: list(members))
     async with client_of(tokenizer_file) as client:
         await client.prepare()
-        assert [drafter.name for drafter in client.ready.loaded_drafters()[0]] == ["slow", "ngram"]
+        assert [drafter.name for drafter in client.ready.shelf.drafters()[0]] == ["slow", "ngram"]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from outrider.drafters import NgramDrafter
-from outrider.drafters.pool import DrafterPool
-from outrider.edge.pool.known_versions import versions_of
+from outrider.drafters import DrafterShelf, NgramDrafter
+from outrider.edge import Client, EdgeConfig
 from outrider.proto.drafter_format import published_name, trial_name
 from outrider.proto.errors import PermissionDenied
 from outrider.proto.types import VersionStatus
 
 KNOWN = (VersionStatus("swift", "7", "retired", why="hits -0.1 against 6 in 20 texts"),)
-READY = SimpleNamespace(drafters=DrafterPool.of(NgramDrafter(name="a"), NgramDrafter(name=trial_name("a", "2"))))
+READY = SimpleNamespace(shelf=DrafterShelf(NgramDrafter(name="a"), NgramDrafter(name=trial_name("a", "2"))))
 
 
 class Coordinator:
@@ -26,14 +25,20 @@ class Coordinator:
         return SimpleNamespace(versions=KNOWN)
 
 
+async def versions_of(coordinator: Coordinator | None, ready: SimpleNamespace | None) -> tuple[VersionStatus, ...]:
+    client = Client(EdgeConfig(verifier="127.0.0.1:1", model="m"))
+    client._coordinator, client._preparation.ready = coordinator, ready  # type: ignore[assignment]
+    return await client.versions()
+
+
 def test_the_coordinator_says_what_it_knows() -> None:
-    assert asyncio.run(versions_of(Coordinator(may=True), READY)) == KNOWN  # type: ignore[arg-type]
+    assert asyncio.run(versions_of(Coordinator(may=True), READY)) == KNOWN
 
 
 def test_an_edge_that_may_not_ask_tells_its_own_drafters_and_former_ones() -> None:
     own = (VersionStatus("a", NgramDrafter.version, "current"), VersionStatus("a", NgramDrafter.version, "former"))
     for coordinator in (Coordinator(may=False), None):
-        assert asyncio.run(versions_of(coordinator, READY)) == own  # type: ignore[arg-type]
+        assert asyncio.run(versions_of(coordinator, READY)) == own
     assert asyncio.run(versions_of(None, None)) == ()
 
 

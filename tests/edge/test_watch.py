@@ -3,53 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from outrider.drafters import NgramDrafter
-from outrider.drafters.pool import DrafterPool
+from outrider.drafters.search import DrafterSearch
+from outrider.drafters.shelf import Member, loaded_member
 from outrider.edge import EdgeConfig
-from outrider.edge.pool import prepared
-from outrider.edge.pool.preparation import Preparation, Ready
-from outrider.edge.pool.prepared import Prepared
+from outrider.edge.pool import preparation
+from outrider.edge.pool.preparation import Preparation
 from outrider.proto.errors import Unavailable
-from outrider.proto.types import DrafterManifest
+from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import DrafterManifest, Lease
 
-OFFER = DrafterManifest("a", "2", "a" * 64, "t", ())
-WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
+WHERE = "127.0.0.1:1"
+CHANNELS = SimpleNamespace(connect=lambda *_: None)
 
 
-class Watched:
-    """A preparation whose coordinator goes away and comes back, and whose renewals a test decides."""
+class Coordinator:
+    """Goes away and comes back; a test decides what is found by its offers."""
 
-    def __init__(self, *pools: DrafterPool | Exception | None) -> None:
-        self.pools = list(pools)
+    security = EdgeConfig(coordinator=WHERE).security
+    newest_lease = None
+
+    def __init__(self, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, *found: Sequence[Member] | Exception) -> None:
+        self.sha256 = tokenizer_hash(tokenizer.read_text(encoding="utf-8"))
+        self.found = list(found)
         self.events: asyncio.Queue[Exception | None] = asyncio.Queue()
-        self.offers_change = True
-        self.seen: list[tuple[DrafterManifest, ...]] = []
-        self.first = DrafterPool.of(NgramDrafter(name="a"))
+        self.watched = 0
+        monkeypatch.setattr(DrafterSearch, "named", lambda *_: self._found())
 
-    async def run(self) -> Ready:
-        route = SimpleNamespace(expected=lambda: None)
-        return Ready(route, "m", None, "a" * 64, self.first, "none yet")  # type: ignore[arg-type]
+    def _found(self) -> list[Member]:
+        found = self.found.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return list(found)
 
-    async def offers(self, _: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
+    async def open_lease(self, _: object) -> Lease:
+        return Lease(token=b"", verifier="v", address=WHERE, expires_in_s=60.0, model="m", tokenizer_sha256=self.sha256)
+
+    async def watch_drafters(self, sha256: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
+        assert sha256 == self.sha256
+        self.watched += 1
         while True:
             event = await self.events.get()
             if event is not None:
                 raise event
-            yield (OFFER,)
+            yield ()
 
-    def renewed(self, pool: DrafterPool | None, offers: tuple[DrafterManifest, ...], _: str) -> DrafterPool | None:
-        self.seen.append(offers)
-        result = self.pools.pop(0)
-        if isinstance(result, Exception):
-            raise result
-        return result
+
+def drafters(*names: str) -> list[Member]:
+    return [loaded_member(NgramDrafter(name=name)) for name in names]
+
+
+def prepared_by(coordinator: Coordinator, tokenizer: Path, cache: Path, drafter: str = "a", given=()) -> Preparation:
+    config = EdgeConfig(coordinator=WHERE, drafter=drafter, tokenizer=tokenizer, cache=cache)
+    return Preparation(config, coordinator, None, given)  # type: ignore[arg-type]
 
 
 async def until(condition) -> None:
@@ -58,72 +70,41 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-def prepared_by(watched: Watched) -> Prepared:
-    return Prepared(EdgeConfig(**WHERE), watched)  # type: ignore[arg-type]
-
-
-async def test_other_drafters_take_the_place_of_the_pool_and_the_old_one_is_closed() -> None:
-    new = DrafterPool.of(NgramDrafter(name="b"))
-    watched = Watched(None, OSError("disk full"), new)
-    it = prepared_by(watched)
-    ready = await it.find(None)  # type: ignore[arg-type]
-    for events in (1, 2):
-        watched.events.put_nowait(None)
-        await until(lambda: len(watched.seen) == events)  # noqa: B023
-        assert it.ready is ready, "nothing changed, or could not be had"
-    assert watched.first.first is not None
-    watched.events.put_nowait(None)
-    await until(lambda: it.ready is not ready)
-    assert it.ready is not None
-    assert (it.ready.drafters, it.ready.drafter_error) == (new, "")
-    assert watched.first.first is None
-    assert new.first is not None
+async def test_texts_to_come_have_what_is_offered_and_others_stay(tokenizer_file, tmp_path, monkeypatch) -> None:
+    first, others = drafters("a"), drafters("b", "a")
+    coordinator = Coordinator(tokenizer_file, monkeypatch, first, first, OSError("disk full"), others)
+    it = prepared_by(coordinator, tokenizer_file, tmp_path)
+    shelf = (await it.find(CHANNELS)).shelf  # type: ignore[arg-type]
+    kept = shelf.first
+    for left in (2, 1):
+        coordinator.events.put_nowait(None)
+        await until(lambda: len(coordinator.found) == left)  # noqa: B023
+        assert shelf.drafters()[0] == (kept,), "nothing changed, or could not be had"
+    coordinator.events.put_nowait(None)
+    await until(lambda: shelf.names == "b,a")
+    assert shelf.drafters()[0][1] is kept
     await it.close()
-    assert new.first is None
+    assert shelf.drafters()[0] == ()
 
 
-async def test_a_coordinator_that_comes_back_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "WATCH_AGAIN_S", 0.001)
-    watched = Watched(DrafterPool.of(NgramDrafter(name="b")))
-    it = prepared_by(watched)
-    ready = await it.find(None)  # type: ignore[arg-type]
-    watched.events.put_nowait(Unavailable("gone"))
-    watched.events.put_nowait(None)
-    await until(lambda: it.ready is not ready)
+async def test_a_coordinator_that_comes_back_is_watched_again(tokenizer_file, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(preparation, "WATCH_AGAIN_S", 0.001)
+    coordinator = Coordinator(tokenizer_file, monkeypatch, drafters("a"), drafters("b"))
+    it = prepared_by(coordinator, tokenizer_file, tmp_path)
+    shelf = (await it.find(CHANNELS)).shelf  # type: ignore[arg-type]
+    coordinator.events.put_nowait(Unavailable("gone"))
+    coordinator.events.put_nowait(None)
+    await until(lambda: shelf.names == "b")
     await it.close()
 
 
-async def test_what_loads_when_the_client_is_closed_is_closed_when_it_is_there() -> None:
-    late, begun, go_on = DrafterPool.of(NgramDrafter(name="b")), threading.Event(), threading.Event()
-    watched = Watched()
-
-    def slow(*_: object) -> DrafterPool:
-        begun.set()
-        assert go_on.wait(30)
-        return late
-
-    watched.renewed = slow  # type: ignore[method-assign]
-    it = prepared_by(watched)
-    await it.find(None)  # type: ignore[arg-type]
-    watched.events.put_nowait(None)
-    await until(begun.is_set)
+@pytest.mark.parametrize(("drafter", "given", "watches"), [("a", (), 1), ("none", (), 0), ("a", (NgramDrafter(),), 0)])
+async def test_only_who_takes_drafters_of_a_coordinator_watches(
+    tokenizer_file, tmp_path, monkeypatch, drafter: str, given: tuple[NgramDrafter, ...], watches: int
+) -> None:
+    coordinator = Coordinator(tokenizer_file, monkeypatch, drafters("a"))
+    it = prepared_by(coordinator, tokenizer_file, tmp_path, drafter, given)
+    await it.load(CHANNELS)  # type: ignore[arg-type]
+    await asyncio.sleep(0.01)
+    assert coordinator.watched == watches
     await it.close()
-    assert late.first is not None
-    go_on.set()
-    await until(lambda: late.first is None)
-    assert it.ready is not None
-    assert it.ready.drafters is watched.first
-
-
-@pytest.mark.parametrize(
-    ("config", "drafters", "watches"),
-    [
-        ({"coordinator": "127.0.0.1:1"}, (), True),
-        ({"coordinator": "127.0.0.1:1", "drafter": "none"}, (), False),
-        ({"coordinator": "127.0.0.1:1"}, (NgramDrafter(),), False),
-        ({"verifier": "127.0.0.1:1", "model": "m"}, (), False),
-    ],
-)
-def test_only_who_takes_drafters_of_a_coordinator_watches(config, drafters, watches: bool, tmp_path: Path) -> None:
-    preparation = Preparation(EdgeConfig(**config, cache=tmp_path), None, None, drafters)
-    assert preparation.offers_change is watches

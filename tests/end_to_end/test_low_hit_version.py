@@ -92,7 +92,7 @@ def test_a_version_that_hits_less_is_not_published_and_where_planted_is_retired(
                 assert states == {"current", "retired"}, said
                 assert said.why.startswith("hits -")
                 assert (await versions())[embedded].state == "current"
-                while bad.version in client.ready.drafters.versions:  # noqa: ASYNC110 - a stream tells the edge
+                while bad.version in dict(client.ready.shelf.offered).values():  # noqa: ASYNC110 - a stream tells the edge
                     await asyncio.sleep(0.05)
                 assert [await text(client, number) for number in range(4)] == expected
                 assert (await trained())["counts"].get("versions", 0) == 0

@@ -84,13 +84,6 @@ async def test_turns_of_a_conversation_keep_the_pool_and_the_text(serving, edge)
 
 
 async def all_loaded(client: Client) -> None:
-    """Wait until the pool has loaded all its drafters."""
-    pool = client.ready.drafters if client.ready else None
-    if pool is None:
-        return
-    pool.want(range(len(pool)))
-    for _ in range(500):
-        if all(pool.loaded(index) is not None for index in range(len(pool))):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not loaded: {pool.errors}")
+    """Wait until all drafters are loaded."""
+    assert client.ready is not None
+    assert await asyncio.to_thread(client.ready.shelf.load_all) == {}

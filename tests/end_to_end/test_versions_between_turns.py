@@ -14,7 +14,7 @@ from outrider.drafters import NgramDrafter, ProposalRule, find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import LearnedFrom, SteeringShape, load_package
-from outrider.drafters.pool import DrafterPool
+from outrider.drafters.shelf import loaded_member
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
@@ -57,7 +57,7 @@ def script(version: str, name: str = "scripted", *, seen: list[tuple[int, ...]] 
 
 
 def swap(client: Client, *drafters: Any) -> None:
-    client._prepared.swap(DrafterPool.of(*drafters))
+    client.ready.shelf.offer([loaded_member(drafter) for drafter in drafters])
 
 
 async def said_as_fresh(client: Client, talk: Any, text: str, **options: Any) -> Any:

@@ -18,7 +18,6 @@ from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.packages import LearnedFrom
-from outrider.drafters.pool import DrafterPool
 from outrider.edge import Client, Completion, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
@@ -140,10 +139,9 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
         def is_current(version: str) -> bool:
             return client.drafter is not None and client.drafter.version == version
 
-        def pool() -> DrafterPool:
+        def versions() -> tuple[str, ...]:
             assert client.ready is not None
-            assert client.ready.drafters is not None
-            return client.ready.drafters
+            return tuple(version for _, version in client.ready.shelf.offered)
 
         async def publish_first() -> None:
             published.append(publish(catalogue, 1))
@@ -176,8 +174,8 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             await until(lambda: is_current(published[1]))
 
         await text(client, publish_third)
-        assert pool().versions == (published[1], published[0]), "the version before it drafts beside it"
-        await until(lambda: pool().loaded(1) is not None)
+        assert versions() == (published[1], published[0]), "the version before it drafts beside it"
+        await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
         tried, named_tried = await text(client)
         assert tried == alone
         assert set(named_tried) <= {("general", version) for version in published}
@@ -190,7 +188,7 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
         assert third.texts == 1, "the edge has reported the hits of both on the text"
         assert {each.version: each.state for each in await client.versions()} == await states(control)
         await disprove(control, published[1], published[0])
-        await until(lambda: pool().versions == (published[0],))
+        await until(lambda: versions() == (published[0],))
         _, named = await text(client)
         assert set(named) == {("general", published[0])}
         assert await states(control) == {
@@ -233,15 +231,14 @@ async def test_a_steered_drafter_goes_without_vectors_while_it_is_compared(
 
         def versions() -> tuple[str, ...]:
             assert client.ready is not None
-            assert client.ready.drafters is not None
-            return client.ready.drafters.versions
+            return tuple(version for _, version in client.ready.shelf.offered)
 
         await until(lambda: versions() == (first,))
         steered = await text(client)
         assert steered.statistics.steered_jobs > 0
         second = publish(catalogue, 2, "swift")
         await until(lambda: versions() == (second, first))
-        await until(lambda: client.ready.drafters.loaded(1) is not None)
+        await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
         tried = await text(client)
         assert not tried.statistics.steered
         (said,) = [each for each in (await control.status()).versions if each.version == second]

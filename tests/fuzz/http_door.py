@@ -16,6 +16,7 @@ from malformed_http import CHAT, COMPLETIONS, refused_requests, request
 from tokenizers import Tokenizer
 from uvicorn.server import ServerState
 
+from outrider.drafters import DrafterShelf
 from outrider.drafters.token_text import TokenText
 from outrider.edge.chat.template import ChatTemplate, TemplateSource
 from outrider.edge.daemon import DaemonConfig
@@ -150,7 +151,7 @@ class Door:
         sha256 = tokenizer_hash(text)
         tokenizer = Tokenizer.from_str(text)
         route = DirectRoute(("127.0.0.1:1",), MODEL, sha256)
-        client: Any = ScriptedTexts(Ready(route, MODEL, tokenizer, sha256, None, chat_template=_TEMPLATE))
+        client: Any = ScriptedTexts(Ready(route, MODEL, tokenizer, sha256, DrafterShelf(), chat_template=_TEMPLATE))
         daemon = Daemon(DaemonConfig(listen=f"127.0.0.1:{PORT}"), client)
         cloud: Cloud = daemon.cloud
         cloud.served = Served(client.ready, Rendering(), TokenText(tokenizer))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from outrider.cloud.models.fetched_model import FETCHED
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training_options import ModelsSettings
 from outrider.drafters import DrafterPackage, embedded_packages, find_package
-from outrider.drafters.pool import give_back, own_bytes
+from outrider.drafters.shelf import give_back, own_bytes
 from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:

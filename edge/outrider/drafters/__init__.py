@@ -5,7 +5,7 @@ proposals   from a drafter's logits to one token, with the noise that the verifi
 packages    drafters on disk: embedded or in a folder, checked against their manifest
 cache       what the coordinator serves, downloaded once
 search      which drafters a list of names stands for
-pool        several drafters, loaded on demand within a limit of memory
+shelf       several drafters, loaded within a limit of memory
 onnx        an ONNX language model whose KV cache is one numpy buffer
 ngram       prompt lookup, no model at all
 places      where n-grams of a growing prefix ended
@@ -23,10 +23,10 @@ from outrider.drafters.packages import (
     find_package,
     load_package,
 )
-from outrider.drafters.pool import DrafterPool
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.drafters.retrieval import RetrievalDrafter
+from outrider.drafters.shelf import DrafterShelf
 from outrider.drafters.suffix_index import SuffixIndex
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "Drafter",
     "DrafterCache",
     "DrafterPackage",
-    "DrafterPool",
+    "DrafterShelf",
     "NgramDrafter",
     "ProposalRule",
     "RetrievalDrafter",

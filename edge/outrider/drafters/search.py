@@ -19,17 +19,27 @@ from typing import TYPE_CHECKING
 from outrider.drafters.cache import DrafterCache, Fetch
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.packages import DrafterPackage, embedded_packages, find_folder, load_package, read_manifest
-from outrider.drafters.pool import BROKEN, Member
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
+from outrider.drafters.shelf import Member
 from outrider.proto.drafter_format import trial_name
-from outrider.proto.errors import OutriderError, TokenizerMismatch
+from outrider.proto.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    ModelRefused,
+    OutriderError,
+    TokenizerMismatch,
+    Unavailable,
+)
 from outrider.proto.types import DrafterManifest
 
 if TYPE_CHECKING:
     from outrider.drafters.by_text import Vocabulary
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
+
+BROKEN = (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError)
+"""Errors of a drafter itself and not of the request for it: the others go on without it."""
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +220,7 @@ def _member(package: DrafterPackage, check: Callable[[], DrafterPackage], thread
 
 
 def _compares(version: DrafterPackage, current: DrafterPackage) -> bool:
-    """Return whether both can be compared here, where a trial leaves steering off for both (`DrafterPool.steered`)."""
+    """Return whether both can be compared here, where a trial leaves steering off for both (`DrafterShelf`)."""
     if version.steering is None or current.steering is None:
         return version.steering is current.steering
     return version.steering.projection == current.steering.projection

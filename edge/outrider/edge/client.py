@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,18 +27,22 @@ from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.link import Channels
 from outrider.edge.link.routes import Route
 from outrider.edge.pool.history import TextHistory
-from outrider.edge.pool.known_versions import versions_of
 from outrider.edge.pool.own_learning import OwnLearning
 from outrider.edge.pool.prediction import Prediction, indexed_prediction
 from outrider.edge.pool.preparation import Preparation, Ready
-from outrider.edge.pool.prepared import Prepared
 from outrider.edge.pool.text_drafters import TextDrafters
 from outrider.edge.request import ANYBODY, RequestOptions, Tenant, checked_sampling, checked_stop
 from outrider.edge.text import TextStream
+from outrider.proto.drafter_format import ON_TRIAL, published_name
+from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Window
 from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Learning, Open, Sampling, VersionStatus
+
+DESCRIBED_WITHIN_S = 1.0  # by a verifier without a coordinator; if not, its first text tells as much
+
+log = logging.getLogger(__name__)
 
 
 class Client:
@@ -65,11 +71,10 @@ class Client:
         self._preparation = Preparation(config, self._coordinator, route, drafters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._decodings = weakref.WeakSet[Decoding]()  # for which the one thread drafts
-        self._prepared = Prepared(config, self._preparation)
         self._channels = Channels(config.security)
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         self._history = TextHistory(config)
-        self.own_learning = OwnLearning(self._prepared)
+        self.own_learning = OwnLearning(self._preparation)
         self._battery = Battery(config.battery)
 
     async def __aenter__(self) -> Self:
@@ -89,27 +94,40 @@ class Client:
             await asyncio.to_thread(self._tracing.close)
         if self._coordinator is not None:
             await self._coordinator.close()
-        await self._prepared.close()
+        await self._preparation.close()
         self._thread.shutdown(wait=False)
 
     @property
     def ready(self) -> Ready | None:
         """Route, model, tokenizer, drafters and chat template that `prepare` found; None before it."""
-        return self._prepared.ready
+        return self._preparation.ready
 
     @property
     def drafter(self) -> Drafter | None:
         """First drafter in use; None without one, or before `prepare`."""
-        return self.ready.drafter if self.ready else None
+        return self.ready.shelf.first if self.ready else None
 
     @property
     def drafter_name(self) -> str:
         """Names of the drafters in use, with commas between; `none` without one."""
-        return self.ready.drafter_names if self.ready else "none"
+        return self.ready.shelf.names if self.ready else "none"
 
     async def versions(self) -> tuple[VersionStatus, ...]:
-        """Return the versions of the coordinator's drafters, or those here where it cannot say, or may not."""
-        return await versions_of(self._coordinator, self.ready)
+        """Return the versions of the coordinator's drafters, or those here where it cannot say, or may not.
+
+        Of its own versions an edge knows no more than which of them were current before.
+        """
+        if self._coordinator is not None:
+            try:
+                return (await self._coordinator.status()).versions
+            except OutriderError as error:
+                log.debug("the coordinator does not say the versions of its drafters: %s", error)
+        if self.ready is None:
+            return ()
+        return tuple(
+            VersionStatus(published_name(name), version, "former" if ON_TRIAL in name else "current")
+            for name, version in self.ready.shelf.offered
+        )
 
     async def prepare(self) -> Ready:
         """Find the target, fetch its tokenizer and load a drafter, once.
@@ -119,11 +137,11 @@ class Client:
         Raises:
             OutriderError: nobody answers, there is no such model or drafter, or content has the wrong hash.
         """
-        return await self._prepared.load(self._channels)
+        return await self._preparation.load(self._channels)
 
     async def find(self) -> Ready:
         """Prepare like `prepare`, but leave a large drafter to load while texts begin."""
-        return await self._prepared.find(self._channels)
+        return await self._preparation.find(self._channels)
 
     async def inquire(self) -> str:
         """Return the host:port where a text would be decoded now, without taking a slot; needs `prepare`.
@@ -131,10 +149,13 @@ class Client:
         Raises:
             OutriderError: no verifier takes a text now.
         """
-        ready = self._prepared.ready_now()
-        if self._coordinator is None:
-            return await self._prepared.inquire(self._channels)
-        return await self._coordinator.inquire(ready.model, ready.tokenizer_sha256)
+        ready = self._preparation.ready_now()
+        if self._coordinator is not None:
+            return await self._coordinator.inquire(ready.model, ready.tokenizer_sha256)
+        lease = await ready.route.lease("inquiry", ())
+        if not ready.prompts.context_length:
+            ready.prompts.meet(await self._channels.described(lease, DESCRIBED_WITHIN_S))
+        return lease.address
 
     async def wake(self) -> None:
         """Exchange a few bytes with the next text's verifier, which wakes a radio while a user types; never fail."""
@@ -259,43 +280,56 @@ class Client:
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Return the prompt's token ids; needs `prepare`."""
-        return self._prepared.ready_now().encode(prompt, special=True)
+        return self._preparation.ready_now().encode(prompt, special=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; needs `prepare`."""
-        return self._prepared.ready_now().decode(tokens)
+        return self._preparation.ready_now().decode(tokens)
 
     async def predicted(self, prediction: Prediction) -> SuffixIndex | None:
         """Return the index of a text's prediction, as `indexed_prediction` does; None also where nothing is drafted."""
-        index = await indexed_prediction(self._prepared.ready_now(), prediction)
+        index = await indexed_prediction(self._preparation.ready_now(), prediction)
         return index if self.config.drafter != "none" else None
 
     def open(self, prompt: tuple[int, ...], sampling: Sampling) -> Open:
         """Return the frame that opens a new session; needs `prepare`."""
-        return self._prepared.open(prompt, sampling)
+        ready, config = self._preparation.ready_now(), self.config
+        return Open(
+            model=ready.model,
+            tokenizer_sha256=ready.tokenizer_sha256,
+            prompt=prompt,
+            sampling=sampling,
+            session=uuid.uuid4().hex,
+            patience=config.patience,
+            window=config.window or 0,
+            max_drafts=config.max_drafts,
+            drafts_here=config.drafts_here,
+            logp=config.logprobs,
+            trees=not config.chains,
+        )
 
     def begin(
         self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None, tenant: Tenant = ANYBODY
     ) -> Decoding:
         """Return the decoding of a new session, whose first text is expected to be `prediction`; needs `prepare`."""
-        ready = self._prepared.ready_now()
+        ready = self._preparation.ready_now()
         observer = observer or Observer()
         measured = self.measured(frame.sampling)
         features = self._history.features(ready, frame)
         own = self._history.drafters(ready, frame, features, prediction, busy=self._busy)
         shared = Learning(features.prompt_class) if self.config.share_texts and tenant.learning else None
-        frame = replace(frame, drafting=bool(own.drafters), learning=shared)
+        frame = replace(frame, drafting=bool(own.drafters), steering=own.steering_request, learning=shared)
         machine = EdgeSession(
             frame,
             Window(self.config.window),
             self.config.retry,
             measured.snapshot(),
             send_q=self.config.send_q,
-            steering=self._prepared.steering,
+            steering=own.steering,
             selection=own.selection,
             battery=self._battery.share,
         )
-        machine.statistics.drafter_error = ready.drafter_error
+        machine.statistics.drafter_error = ready.shelf.error
         decoding = Decoding(
             machine,
             ready.route.about(features, frame.isolation),
@@ -318,8 +352,8 @@ class Client:
 
         None: the edge has no others than when the session began or last took some.
         """
-        ready = self._prepared.ready_now()
-        if ready.offered == decoding.has.offered:
+        ready = self._preparation.ready_now()
+        if ready.shelf.offered == decoding.has.offered:
             return None
         others = self._history.drafters(ready, frame, self._history.features(ready, frame), prediction, busy=self._busy)
         return others.with_those_of(decoding.has.drafters) if others.drafters else None
@@ -334,7 +368,7 @@ class Client:
 
     def report(self, session: str, machine: EdgeSession, seconds: float, tenant: Tenant = ANYBODY) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
-        ready = self._prepared.ready_now()
+        ready = self._preparation.ready_now()
         self._history.learn(ready, session, machine, seconds, tenant)
         if tenant.learning and machine.verifier:
             self.own_learning.ended(ready, session, machine)

@@ -206,7 +206,7 @@ class Decoding:
         copiers = [drafter for drafter in others.drafters if isinstance(drafter, RetrievalDrafter)]
         for drafter in copiers:
             drafter.prediction = prediction
-        return others.steering == self.has.steering and (bool(copiers) or prediction is None)
+        return others.steering_request == self.has.steering_request and (bool(copiers) or prediction is None)
 
     async def aclose(self) -> None:
         """End the session here and at the verifier."""

@@ -104,7 +104,7 @@ class EdgeConfig(Settings):
     )
     drafter_memory_mb: float = option(
         256.0,
-        "memory for several drafters, in 10^6 bytes; the least recently used ones are unloaded",
+        "memory for several drafters, in 10^6 bytes; the first that fit are loaded",
         group=DRAFTING,
         check=above(0),
     )

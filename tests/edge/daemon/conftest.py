@@ -14,6 +14,7 @@ import pytest
 from loop_thread import LoopThread
 from tokenizers import Tokenizer
 
+from outrider.drafters import DrafterShelf
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.event_stream import Event, Finished, Tokens
@@ -68,7 +69,7 @@ class ScriptedClient:
             sha256 = tokenizer_hash(self._tokenizer_json)
             route = DirectRoute((self._address,), "tiny", sha256)
             tokenizer = Tokenizer.from_str(self._tokenizer_json)
-            self.ready = Ready(route, "tiny", tokenizer, sha256, None, chat_template=self._chat_template)
+            self.ready = Ready(route, "tiny", tokenizer, sha256, DrafterShelf(), chat_template=self._chat_template)
 
     async def versions(self) -> tuple[VersionStatus, ...]:
         return (VersionStatus(self.drafter_name, "1", "current"),)

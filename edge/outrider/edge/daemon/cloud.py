@@ -198,7 +198,7 @@ class Cloud:
         await self.client.prepare()
         ready = self.client.ready
         assert ready is not None  # noqa: S101 - prepare raises otherwise
-        self._drafter_error = ready.drafter_error
+        self._drafter_error = ready.shelf.error
         template = await _template(ready)
         tools = ToolSupport.of(template.source if template else None, ready.tokenizer, self._tool_format)
         return Served(ready, template, TokenText(ready.tokenizer), tools)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.drafters import NgramDrafter, find_package
-from outrider.drafters.pool import DrafterPool
 from outrider.edge.client import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.doctor.connection_check import (
@@ -172,27 +171,27 @@ class _Visit:
         """Load the drafters as a client would, each file checked against its hash."""
         assert self.drafting is not None  # noqa: S101 - a session was opened beside it
         ready, wanted = await self.drafting.prepare(), self._config.drafter
-        if ready.drafter_error:
+        shelf, drafter = ready.shelf, ready.shelf.first
+        if shelf.error:
             return failed(
-                f"{wanted!r} cannot be used, texts would go on without drafts: {ready.drafter_error}",
+                f"{wanted!r} cannot be used, texts would go on without drafts: {shelf.error}",
                 "mend or `outrider export` the package again, delete the folder of --cache, or give --drafter ngram",
             )
-        pool, drafter = ready.drafters, ready.drafter
-        if pool is None or drafter is None:
+        if drafter is None:
             return Finding(Outcome.SKIPPED, "--drafter none: plain cloud streaming")
         if isinstance(drafter, NgramDrafter) and wanted == "auto":
             return warning(
                 "no drafter package fits this target, so n-grams of the text itself are proposed",
                 "train one (`outrider train drafter`), and serve it with `outrider coordinator --drafters DIR`",
             )
-        if broken := await asyncio.to_thread(_load_all, pool):
+        if broken := await asyncio.to_thread(shelf.load_all):
             return warning(
-                f"the others draft without {'; '.join(broken)}",
+                "the others draft without " + "; ".join(f"{name}: {reason}" for name, reason in broken.items()),
                 "mend them, `outrider export` them again, or leave them out of --drafter",
             )
-        words = f"{', '.join(pool.names)} {drafter.version}, every file as promised"
-        if pool.by_text:
-            words += f"; {', '.join(pool.by_text)} drafts by text, since its tokenizer is another than the target's"
+        words = f"{shelf.names.replace(',', ', ')} {drafter.version}, every file as promised"
+        if shelf.by_text:
+            words += f"; {', '.join(shelf.by_text)} drafts by text, since its tokenizer is another than the target's"
         else:
             words += "; drafts in the target's own tokens"
         return ok(words)
@@ -233,14 +232,3 @@ class _OpenedRecorder(Observer):
     def received(self, frame: CloudFrame, at: float) -> None:  # noqa: ARG002 - the observer's signature
         if isinstance(frame, Opened):
             self.opened = frame
-
-
-def _load_all(pool: DrafterPool) -> list[str]:
-    """Return what is wrong with each drafter that does not load."""
-    broken = []
-    for index, name in enumerate(pool.names):
-        try:
-            pool.load(index)
-        except (OutriderError, OSError) as error:
-            broken.append(f"{name}: {str(error).splitlines()[0]}")
-    return broken

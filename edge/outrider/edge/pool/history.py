@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.drafters.protocol import Drafter
+from outrider.drafters.protocol import Drafter, steering_of
+from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.search import RETRIEVAL
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.edge_config import EdgeConfig, edge_of_this_process
@@ -21,8 +22,8 @@ from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.drafter_format import published_name
 from outrider.proto.policy.selector import Selector, StaticSelector
 from outrider.proto.policy.suspicion import ReopenBudget
-from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
-from outrider.proto.types import Open, Sampling, SessionReport
+from outrider.proto.session import DrafterSteering, EdgeSession, Selection, SharedMeasurements
+from outrider.proto.types import Open, Sampling, SessionReport, SteeringRequest
 
 REPORT_WITHIN_S = 1.0
 
@@ -56,9 +57,8 @@ class TextHistory:
         return self._features(ready, frame.prompt, self.measured(frame.sampling).newest.round_trip.base)
 
     def _features(self, ready: Ready, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
-        pool = ready.drafters
         unread = not (self._config.coordinator or self._config.share_texts)
-        if unread and (pool is None or len(pool) == 1):
+        if unread and len(ready.shelf.offered) < 2:
             return TextFeatures()  # nobody reads them
         return TextFeatures.of(ready.decode(prompt[-TOKENS_LOOKED_AT:]), round_trip_s)
 
@@ -68,18 +68,25 @@ class TextHistory:
         """Return the drafters of a text or turn that begins, while others run if `busy`."""
         if ready.local_texts is not None:
             ready.local_texts.refresh()
-        drafters, steered = ready.drafters_of_text(prediction)
-        if self._config.drafter == "auto" and busy:
-            drafters, steered = ready.few_of(drafters), 0 if steered == 0 else None
-        selection = None
-        if drafters:
-            selection = Selection(
-                self._selector(ready, frame.sampling, features, drafters),
-                tuple(drafter.name for drafter in drafters),
-                versions=tuple(drafter.version for drafter in drafters),
-                steered=steered,
-            )
-        return TextDrafters(drafters, selection, ready.offered, frame.steering)
+        offered = ready.shelf.offered
+        drafters, steered = _with_copier(ready, prediction)
+        if self._config.drafter == "auto" and busy:  # many texts at once on one thread
+            drafters = (*drafters[:1], *(one for one in drafters[1:] if isinstance(one, RetrievalDrafter)))
+            steered = 0 if steered == 0 else None
+        if not drafters:
+            return TextDrafters((), None, offered, None, None)
+        selection = Selection(
+            self._selector(ready, frame.sampling, features, drafters),
+            tuple(drafter.name for drafter in drafters),
+            versions=tuple(drafter.version for drafter in drafters),
+            steered=steered,
+        )
+        shape = steering_of(drafters[steered]) if steered is not None else None
+        policy = self._config.steering_policy(shape.rank, shape.gain) if shape is not None else None
+        if shape is None or policy is None:
+            return TextDrafters(drafters, selection, offered, None, None)
+        request = SteeringRequest(shape.projection)
+        return TextDrafters(drafters, selection, offered, DrafterSteering(shape.rank, policy), request)
 
     def _selector(
         self, ready: Ready, sampling: Sampling, features: TextFeatures, drafters: Sequence[Drafter]
@@ -141,6 +148,23 @@ class TextHistory:
             prompt_class=features.prompt_class,
             link_class=features.link_class,
         )
+
+
+def _with_copier(ready: Ready, prediction: SuffixIndex | None) -> tuple[tuple[Drafter, ...], int | None]:
+    """Return the shelf's drafters, and which is steered, with one of the text's own to copy from what is here."""
+    begun = ready.shelf.begun.done()
+    drafters, steered = ready.shelf.drafters()
+    if prediction is not None and not begun:
+        drafters = ()  # nothing can be chosen among while one of them loads
+    own = RetrievalDrafter(
+        tuple if ready.local_texts is None else ready.local_texts.sources,
+        prediction,
+        vocab_size=ready.tokenizer.get_vocab_size(),
+    )
+    drafters = tuple(own if isinstance(drafter, RetrievalDrafter) else drafter for drafter in drafters)
+    if prediction is not None and own not in drafters:
+        drafters = (*drafters, own)
+    return drafters, steered
 
 
 def _kind(features: TextFeatures, sampling: Sampling) -> TextKind:

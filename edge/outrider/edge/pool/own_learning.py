@@ -12,8 +12,7 @@ from typing import Protocol
 
 from outrider.drafters.packages import DrafterPackage, load_package
 from outrider.edge.features import TOKENS_LOOKED_AT, prompt_class
-from outrider.edge.pool.preparation import Ready
-from outrider.edge.pool.prepared import Prepared
+from outrider.edge.pool.preparation import Preparation, Ready
 from outrider.proto.session import EdgeSession
 from outrider.proto.types import Sampling
 
@@ -52,14 +51,14 @@ class OwnLearning:
         trainer: takes the texts; None: nobody learns.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, preparation: Preparation) -> None:
         self.trainer: LocalTrainer | None = None
-        self._prepared = prepared
+        self._preparation = preparation
 
     @property
     def parent(self) -> DrafterPackage | None:
         """Package of the drafter that can learn, as others have it too; None: there is none, or nothing is prepared."""
-        return self._prepared.learnable
+        return self._preparation.learnable
 
     async def draft_with(self, folder: Path) -> None:
         """Let texts and turns to come draft with a version that was trained here, or with its parent again.
@@ -70,7 +69,7 @@ class OwnLearning:
             OutriderError: the folder holds no whole package.
         """
         package, parent = load_package(folder), self.parent
-        await self._prepared.take_own(None if parent is not None and package.version == parent.version else package)
+        await self._preparation.take_own(None if parent is not None and package.version == parent.version else package)
 
     def ended(self, ready: Ready, session: str, machine: EdgeSession) -> None:
         """Hand a text over that has ended, if somebody learns from it."""

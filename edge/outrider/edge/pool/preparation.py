@@ -1,4 +1,4 @@
-"""Preparation of a client's first text: the route, the tokenizer, the drafters."""
+"""Preparation of a client's texts: the route, the tokenizer, the drafters."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from outrider.drafters import DrafterCache, DrafterPackage, RetrievalDrafter
+from outrider.drafters.cache import Fetch
 from outrider.drafters.packages import FOR_ANY_SUBJECT
-from outrider.drafters.pool import BROKEN, DrafterPool, Member
 from outrider.drafters.protocol import Drafter
-from outrider.drafters.search import RETRIEVAL, DrafterSearch, own_member
-from outrider.drafters.suffix_index import SuffixIndex
+from outrider.drafters.search import BROKEN, RETRIEVAL, DrafterSearch, own_member
+from outrider.drafters.shelf import DrafterShelf, Member
 from outrider.edge.edge_config import EdgeConfig, edge_of_this_process
 from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
+from outrider.edge.link.link import Channels
 from outrider.edge.link.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.edge.pool.kept_answers import KeptAnswers
 from outrider.edge.pool.local_texts import LocalFiles, LocalTexts
-from outrider.edge.pool.pending import FoundDrafters, PendingDrafter
 from outrider.edge.prompts import FIELD, PromptEncoder, checked, encode
 from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
     ConfigError,
     ModelRefused,
     NotFound,
+    OutriderError,
     ResourceExhausted,
     TokenizerMismatch,
     Unavailable,
 )
-from outrider.proto.session import DrafterName
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile
+from outrider.proto.types import DrafterManifest, Lease, LeaseRequest
 
 MAX_TEMPLATE_BYTES = 1 << 20
+WATCH_AGAIN_S = 5.0  # after a coordinator went away, or cannot be watched
 
 _MEMORY_OF_GRAPHS = 3.0  # bytes of memory at most for each of a drafter's graphs on disk
 
@@ -51,9 +52,7 @@ class Ready:
     """Result of a preparation: where to decode, in which tokens, with which drafters.
 
     Attributes:
-        drafters: pool whose first drafter is loaded; None: there are none.
-        drafter_error: reason for that where drafters were requested.
-        pending: first drafter while it loads, until `with_drafters`; None: nothing loads.
+        shelf: drafters that texts begin with, as they are now.
         chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
         local_texts: texts of this machine that drafts are copied from; None: none.
         own_versions: versions of drafters that were trained on this machine.
@@ -64,78 +63,11 @@ class Ready:
     model: str
     tokenizer: Tokenizer
     tokenizer_sha256: str
-    drafters: DrafterPool | None
-    drafter_error: str = ""
+    shelf: DrafterShelf
     chat_template: str = ""
-    pending: PendingDrafter | None = None
     local_texts: LocalTexts | None = None
-    own_versions: frozenset[str] = frozenset()
+    own_versions: set[str] = field(default_factory=set)
     prompts: PromptEncoder = field(default_factory=PromptEncoder)
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """First of the drafters that are loaded."""
-        return self.drafters.first if self.drafters is not None else None
-
-    @property
-    def drafter_names(self) -> str:
-        """Names of the drafters in use, with commas between; `none` without one."""
-        if self.pending is not None:
-            return self.pending.name
-        return ",".join(self.drafters.names) if self.drafters is not None else "none"
-
-    @property
-    def offered(self) -> tuple[DrafterName, ...]:
-        """Name and version of each drafter that texts can have, once it is loaded."""
-        if self.drafters is not None:
-            return tuple(zip(self.drafters.names, self.drafters.versions, strict=True))
-        return ((self.pending.name, self.pending.version),) if self.pending is not None else ()
-
-    def loaded_drafters(self) -> tuple[tuple[Drafter, ...], int | None]:
-        """Return the drafters that are loaded and which of them is steered; the others load for later texts."""
-        pool = self.drafters
-        if pool is None:
-            return (self.pending,) if self.pending is not None else (), None
-        pool.want(range(len(pool)))
-        loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
-        return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
-
-    def few_of(self, drafters: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
-        """Return the first of a text's drafters, and the one that copies: for many texts at once on one thread."""
-        return (*drafters[:1], *(one for one in drafters[1:] if isinstance(one, RetrievalDrafter)))
-
-    def drafters_of_text(self, prediction: SuffixIndex | None) -> tuple[tuple[Drafter, ...], int | None]:
-        """Return what `loaded_drafters` does, with one of the text's own to copy from what is here and `prediction`."""
-        drafters, steered = self.loaded_drafters()
-        if self.pending is not None and prediction is not None:
-            drafters = ()  # nothing can be chosen among while one of them loads
-        own = RetrievalDrafter(
-            tuple if self.local_texts is None else self.local_texts.sources,
-            prediction,
-            vocab_size=self.tokenizer.get_vocab_size(),
-        )
-        drafters = tuple(own if isinstance(drafter, RetrievalDrafter) else drafter for drafter in drafters)
-        if prediction is not None and own not in drafters:
-            drafters = (*drafters, own)
-        return drafters, steered
-
-    async def with_drafters(self) -> Ready:
-        """Return this once the first drafter is loaded, or is known not to be loadable.
-
-        Raises:
-            OutriderError: what `Preparation.run` raises for a mistake in the request for drafters.
-        """
-        if self.pending is None:
-            return self
-        drafting = await asyncio.wrap_future(self.pending.loading)
-        return replace(self, drafters=drafting.drafters, drafter_error=drafting.error, pending=None)
-
-    def close_drafters(self) -> None:
-        """Evict the drafters, and the one that loads when it is there."""
-        if self.drafters is not None:
-            self.drafters.close()
-        if self.pending is not None:
-            self.pending.close()
 
     def encode(self, text: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay.
@@ -161,7 +93,7 @@ class Ready:
 
 
 class Preparation:
-    """Search for route, tokenizer and drafters, once a client.
+    """Preparation of a client's texts, once, and what keeps it up to date.
 
     Args:
         config: settings of the edge.
@@ -170,8 +102,8 @@ class Preparation:
         drafters: replace the config's unless empty.
 
     Attributes:
+        ready: what was found; None: nothing yet.
         learnable: package of the first drafter that can learn, as others have it too; None: there is none yet.
-        own: version that was trained here from one of the drafters; None: there is none.
     """
 
     def __init__(
@@ -181,18 +113,22 @@ class Preparation:
         route: Route | None,
         drafters: Sequence[Drafter],
     ) -> None:
+        self.ready: Ready | None = None
+        self.learnable: DrafterPackage | None = None
         self._config = config
         self._coordinator = coordinator
         self._route = route
         self._drafters = drafters
-        self._offers: tuple[DrafterManifest, ...] = ()  # the newest
-        self.learnable: DrafterPackage | None = None
-        self.own: DrafterPackage | None = None
         self._cache = DrafterCache(config.cache)
         self._tokenizer_json = ""  # the target's, as soon as it is known
+        self._offers: tuple[DrafterManifest, ...] = ()  # the coordinator's newest
+        self._own: DrafterPackage | None = None  # version that was trained here from one of the drafters
+        self._finding = asyncio.Lock()
+        self._renewing = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None  # for other drafters of the coordinator
 
-    async def run(self) -> Ready:
-        """Find everything; a drafter that is large goes on loading afterwards.
+    async def find(self, channels: Channels) -> Ready:
+        """Find everything, once; a drafter that is large goes on loading afterwards.
 
         Raises:
             NotFound: no such model, drafter or file.
@@ -200,11 +136,84 @@ class Preparation:
             Unavailable: the coordinator does not answer.
             ConfigError: a setting is missing that nothing else can replace.
         """
-        ready = await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
-        texts = self._local_texts(ready) if self._copies else None
-        if texts is not None:
-            await asyncio.to_thread(texts.load)
-        return replace(ready, local_texts=texts)
+        async with self._finding:
+            if self.ready is None:
+                ready = await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
+                if ready.local_texts is not None:
+                    await asyncio.to_thread(ready.local_texts.load)
+                self.ready = ready
+                if self._coordinator is not None and self._config.drafter != "none" and not self._drafters:
+                    self._watching = asyncio.create_task(self._watch(self._coordinator, ready))
+                if (expected := ready.route.expected()) is not None:  # the first text waits for no handshake
+                    channels.connect(expected.address, expected.tls_name if expected.tls else None)
+            return self.ready
+
+    async def load(self, channels: Channels) -> Ready:
+        """Find everything, and wait for the first drafter."""
+        ready = await self.find(channels)
+        await asyncio.wrap_future(ready.shelf.begun)
+        return ready
+
+    def ready_now(self) -> Ready:
+        """Return what was found; raises `ConfigError` before anything is."""
+        if self.ready is None:
+            raise ConfigError("the client is not prepared; await prepare() or use `async with`", field="client")
+        return self.ready
+
+    async def take_own(self, package: DrafterPackage | None) -> None:
+        """Give the texts to come a version that was trained here, for as long as its parent would be in its place.
+
+        None: they get the parent again.
+        """
+        ready = self.ready_now()
+        await asyncio.wrap_future(ready.shelf.begun)
+        if package is not None:
+            ready.own_versions.add(package.version)
+        self._own = package
+        await self._renew(ready, self._offers)
+
+    async def close(self) -> None:
+        """Close drafters and local texts; a drafter that loads is dropped when it is there."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self.ready is not None:
+            self.ready.shelf.close()
+            if self.ready.local_texts is not None:
+                await asyncio.to_thread(self.ready.local_texts.close)
+
+    # --- route, tokenizer, template and local texts ---
+
+    async def _direct(self) -> Ready:
+        own = self._config.tokenizer
+        self._tokenizer_json = _read(own, "tokenizer") if own else ""
+        shelf, package = await self._shelf((), tokenizer_hash(self._tokenizer_json) if own else "")
+        path = own or (package.tokenizer_path if package else None)
+        if path is None:
+            raise ConfigError("is needed: without coordinator and drafter package nothing has it", field="tokenizer")
+        text, config = _read(path, "tokenizer"), self._config
+        sha256 = tokenizer_hash(text)
+        route = self._route or DirectRoute((config.verifier,), config.model, sha256, config.security)
+        template = _read(config.chat_template, "chat_template") if config.chat_template else ""
+        return self._found(route, config.model, text, shelf, template)
+
+    async def _leased(self, coordinator: CoordinatorClient) -> Ready:
+        lease = await self._first_lease(coordinator)
+        self._tokenizer_json = text = await asyncio.to_thread(self._fetch_tokenizer, lease)
+        shelf, _ = await self._shelf(_any_subject_first(lease.drafters), lease.tokenizer_sha256)
+        sha256 = tokenizer_hash(text)
+        if sha256 != lease.tokenizer_sha256:
+            raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
+        route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
+        template = await asyncio.to_thread(self._fetch_chat_template, lease)
+        ready = self._found(route, lease.model, text, shelf, template)
+        ready.prompts.meet(lease)
+        return ready
+
+    def _found(self, route: Route, model: str, tokenizer_json: str, shelf: DrafterShelf, template: str) -> Ready:
+        tokenizer, sha256 = Tokenizer.from_str(tokenizer_json), tokenizer_hash(tokenizer_json)
+        texts = self._local_texts(tokenizer, sha256) if self._copies else None
+        return Ready(route, model, tokenizer, sha256, shelf, template, texts)
 
     @property
     def _copies(self) -> bool:
@@ -212,43 +221,16 @@ class Preparation:
         config = self._config
         return config.drafter != "none" and bool(config.draft_from or config.draft_answers)
 
-    def _local_texts(self, ready: Ready) -> LocalTexts:
+    def _local_texts(self, tokenizer: Tokenizer, sha256: str) -> LocalTexts:
         config, files, answers = self._config, None, None
         if config.draft_from:
-            files = LocalFiles(config.draft_from, ready.tokenizer, config.draft_from_limit_mb * 1e6)
+            files = LocalFiles(config.draft_from, tokenizer, config.draft_from_limit_mb * 1e6)
         if config.draft_answers is not None:
-            limit_bytes, vocab_size = config.draft_answers_limit_mb * 1e6, ready.tokenizer.get_vocab_size()
-            answers = KeptAnswers(config.draft_answers, ready.tokenizer_sha256, vocab_size, limit_bytes)
+            limit_bytes, vocab_size = config.draft_answers_limit_mb * 1e6, tokenizer.get_vocab_size()
+            answers = KeptAnswers(config.draft_answers, sha256, vocab_size, limit_bytes)
             if config.forget_answers:
                 log.info("forgot %d answers", answers.forget())
         return LocalTexts(files, answers)
-
-    async def _direct(self) -> Ready:
-        own = self._config.tokenizer
-        self._tokenizer_json = _read(own, "tokenizer") if own else ""
-        own_sha256 = tokenizer_hash(self._tokenizer_json) if own else ""
-        drafting = await self._load_drafter((), own_sha256)
-        path = own or (drafting.package.tokenizer_path if drafting.package else None)
-        if path is None:
-            raise ConfigError("is needed: without coordinator and drafter package nothing has it", field="tokenizer")
-        text, config = _read(path, "tokenizer"), self._config
-        sha256 = tokenizer_hash(text)
-        route = self._route or DirectRoute((config.verifier,), config.model, sha256, config.security)
-        template = _read(config.chat_template, "chat_template") if config.chat_template else ""
-        return _ready(route, config.model, text, sha256, drafting, template)
-
-    async def _leased(self, coordinator: CoordinatorClient) -> Ready:
-        lease = await self._first_lease(coordinator)
-        self._tokenizer_json = text = await asyncio.to_thread(self._fetch_tokenizer, lease)
-        drafting = await self._load_drafter(_any_subject_first(lease.drafters), lease.tokenizer_sha256)
-        sha256 = tokenizer_hash(text)
-        if sha256 != lease.tokenizer_sha256:
-            raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
-        route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
-        template = await asyncio.to_thread(self._fetch_chat_template, lease)
-        ready = _ready(route, lease.model, text, sha256, drafting, template)
-        ready.prompts.meet(lease)
-        return ready
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """Return a lease, after waiting for as long as the coordinator promises one."""
@@ -273,68 +255,63 @@ class Preparation:
             path = self._cache.ensure_file(lease.chat_template, self._fetcher())
         return _read(path, "chat_template") if path else ""
 
-    def _fetcher(self) -> Callable[[RemoteFile, int], Iterator[bytes]]:
+    def _fetcher(self) -> Fetch:
         return file_fetcher(self._config.coordinator, security=self._config.security)
 
-    async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
-        """Return the requested drafters.
+    # --- drafters ---
+
+    async def _shelf(
+        self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str
+    ) -> tuple[DrafterShelf, DrafterPackage | None]:
+        """Return the requested drafters, which begin to load, and the package of the first that has one.
 
         One that cannot be had at present, or is broken, is no reason not to decode: others go on without it, and where
         there is none the text goes on as plain cloud streaming and its statistics say why. A name that nobody knows,
-        or a wrong tokenizer, is a mistake.
+        or a wrong tokenizer, is a mistake. Without a `tokenizer_sha256` the package is loaded, and so its tokenizer
+        checked.
         """
         if self._drafters:
-            return FoundDrafters(DrafterPool.of(*self._drafters, *self._copier()))
+            return DrafterShelf(*self._drafters, *((RetrievalDrafter(),) if self._copies else ())), None
+        shelf = DrafterShelf()
         if self._config.drafter == "none":
-            return FoundDrafters(None)
+            shelf.offer_none("")
+            return shelf, None
         try:
-            return await asyncio.to_thread(self._found, offers, tokenizer_sha256)
+            members = await asyncio.to_thread(self._offer, shelf, offers, tokenizer_sha256)
         except BROKEN as error:
-            return self._without_drafter(error)
+            log.warning("decoding without a drafter: %s", error)
+            shelf.offer_none(str(error).splitlines()[0])
+            return shelf, None
+        if not tokenizer_sha256:
+            await asyncio.wrap_future(shelf.begun)
+        package = next((each.package for each in members if each.package is not None and not each.by_text), None)
+        return shelf, None if shelf.error else package
 
-    def _found(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
-        found, limit_bytes = self._members(offers, tokenizer_sha256)
-        return self._pool(found, limit_bytes, tokenizer_sha256)
+    async def _watch(self, coordinator: CoordinatorClient, ready: Ready) -> None:
+        """Give the texts to come the drafters that the coordinator offers; texts that run keep theirs."""
+        await asyncio.wrap_future(ready.shelf.begun)
+        while True:
+            try:
+                async for offers in coordinator.watch_drafters(ready.tokenizer_sha256):
+                    await self._renew(ready, _any_subject_first(offers))
+            except OutriderError as error:
+                log.info("the coordinator's drafters are not watched: %s", error)
+            await asyncio.sleep(WATCH_AGAIN_S)
 
-    def _without_drafter(self, error: Exception) -> FoundDrafters:
-        log.warning("decoding without a drafter: %s", error)
-        pool = DrafterPool.of(*self._copier()) if self._copies else None
-        return FoundDrafters(pool, error=str(error).splitlines()[0])
+    async def _renew(self, ready: Ready, offers: tuple[DrafterManifest, ...]) -> None:
+        async with self._renewing:
+            try:
+                await asyncio.to_thread(self._offer, ready.shelf, offers, ready.tokenizer_sha256)
+            except (OutriderError, OSError) as error:
+                log.warning("keeping the drafters: %s", error)
 
-    def _copier(self) -> tuple[Drafter, ...]:
-        """Return the drafter that copies where there is something to copy from, else none."""
-        return (RetrievalDrafter(),) if self._copies else ()
-
-    def offers(self, tokenizer_sha256: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
-        """Yield the drafters that the coordinator offers now, and again each time they change."""
-        if self._coordinator is None:
-            raise ConfigError("is needed to watch drafters", field="coordinator")
-        return self._coordinator.watch_drafters(tokenizer_sha256)
-
-    def renewed(
-        self, pool: DrafterPool | None, offers: tuple[DrafterManifest, ...] | None, tokenizer_sha256: str
-    ) -> DrafterPool | None:
-        """Return a pool of what the coordinator offers now, for the texts to come; None: it offers what is in `pool`.
-
-        Without `offers` they are what they were, and a version that was trained here may be new. Blocks while new
-        versions load. What cannot be had stays as it is; see `DrafterPool.renewed`.
-
-        Raises:
-            OutriderError, OSError: none of the drafters can be had.
-        """
-        offers = self._offers if offers is None else _any_subject_first(offers)
-        found, limit_bytes = self._members(offers, tokenizer_sha256)
-        if pool is None:
-            return self._loaded(found, limit_bytes, None).drafters
-        known = list(zip(pool.names, pool.versions, strict=True))
-        if [(member.name, member.version) for member in found] == known:
-            return None
-        return pool.renewed(found, limit_bytes=limit_bytes)
-
-    @property
-    def offers_change(self) -> bool:
-        """Whether the drafters depend on what a coordinator offers, which may change while the client lives."""
-        return bool(self._config.coordinator) and self._config.drafter != "none" and not self._drafters
+    def _offer(self, shelf: DrafterShelf, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> list[Member]:
+        """Put the requested drafters on the shelf, unless they stand there; return them, by their manifests."""
+        members, limit_bytes = self._members(offers, tokenizer_sha256)
+        if tuple(member.id for member in members) != shelf.offered:
+            shelf.offer(members, limit_bytes)
+            log.info("texts from now on have the drafters %s", ", ".join(map("@".join, shelf.offered)))
+        return members
 
     def _members(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
         """Return the requested drafters, and the limit of their memory in bytes."""
@@ -347,8 +324,8 @@ class Preparation:
         return [self._own_version(member) or member for member in found], limit_bytes
 
     def _own_version(self, parent: Member) -> Member | None:
-        own = self.own
-        if own is None or (own.name, own.parent) != (parent.name, parent.version):
+        own = self._own
+        if own is None or (own.name, own.parent) != parent.id:
             return None
         return own_member(own, self._config.threads)
 
@@ -388,52 +365,6 @@ class Preparation:
         return DrafterSearch(
             offers, self._cache, self._fetcher(), self._config.threads, edge, tokenizer_json=self._tokenizer_json
         )
-
-    def _pool(self, found: list[Member], limit_bytes: float, tokenizer_sha256: str) -> FoundDrafters:
-        """Begin to load: a large drafter while texts begin, unless they need the tokenizer that is checked with it."""
-        package = next((member.package for member in found if member.package is not None and not member.by_text), None)
-        if not (found[0].bytes and tokenizer_sha256):
-            return self._loaded(found, limit_bytes, package)
-
-        def load() -> FoundDrafters:
-            try:
-                return self._loaded(found, limit_bytes, package)
-            except BROKEN as error:
-                return self._without_drafter(error)
-
-        return FoundDrafters(None, package, pending=PendingDrafter(found[0], load))
-
-    def _loaded(self, found: list[Member], limit_bytes: float, package: DrafterPackage | None) -> FoundDrafters:
-        """Load the first that can be and those without graphs, and begin to load the others."""
-        while True:
-            pool = DrafterPool(found, limit_bytes=limit_bytes)
-            try:
-                pool.load(0)
-            except BROKEN as error:
-                pool.close()
-                if len(found) == 1:
-                    raise
-                log.warning("going on without the drafter %s: %s", found[0].name, error)
-                del found[0]
-                continue
-            for index, member in enumerate(found):
-                if not member.bytes:
-                    pool.load(index)  # quick, and the first text has it too
-            pool.want(range(len(pool)))
-            return FoundDrafters(pool, package)
-
-
-def _ready(route: Route, model: str, tokenizer: str, sha256: str, drafting: FoundDrafters, template: str) -> Ready:
-    return Ready(
-        route,
-        model,
-        Tokenizer.from_str(tokenizer),
-        sha256,
-        drafting.drafters,
-        drafting.error,
-        template,
-        drafting.pending,
-    )
 
 
 def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> Path:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from outrider.drafters.protocol import Drafter
-from outrider.proto.session import DrafterName, Selection
+from outrider.proto.session import DrafterName, DrafterSteering, Selection
 from outrider.proto.types import SteeringRequest
 
 
@@ -18,13 +18,15 @@ class TextDrafters:
         drafters: in the order of `selection`.
         selection: selection among them; None: there are none.
         offered: name and version of each drafter that the edge had then, loaded or not.
-        steering: request for the vectors that steer one of them; None: none is steered.
+        steering: steering of the one that takes vectors; None: none does.
+        steering_request: request for these vectors.
     """
 
     drafters: tuple[Drafter, ...]
     selection: Selection | None
     offered: tuple[DrafterName, ...]
-    steering: SteeringRequest | None
+    steering: DrafterSteering | None
+    steering_request: SteeringRequest | None
 
     def with_those_of(self, former: tuple[Drafter, ...]) -> Self:
         """Return these with the drafters of `former` in the place of equal versions: they have read the text."""

@@ -1,4 +1,4 @@
-"""Several drafters in one process: which are loaded, when, within how much memory, and what happens to bad ones."""
+"""Drafters of one process: which are loaded, when, within how much memory, and what happens to bad ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from outrider.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
-from outrider.drafters import pool as pool_module
+from outrider.drafters import DrafterCache, DrafterShelf, NgramDrafter, embedded_packages, find_package
+from outrider.drafters import shelf as shelf_module
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, SteeringShape
-from outrider.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member, give_back, own_bytes
-from outrider.drafters.search import DrafterSearch, on_trial_here
+from outrider.drafters.search import BROKEN, DrafterSearch, on_trial_here
+from outrider.drafters.shelf import Member, give_back, own_bytes
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Outcome, speed
 from outrider.edge.doctor.agreement import Visit
@@ -48,61 +48,51 @@ from outrider.proto.types import DrafterManifest, Lease, RemoteFile
 
 MB = 10**6
 SIZE = 100 * MB  # of each drafter: far more than this process takes meanwhile
+CHANNELS = SimpleNamespace(connect=lambda *_: None)
 WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
 WORD_TOKENIZER = word_tokenizer(1)
 FAMILY = [name for name in embedded_packages() if find_package(name).target == "reference"]
 
 
-class Clock:
-    """Stands still until it is moved."""
+class Loader:
+    """Members of any name and version, and the loads that were made."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Shelf:
-    """Drafters that can be loaded, and the loads that were made."""
-
-    def __init__(self, *names: str, size: int = SIZE) -> None:
         self.loads: list[str] = []
         self.errors: dict[str, Exception] = {}
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self.begun = threading.Event()
-        self.members = [Member(name, "1", size, self._loader(name)) for name in names]
 
-    def _loader(self, name: str):
+    def __call__(self, *versions: str, size: int = SIZE) -> list[Member]:
+        return [self._member(version, size) for version in versions]
+
+    def _member(self, version: str, size: int) -> Member:
+        name, number = version.split("@")
+
         def load() -> GarbageDrafter:
-            self.loads.append(name)
+            self.loads.append(version)
             self.begun.set()
             assert self.may_go_on.wait(60)
-            if name in self.errors:
-                raise self.errors[name]
-            return GarbageDrafter(10, name=name)
+            if version in self.errors:
+                raise self.errors[version]
+            drafter = GarbageDrafter(10, name=name)
+            drafter.version = number
+            return drafter
 
-        return load
-
-
-@pytest.fixture
-def clock():
-    return Clock()
+        return Member(name, number, size, load)
 
 
 @pytest.fixture
-def pools():
-    """Makes pools, and closes them."""
-    made = []
+def loader():
+    return Loader()
 
-    def make(*arguments, **options) -> DrafterPool:
-        made.append(DrafterPool(*arguments, **options))
-        return made[-1]
 
-    yield make
-    for pool in made:
-        pool.close()
+@pytest.fixture
+def shelf():
+    it = DrafterShelf()
+    yield it
+    it.close()
 
 
 def until(condition) -> None:
@@ -112,288 +102,229 @@ def until(condition) -> None:
         time.sleep(0.002)
 
 
-def loaded(pool: DrafterPool) -> list[int]:
-    return [index for index in range(len(pool)) if pool.loaded(index) is not None]
+def loaded(shelf: DrafterShelf) -> list[str]:
+    """Load what fits, and return the versions that a text would begin with."""
+    drafters, _ = shelf.drafters()
+    shelf._thread.submit(lambda: None).result(60)
+    drafters, _ = shelf.drafters()
+    return [f"{drafter.name}@{drafter.version}" for drafter in drafters]
 
 
-def at_rest(pool: DrafterPool) -> bool:
-    return not pool._at_work
+def test_drafters_are_loaded_once_in_the_background_the_most_wanted_first(shelf, loader):
+    loader.may_go_on.clear()
+    shelf.offer([*loader("c@1", "a@1"), Member("ngram", "1", 0, NgramDrafter)])
+    assert loader.begun.wait(60)
+    (coming,), _ = shelf.drafters()
+    assert (coming.name, coming.version, shelf.offered) == ("c", "1", (("c", "1"),)), "and nobody waits for it"
+    loader.may_go_on.set()
+    shelf.begun.result(60)
+    assert "ngram" in [drafter.name for drafter in shelf.drafters()[0]], "it needs no loading"
+    assert loaded(shelf) == ["c@1", "a@1", "ngram@1"]
+    assert (shelf.first.name, shelf.names, loader.loads) == ("c", "c,a,ngram", ["c@1", "a@1"])
+    assert (shelf.bytes, shelf.error, shelf.load_all()) == (2 * SIZE, "", {})
 
 
-def test_wanted_drafters_are_loaded_in_the_background_the_most_wanted_first(pools):
-    shelf = Shelf("a", "b", "c")
-    shelf.may_go_on.clear()
-    pool = pools(shelf.members, limit_bytes=10 * SIZE)
-    pool.want((2, 0))
-    assert shelf.begun.wait(60)
-    assert (loaded(pool), pool.first) == ([], None), "and nobody waits for it"
-    pool.want((2, 0))
-    shelf.may_go_on.set()
-    until(lambda: loaded(pool) == [0, 2])
-    assert shelf.loads == ["c", "a"]
-    assert (pool.first, pool.loaded(2).name) == (pool.loaded(0), "c")
-    assert (pool.names, pool.versions, len(pool)) == (("a", "b", "c"), ("1", "1", "1"), 3)
-    assert pool.bytes[1] == SIZE
-    until(lambda: at_rest(pool))
-    pool.want((0, 2))
-    assert shelf.loads == ["c", "a"], "once is enough"
-
-
-def test_a_drafter_can_be_loaded_at_once_and_is_then_not_loaded_again(pools):
-    shelf = Shelf("a", "b")
-    pool = pools(shelf.members, limit_bytes=10 * SIZE)
-    assert pool.load(1).name == "b"
-    assert pool.load(1) is pool.loaded(1) is pool.first
-    pool.want((0, 1))
-    until(lambda: loaded(pool) == [0, 1])
-    assert shelf.loads == ["b", "a"]
-
-
-def test_two_threads_that_load_the_same_share_one(pools):
-    shelf = Shelf("a")
-    shelf.may_go_on.clear()
-    pool = pools(shelf.members, limit_bytes=SIZE)
-    pool.want((0,))
-    assert shelf.begun.wait(60)
-    got = []
-    thread = threading.Thread(target=lambda: got.append(pool.load(0)))
+def test_two_threads_that_load_the_same_share_one(shelf, loader):
+    loader.may_go_on.clear()
+    shelf.offer(loader("a@1"))
+    assert loader.begun.wait(60)
+    thread = threading.Thread(target=shelf.load_all)
     thread.start()
-    shelf.may_go_on.set()
+    loader.may_go_on.set()
     thread.join(60)
-    assert got == [pool.loaded(0)]
-    assert shelf.loads == ["a"]
+    assert (loaded(shelf), loader.loads) == (["a@1"], ["a@1"])
 
 
-def test_the_limit_of_memory_holds_and_the_most_wanted_drafters_are_loaded(pools, clock):
-    shelf = Shelf("a", "b", "c", "d")
-    pool = pools(shelf.members, limit_bytes=2.5 * SIZE, clock=clock)
-    pool.want((3, 1, 0, 2))
-    until(lambda: loaded(pool) == [1, 3] and at_rest(pool))
-    for _ in range(3):
-        clock.now += MIN_LOADED_S
-        pool.want((3, 1, 0, 2))
-        until(lambda: at_rest(pool))
-    assert (loaded(pool), shelf.loads) == ([1, 3], ["d", "b"]), "asking again changes nothing"
+def test_the_first_that_fit_into_memory_are_loaded(shelf, loader):
+    shelf.offer([*loader("d@1"), *loader("large@1", size=2 * SIZE), *loader("b@1", "a@1")], 2.5 * SIZE)
+    assert loaded(shelf) == loaded(shelf) == ["d@1", "b@1"]
+    assert loader.loads == ["d@1", "b@1"], "asking again changes nothing"
 
 
-def test_the_least_recently_wanted_drafter_makes_room(pools, clock):
-    shelf = Shelf("a", "b", "c")
-    pool = pools(shelf.members, limit_bytes=2.5 * SIZE, clock=clock)
-    for index in (0, 1, 0):
-        clock.now += 1
-        pool.want((index,))
-        until(lambda: at_rest(pool))
-    clock.now += MIN_LOADED_S
-    pool.want((2,))
-    until(lambda: loaded(pool) == [0, 2])
-    clock.now += MIN_LOADED_S
-    pool.want((1, 2))
-    until(lambda: loaded(pool) == [1, 2])
-    assert shelf.loads == ["a", "b", "c", "b"]
+def test_only_what_has_another_version_is_loaded_before_texts_have_it(shelf, loader):
+    shelf.offer(loader("a@1", "b@1"))
+    loaded(shelf)
+    kept = shelf.drafters()[0][1]
+    del loader.loads[:]
+    shelf.offer(loader("a@2", "b@1"))
+    assert (loader.loads, shelf.offered) == (["a@2"], (("a", "2"), ("b", "1")))
+    assert shelf.drafters()[0][1] is kept
+    loader.may_go_on.clear()
+    shelf.offer(loader("c@1", "b@1"))
+    assert [drafter.name for drafter in shelf.drafters()[0]] == ["b"], "newcomers load in the background"
+    loader.may_go_on.set()
+    assert loaded(shelf) == ["c@1", "b@1"]
 
 
-def test_a_drafter_wanted_a_moment_ago_stays_so_that_two_sessions_do_not_thrash(pools, clock):
-    shelf = Shelf("a", "b")
-    pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
-    pool.want((0,))
-    until(lambda: loaded(pool) == [0] and at_rest(pool))
-    for _ in range(20):
-        clock.now += MIN_LOADED_S / 25
-        pool.want((1,))
-        until(lambda: at_rest(pool))
-        pool.want((0,))
-    assert shelf.loads == ["a"]
-    clock.now += MIN_LOADED_S
-    pool.want((1,))
-    until(lambda: loaded(pool) == [1])
+def test_a_version_that_cannot_be_loaded_leaves_the_old_one_in_its_place(shelf, loader, caplog):
+    shelf.offer(loader("a@1", "b@1"))
+    loaded(shelf)
+    loader.errors["a@2"] = ModelRefused("its adapter is not finite")
+    with caplog.at_level(logging.WARNING):
+        shelf.offer(loader("a@2", "b@2"))
+    assert loaded(shelf) == ["a@1", "b@2"]
+    assert "keeping version 1 of the drafter a: its adapter is not finite" in caplog.text
 
 
-def test_nothing_is_evicted_where_that_would_not_be_enough(pools, clock):
-    shelf = Shelf("a", "b")
-    large = Member("large", "1", 2 * SIZE, lambda: GarbageDrafter(10))
-    pool = pools([*shelf.members, large], limit_bytes=2.5 * SIZE, clock=clock)
-    pool.want((0,))
-    until(lambda: loaded(pool) == [0] and at_rest(pool))
-    clock.now += MIN_LOADED_S
-    pool.want((1,))
-    until(lambda: loaded(pool) == [0, 1] and at_rest(pool))
-    pool.want((2,))
-    until(lambda: at_rest(pool))
-    assert loaded(pool) == [0, 1], "the first could go, the second not yet"
-    clock.now += MIN_LOADED_S
-    pool.want((2,))
-    until(lambda: loaded(pool) == [2])
-
-
-def test_where_there_is_no_room_it_looks_again_only_after_a_while(pools, clock, monkeypatch):
-    shelf = Shelf("a", "b")
-    pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
-    pool.want((0,))
-    until(lambda: loaded(pool) == [0] and at_rest(pool))
-    looks = []
-    monkeypatch.setattr(pool, "_work", lambda: looks.append(pool._next()))
-    for _ in range(50):
-        pool.want((1,))
-        until(lambda: at_rest(pool))
-    assert looks == [None]
-    clock.now += LOOK_AGAIN_S
-    pool.want((1,))
-    until(lambda: len(looks) == 2)
-
-
-def test_what_a_session_still_holds_counts_until_it_lets_go(pools, clock):
-    shelf = Shelf("a", "b")
-    pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
-    held = pool.load(0)
-    clock.now += MIN_LOADED_S
-    pool.want((1,))
-    until(lambda: at_rest(pool))
-    assert (loaded(pool), shelf.loads) == ([], ["a"]), "given up, and in memory"
+def test_old_versions_count_for_as_long_as_texts_hold_them(shelf, loader):
+    shelf.offer(loader("a@1", "b@1"), 3 * SIZE)
+    loaded(shelf)
+    held = shelf.drafters()[0][0]
+    shelf.offer(loader("a@2", "b@1", "c@1"), 3 * SIZE)
+    assert (shelf.bytes, loaded(shelf)) == (3 * SIZE, ["a@2", "b@1"]), "no room while a text holds the old version"
     del held
     gc.collect()
-    clock.now += LOOK_AGAIN_S
-    pool.want((1,))
-    until(lambda: loaded(pool) == [1])
+    assert loaded(shelf) == ["a@2", "b@1", "c@1"]
 
 
-def test_an_evicted_drafter_that_is_still_held_is_taken_back_without_loading(pools, clock):
-    shelf = Shelf("a", "b")
-    pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
-    held = pool.load(0)
-    clock.now += MIN_LOADED_S
-    pool.want((1,))
-    until(lambda: at_rest(pool) and pool.loaded(0) is None)
-    pool.want((0,))
-    until(lambda: pool.loaded(0) is held)
-    assert shelf.loads == ["a"]
-
-
-def test_an_onnx_state_holds_its_drafter(tmp_path):
-    drafter = OnnxDrafter(write_package(tmp_path, tiny_graph()))
-    state = drafter.open(GREEDY)
-    pool = DrafterPool([Member("tiny", "1", SIZE, lambda: None)], limit_bytes=SIZE)
-    pool._loaded[0] = drafter
-    del drafter
-    pool._evict(0)
+def test_an_onnx_state_holds_its_drafter(tmp_path, shelf):
+    package = write_package(tmp_path, tiny_graph())
+    shelf.offer([Member("tiny", "1", SIZE, lambda: OnnxDrafter(package))])
+    shelf.begun.result(60)
+    state = shelf.drafters()[0][0].open(GREEDY)
+    shelf.offer([Member("ngram", "1", 0, NgramDrafter)])
     gc.collect()
-    assert pool._in_memory() == SIZE
+    assert shelf.bytes == SIZE
     state.close()
     del state
     gc.collect()
-    assert pool._in_memory() == 0
-    pool.close()
+    assert shelf.bytes == 0
 
 
 def measured(monkeypatch, *sizes) -> None:
     """Make each load appear to take one of `sizes`."""
     readings = iter([reading for size in sizes for reading in (0, size)])
-    monkeypatch.setattr(pool_module, "own_bytes", lambda: next(readings))
+    monkeypatch.setattr(shelf_module, "own_bytes", lambda: next(readings))
 
 
-def test_measured_memory_counts_where_it_is_more_than_the_files(pools, monkeypatch):
+def test_measured_memory_counts_where_it_is_more_than_the_files(shelf, loader, monkeypatch):
     measured(monkeypatch, 3 * SIZE, SIZE // 2)
-    pool = pools(Shelf("a", "b", "c").members, limit_bytes=10 * SIZE)
-    pool.load(0)
-    pool.load(1)
-    assert pool.bytes == (3 * SIZE, SIZE, SIZE)
+    shelf.offer(loader("a@1", "b@1"))
+    loaded(shelf)
+    assert shelf.bytes == 4 * SIZE
 
 
-def test_where_the_system_does_not_say_the_files_count(pools, monkeypatch):
-    monkeypatch.setattr(pool_module, "own_bytes", lambda: None)
-    pool = pools(Shelf("a").members, limit_bytes=SIZE)
-    pool.load(0)
-    assert pool.bytes == (SIZE,)
+def test_where_the_system_does_not_say_the_files_count(shelf, loader, monkeypatch):
+    monkeypatch.setattr(shelf_module, "own_bytes", lambda: None)
+    shelf.offer(loader("a@1"))
+    loaded(shelf)
+    assert shelf.bytes == SIZE
 
 
-def test_a_drafter_larger_than_its_files_evicts_what_is_less_wanted(pools, monkeypatch, clock):
+def test_a_drafter_larger_than_its_files_drops_what_is_less_wanted(shelf, loader, monkeypatch):
     measured(monkeypatch, SIZE, SIZE, 2 * SIZE)
-    pool = pools(Shelf("a", "b", "c").members, limit_bytes=3.5 * SIZE, clock=clock)
-    pool.want((1,))
-    until(lambda: loaded(pool) == [1] and at_rest(pool))
-    pool.want((2, 0, 1))
-    until(lambda: at_rest(pool))
-    assert (loaded(pool), pool.bytes) == ([0, 2], (2 * SIZE, SIZE, SIZE))
+    shelf.offer(loader("a@1", "b@1"))
+    loaded(shelf)
+    shelf.offer(loader("a@1", "c@1", "b@1"), 3.5 * SIZE)
+    assert loaded(shelf) == ["a@1", "c@1"]
+    assert loader.loads == ["a@1", "b@1", "c@1"]
 
 
-def test_a_drafter_that_alone_exceeds_the_limit_is_left_out_and_the_remedy_named(pools, monkeypatch, caplog):
+def test_a_drafter_that_alone_exceeds_the_limit_is_left_out_and_the_remedy_named(shelf, loader, monkeypatch, caplog):
     measured(monkeypatch, 2 * SIZE, SIZE)
-    large = Member("large", "1", 5 * SIZE, lambda: None)
-    pool = pools([*Shelf("a", "b").members, large], limit_bytes=1.5 * SIZE)
-    assert pool.errors == ("", "", "large takes 500.0 MB; raise --drafter-memory, which is 150")
-    with pytest.raises(ModelRefused, match="large takes"):
-        pool.load(2)
     with caplog.at_level(logging.WARNING):
-        pool.want((2, 0, 1))
-        until(lambda: loaded(pool) == [1])
-    assert pool.errors[0] == "a takes 200.0 MB; raise --drafter-memory, which is 150"
+        shelf.offer([*loader("large@1", size=5 * SIZE), *loader("a@1", "b@1")], 1.5 * SIZE)
+        assert loaded(shelf) == ["b@1"]
     assert "a takes 200.0 MB" in caplog.text
+    assert shelf.load_all() == {
+        "large": "large takes 500.0 MB; raise --drafter-memory, which is 150",
+        "a": "a takes 200.0 MB; raise --drafter-memory, which is 150",
+    }
 
 
-def test_one_that_cannot_be_loaded_is_left_out_with_a_warning_and_not_tried_again(pools, caplog):
-    shelf = Shelf("a", "b", "c")
-    shelf.errors = {"a": DataLoss("model.onnx is missing"), "b": RuntimeError("a secret of the user's")}
-    pool = pools(shelf.members, limit_bytes=10 * SIZE)
+def test_one_that_cannot_be_loaded_is_left_out_with_a_warning_and_not_tried_again(shelf, loader, caplog):
+    loader.errors = {"a@1": DataLoss("model.onnx is missing"), "b@1": RuntimeError("a secret of the user's")}
     with caplog.at_level(logging.WARNING):
-        pool.want((0, 1, 2))
-        until(lambda: loaded(pool) == [2])
-    assert pool.errors == ("model.onnx is missing", "RuntimeError", "")
+        shelf.offer(loader("a@1", "b@1", "c@1"))
+        assert loaded(shelf) == loaded(shelf) == ["c@1"]
+    assert shelf.load_all() == {"a": "model.onnx is missing", "b": "RuntimeError"}
     assert "going on without the drafter a: model.onnx is missing" in caplog.text
     assert "secret" not in caplog.text
-    until(lambda: at_rest(pool))
-    pool.want((0, 1))
-    assert shelf.loads == ["a", "b", "c"]
+    assert (loader.loads, shelf.names, shelf.error) == (["a@1", "b@1", "c@1"], "c", "")
 
 
-def test_what_takes_no_memory_is_never_evicted(pools, clock):
-    shelf = Shelf("a", "b")
-    members = [Member("ngram", "1", 0, NgramDrafter), *shelf.members]
-    pool = pools(members, limit_bytes=SIZE, clock=clock)
-    pool.want((0, 1))
-    until(lambda: loaded(pool) == [0, 1] and at_rest(pool))
-    clock.now += MIN_LOADED_S
-    pool.want((2,))
-    until(lambda: loaded(pool) == [0, 2])
+def test_where_none_can_be_loaded_the_reason_is_known_until_others_are_offered(shelf, loader):
+    loader.errors = {"a@1": DataLoss("model.onnx is missing")}
+    shelf.offer(loader("a@1"))
+    shelf.begun.result(60)
+    assert (shelf.drafters(), shelf.names, shelf.error) == (((), None), "none", "model.onnx is missing")
+    shelf.offer(loader("a@2"))
+    assert (loaded(shelf), shelf.error) == (["a@2"], "")
 
 
-def test_closing_while_one_is_loading_returns_at_once_and_the_load_has_no_effect(pools):
-    shelf = Shelf("a", "b")
-    shelf.may_go_on.clear()
-    pool = pools(shelf.members, limit_bytes=10 * SIZE)
-    pool.want((0, 1))
-    assert shelf.begun.wait(60)
-    pool.close()
-    shelf.may_go_on.set()
-    until(lambda: at_rest(pool))
-    pool.want((1,))
-    assert (loaded(pool), pool.first, shelf.loads) == ([], None, ["a"])
-    with pytest.raises(Unavailable, match="closed"):
-        pool.load(1)
-    pool.close()
+def test_closing_while_one_is_loading_returns_at_once_and_the_load_has_no_effect(shelf, loader):
+    loader.may_go_on.clear()
+    shelf.offer(loader("a@1", "b@1"))
+    assert loader.begun.wait(60)
+    (coming,), _ = shelf.drafters()
+    shelf.close()
+    shelf.begun.result(60)
+    loader.may_go_on.set()
+    until(lambda: not shelf._at_work)
+    shelf.offer(loader("c@1"))
+    assert (shelf.drafters(), shelf.first, loader.loads) == (((), None), None, ["a@1"])
+    with pytest.raises(Unavailable, match="the drafter a is gone"):
+        coming.open(GREEDY).score((1,))
+    shelf.close()
 
 
-def test_a_pool_needs_names_that_differ():
-    with pytest.raises(ConfigError, match="drafter: names 'a' twice"):
-        DrafterPool(Shelf("a", "b", "a").members, limit_bytes=SIZE)
-    with pytest.raises(ConfigError, match="use `none` for no drafter"):
-        DrafterPool((), limit_bytes=SIZE)
+def test_a_version_that_arrives_after_the_shelf_was_closed_is_dropped(shelf, loader):
+    shelf.offer(loader("a@1"))
+    loaded(shelf)
+    loader.begun.clear()
+    loader.may_go_on.clear()
+    thread = threading.Thread(target=shelf.offer, args=(loader("a@2"),))
+    thread.start()
+    assert loader.begun.wait(60)
+    shelf.close()
+    loader.may_go_on.set()
+    thread.join(60)
+    assert (shelf.first, loader.loads) == (None, ["a@1", "a@2"])
 
 
 def test_drafters_that_are_given_are_loaded_from_the_beginning():
-    pool = DrafterPool.of(ScriptedDrafter((1, 2), name="one"), GarbageDrafter(5, name="two"))
-    assert (loaded(pool), pool.names, pool.errors) == ([0, 1], ("one", "two"), ("", ""))
-    assert (pool.steered, pool.steering) == (None, None)
-    pool.want((1, 0))
-    pool.close()
+    shelf = DrafterShelf(ScriptedDrafter((1, 2), name="one"), GarbageDrafter(5, name="two"))
+    drafters, steered = shelf.drafters()
+    assert ([drafter.name for drafter in drafters], steered, shelf.names) == (["one", "two"], None, "one,two")
+    assert shelf.begun.done()
+    shelf.close()
+    with pytest.raises(ConfigError, match="drafter: names 'a' twice"):
+        DrafterShelf(*(ScriptedDrafter((1,), name="a") for _ in range(2)))
 
 
-def test_vectors_are_requested_for_the_steered_drafter_with_the_smallest_index():
+def test_vectors_are_requested_for_the_most_wanted_steered_drafter(shelf):
     def steered(name, rank):
         return Member(name, "1", 0, NgramDrafter, SteeringShape(rank, 8, "0123456789ab"))
 
-    members = [Member("plain", "1", 0, NgramDrafter), steered("a", 4), steered("b", 16)]
-    pool = DrafterPool(members, limit_bytes=0)
-    assert (pool.steered, pool.steering) == (1, SteeringShape(4, 8, "0123456789ab"))
-    pool.close()
+    shelf.offer([Member("plain", "1", 0, NgramDrafter), steered("a", 4), steered("b", 16)])
+    assert shelf.drafters()[1] == 1
+
+
+def test_a_prefix_follows_the_text_while_the_drafter_loads(shelf):
+    go_on, prompt = threading.Event(), (5, 6, 7, 8) * 8
+
+    def load() -> NgramDrafter:
+        assert go_on.wait(30)
+        return NgramDrafter(name="slow")
+
+    shelf.offer([Member("slow", "1", SIZE, load)])
+    (drafter,), _ = shelf.drafters()
+    early, other, whole = drafter.open(GREEDY), drafter.open(GREEDY), NgramDrafter(name="slow").open(GREEDY)
+    early.extend((*prompt, 1, 2))
+    assert early.propose(4) == ()
+    early.truncate(len(prompt))
+    early.extend((5, 6))
+    other.extend(prompt)
+    go_on.set()
+    shelf.begun.result(60)
+    whole.extend((*prompt, 5, 6))
+    assert early.propose(4) == (), "this one reads the prefix"
+    assert early.length == whole.length
+    assert early.propose(4) == whole.propose(4) != ()
+    assert early.length == whole.length
+    plain = NgramDrafter().open(GREEDY)
+    plain.extend(prompt)
+    assert other.propose_forced((5, 9)) == plain.propose_forced((5, 9))
 
 
 def test_this_process_knows_its_memory_and_gives_it_back():
@@ -408,7 +339,7 @@ def test_this_process_knows_its_memory_and_gives_it_back():
     assert own_bytes() < during - 60 * MB
 
 
-# --- from the option to the pool ---
+# --- from the option to the shelf ---
 
 
 def package(folder, name, tokenizer=WORD_TOKENIZER, steered=False, **changes) -> DrafterPackage:
@@ -421,42 +352,39 @@ def prepared(drafter: str, **config) -> Ready:
     edge = EdgeConfig(**WHERE, drafter=drafter, **config)
 
     async def run() -> Ready:
-        return await (await Preparation(edge, None, None, ()).run()).with_drafters()
+        return await Preparation(edge, None, None, ()).load(CHANNELS)
 
     return asyncio.run(run())
 
 
-def test_a_list_of_drafters_is_a_pool_whose_first_is_loaded_and_whose_others_follow(tmp_path):
+def test_the_first_of_a_list_of_drafters_is_loaded_and_the_others_follow(tmp_path):
     for name in ("code", "docs"):
         package(tmp_path, name)
     ready = prepared(f"{tmp_path}/code, {tmp_path}/docs,ngram")
-    assert ready.drafters.names == ("code", "docs", "ngram")
-    assert ready.drafter is ready.drafters.loaded(0)
+    assert ready.shelf.names == "code,docs,ngram"
+    assert ready.shelf.first.name == "code"
     assert ready.tokenizer_sha256 == tokenizer_hash(WORD_TOKENIZER)
-    until(lambda: loaded(ready.drafters) == [0, 1, 2])
-    assert ready.drafters.bytes[1] >= (tmp_path / "docs" / "model.onnx").stat().st_size
-    assert ready.drafters.bytes[2] == 0
-    ready.drafters.close()
+    until(lambda: len(ready.shelf.drafters()[0]) == 3)
+    assert ready.shelf.bytes >= 2 * (tmp_path / "docs" / "model.onnx").stat().st_size
+    ready.shelf.close()
 
 
 def test_one_name_alone_is_one_drafter(tmp_path):
     package(tmp_path, "code")
     for drafter in (f"{tmp_path}/code", "ngram"):
         ready = prepared(drafter, tokenizer=tmp_path / "code" / "tokenizer.json")
-        assert len(ready.drafters) == 1
-        assert ready.drafter is ready.drafters.loaded(0)
-    assert prepared("none", tokenizer=tmp_path / "code" / "tokenizer.json").drafters is None
+        assert len(ready.shelf.offered) == len(ready.shelf.drafters()[0]) == 1
+    ready = prepared("none", tokenizer=tmp_path / "code" / "tokenizer.json")
+    assert (ready.shelf.offered, ready.shelf.error) == ((), "")
 
 
-def test_the_pool_knows_which_drafter_is_steered_before_it_is_loaded(tmp_path):
+def test_a_text_begins_steered_once_the_steered_drafter_is_loaded(tmp_path):
     package(tmp_path, "plain")
     package(tmp_path, "steered", steered=True)
     ready = prepared(f"{tmp_path}/plain,{tmp_path}/steered")
-    assert ready.drafters.steered == 1
-    assert ready.drafters.steering.projection == STEERING_MANIFEST["projection"]
-    until(lambda: loaded(ready.drafters) == [0, 1])
-    assert ready.drafters.loaded(1).steering == ready.drafters.steering
-    ready.drafters.close()
+    until(lambda: ready.shelf.drafters()[1] == 1)
+    assert ready.shelf.drafters()[0][1].steering.projection == STEERING_MANIFEST["projection"]
+    ready.shelf.close()
 
 
 @pytest.mark.parametrize("order", ["broken,whole,ngram", "whole,broken,ngram"])
@@ -468,11 +396,10 @@ def test_a_broken_member_is_left_out_with_a_warning(tmp_path, caplog, order):
     with caplog.at_level(logging.WARNING):
         ready = prepared(names)
         until(lambda: "going on without the drafter broken: model.onnx has 8 bytes" in caplog.text)
-    assert ready.drafter.name == "whole"
-    assert ready.drafter is ready.drafters.loaded(0)
-    assert not ready.drafter_error
-    until(lambda: len(loaded(ready.drafters)) == 2)
-    ready.drafters.close()
+    assert ready.shelf.first.name == "whole"
+    assert not ready.shelf.error
+    until(lambda: [drafter.name for drafter in ready.shelf.drafters()[0]] == ["whole", "ngram"])
+    ready.shelf.close()
 
 
 def test_only_where_no_drafter_is_left_a_text_goes_on_without_and_says_why(tmp_path):
@@ -480,16 +407,16 @@ def test_only_where_no_drafter_is_left_a_text_goes_on_without_and_says_why(tmp_p
         package(tmp_path, name)
         (tmp_path / name / "model.onnx").unlink()
     ready = prepared(f"{tmp_path}/one,{tmp_path}/two", tokenizer=tmp_path / "one" / "tokenizer.json")
-    assert (ready.drafters, ready.drafter) == (None, None)
-    assert "model.onnx is missing" in ready.drafter_error
+    assert ready.shelf.drafters() == ((), None)
+    assert "model.onnx is missing" in ready.shelf.error
 
 
 def test_what_does_not_fit_into_memory_is_left_out(tmp_path):
     package(tmp_path, "code")
     ready = prepared(f"{tmp_path}/code,ngram", drafter_memory_mb=0.001)
-    assert ready.drafters.names == ("ngram",)
+    assert ready.shelf.names == "ngram"
     ready = prepared(f"{tmp_path}/code", drafter_memory_mb=0.001)
-    assert ready.drafter.name == "code", "the limit is for several"
+    assert ready.shelf.first.name == "code", "the limit is for several"
 
 
 def test_unknown_names_wrong_tokenizers_and_twins_are_mistakes(tmp_path):
@@ -535,41 +462,41 @@ def test_an_offered_drafter_for_another_tokenizer_is_passed_over(tmp_path, caplo
         return lease
 
     edge = EdgeConfig(coordinator="127.0.0.1:1", tokenizer=tmp_path / "tokenizer.json", cache=tmp_path)
-    coordinator = SimpleNamespace(open_lease=open_lease, security=edge.security)
-    ready = asyncio.run(Preparation(edge, coordinator, None, ()).run())
-    assert ready.drafter.name == "ngram"
+    coordinator = SimpleNamespace(open_lease=open_lease, security=edge.security, newest_lease=None)
+    ready = asyncio.run(Preparation(edge, coordinator, None, ()).find(CHANNELS))
+    assert ready.shelf.first.name == "ngram"
     assert "passing over the drafter far: it is for another tokenizer" in caplog.text
 
 
 def test_all_drafters_are_the_embedded_family_and_ngrams_where_the_tokenizer_fits(tmp_path):
     tokenizer = find_package("general").tokenizer_path
     ready = prepared("all", tokenizer=tokenizer)
-    assert ready.drafters.names == (*FAMILY, "ngram")
-    ready.drafters.close()
+    assert ready.shelf.names == ",".join((*FAMILY, "ngram"))
+    ready.shelf.close()
     (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
     ready = prepared("all", tokenizer=tmp_path / "tokenizer.json")
-    assert ready.drafters.names == ("ngram",)
+    assert ready.shelf.names == "ngram"
 
 
-def test_by_default_all_that_fit_are_one_pool_and_none_but_the_first_is_steered(tmp_path):
+def test_by_default_all_that_fit_are_taken_and_none_but_the_first_is_steered(tmp_path):
     tokenizer = find_package("general").tokenizer_path
     ready = prepared("auto", tokenizer=tokenizer)
     plain = [name for name in FAMILY if find_package(name).steering is None]
     assert len(plain) < len(FAMILY)
-    assert ready.drafters.names == (*plain, "ngram")
-    assert ready.drafter.name == "general"
-    until(lambda: loaded(ready.drafters) == list(range(len(plain) + 1)))
-    ready.drafters.close()
+    assert ready.shelf.names == ",".join((*plain, "ngram"))
+    assert ready.shelf.first.name == "general"
+    until(lambda: len(ready.shelf.drafters()[0]) == len(plain) + 1)
+    ready.shelf.close()
     memory_mb = 2 * find_package("general").graph_bytes / 1e6
     few = prepared("auto", tokenizer=tokenizer, drafter_memory_mb=memory_mb)
-    assert few.drafters.names == ("general",), "it alone would fill the memory for several"
-    few.drafters.close()
+    assert few.shelf.names == "general", "it alone would fill the memory for several"
+    few.shelf.close()
     ready = prepared("auto", tokenizer=find_package("smol").tokenizer_path)
-    assert ready.drafters.names == ("smol", "ngram"), "another target has its own"
-    ready.drafters.close()
+    assert ready.shelf.names == "smol,ngram", "another target has its own"
+    ready.shelf.close()
     (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
     ready = prepared("auto", tokenizer=tmp_path / "tokenizer.json")
-    assert ready.drafters.names == ("ngram",)
+    assert ready.shelf.names == "ngram"
 
 
 def test_a_folder_without_a_manifest_does_not_hide_the_embedded_drafter_of_its_name(tmp_path, monkeypatch):
@@ -577,8 +504,8 @@ def test_a_folder_without_a_manifest_does_not_hide_the_embedded_drafter_of_its_n
     monkeypatch.chdir(tmp_path)
     for drafter in ("all", "docs,ngram", "docs"):
         ready = prepared(drafter, tokenizer=find_package("general").tokenizer_path)
-        assert "docs" in ready.drafters.names
-        ready.drafters.close()
+        assert "docs" in ready.shelf.names
+        ready.shelf.close()
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -714,9 +641,6 @@ def test_a_version_on_trial_is_a_drafter_beside_the_current_with_its_own_name(on
     found = find(on_trial((OLD, 0.0), (NEW, 1.0)))
     assert [(one.name, one.version) for one in found] == [("far", OLD), (f"far@{NEW}", NEW)]
     assert [one.load().name for one in found] == ["far", f"far@{NEW}"]
-    pool = DrafterPool(found, limit_bytes=1e9)
-    assert pool.versions == (OLD, NEW)
-    pool.close()
 
 
 def test_a_share_of_the_edges_tries_a_version_and_another_share_the_next():
@@ -747,9 +671,11 @@ def test_a_steered_drafter_and_the_one_before_are_unsteered_while_compared(on_tr
     assert [one.version for one in compared] == [NEXT, STEERED]
     alone = on_trial((NEXT, 0.0)).named(("far",), "")
     for found, steered in ((compared, None), (alone, 0)):
-        pool = DrafterPool(found, limit_bytes=1e9)
-        assert (pool.steered, pool.steering) == (steered, None if steered is None else found[0].steering)
-        pool.close()
+        shelf = DrafterShelf()
+        shelf.offer(found)
+        shelf.load_all()
+        assert shelf.drafters()[1] == steered
+        shelf.close()
     assert [one.version for one in on_trial((STEERED, 0.0), (FOREIGN, 1.0)).named(("far",), "")] == [STEERED]
 
 
@@ -786,20 +712,20 @@ def test_the_option_names_one_drafter_or_several():
     assert EdgeConfig(**WHERE, drafter="a, b/c,ngram").drafters == ("a", "b/c", "ngram")
 
 
-def test_a_client_takes_several_drafters_and_closes_their_pool(tmp_path):
+def test_a_client_takes_several_drafters_and_closes_their_shelf(tmp_path):
     (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
     drafters = (GarbageDrafter(5, name="one"), GarbageDrafter(5, name="two"))
 
     async def names() -> tuple[str, str]:
         client = Client(EdgeConfig(**WHERE, tokenizer=tmp_path / "tokenizer.json"), drafters=drafters)
         async with client:
-            open_names, pool = client.drafter_name, client.ready.drafters
+            open_names, shelf = client.drafter_name, client.ready.shelf
             assert client.drafter is drafters[0]
-        assert loaded(pool) == []
+        assert shelf.drafters() == ((), None)
         return open_names
 
     assert asyncio.run(names()) == "one,two"
 
 
-def test_errors_of_a_pool_are_errors_of_outrider():
-    assert all(issubclass(kind, OutriderError | OSError) for kind in pool_module.BROKEN)
+def test_errors_of_a_drafter_are_errors_of_outrider():
+    assert all(issubclass(kind, OutriderError | OSError) for kind in BROKEN)

@@ -1,0 +1,442 @@
+"""The drafters that one edge has, from the offer of one to the last text that drafts with it.
+
+Drafters stand in the order in which they are wanted. A thread loads as many as fit within the limit of memory. One
+that stands there no more stays in memory for as long as a text holds on to it, and is counted until then, so the limit
+holds for what is really there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from outrider.drafters.packages import DrafterPackage, SteeringShape
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter, DraftState, TokenPrefix, steering_of
+from outrider.proto.drafter_format import ON_TRIAL
+from outrider.proto.errors import ConfigError, OutriderError, Unavailable
+from outrider.proto.session import DrafterName
+from outrider.proto.types import DraftToken
+
+_STATM = Path("/proc/self/statm")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A drafter that can be loaded.
+
+    Attributes:
+        name: name in its manifest.
+        version: version in its manifest.
+        bytes: size of its graphs on disk; 0: it takes no memory to speak of, and is loaded at once.
+        load: loads it in any thread.
+        steering: shape of the steering vectors that it takes; None: none.
+        package: its package, by the manifest; None: it needs none.
+        by_text: whether it has another tokenizer than the target, and drafts by text.
+    """
+
+    name: str
+    version: str
+    bytes: int
+    load: Callable[[], Drafter]
+    steering: SteeringShape | None = None
+    package: DrafterPackage | None = None
+    by_text: bool = False
+
+    @property
+    def id(self) -> DrafterName:
+        """Name and version."""
+        return self.name, self.version
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A drafter on the shelf.
+
+    Attributes:
+        bytes: the most memory that was ever measured; until then the size of its graphs on disk.
+        drafter: None: it is not loaded.
+        error: reason why it cannot be loaded and will not be tried again; empty: none is known.
+        decided: set once it was loaded or could not be.
+    """
+
+    member: Member
+    bytes: int
+    drafter: Drafter | None = None
+    error: str = ""
+    decided: threading.Event = field(default_factory=threading.Event)
+
+
+class DrafterShelf:
+    """Drafters that texts begin with; every method is for any thread.
+
+    Attributes:
+        begun: done once the first drafter that can be loaded is there, or it is known that none can be.
+        error: reason why there are none where some were requested; empty: there are some, or none were requested.
+
+    Args:
+        drafters: stand there from the beginning, loaded.
+    """
+
+    def __init__(self, *drafters: Drafter) -> None:
+        self.begun: Future[None] = Future()
+        self.begun.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+        self.error = ""
+        self._limit_bytes = math.inf
+        self._places: list[_Place] = []
+        self._left: list[tuple[weakref.ref[Drafter], int]] = []  # which texts may still hold: drafter and bytes
+        self._lock = threading.Lock()  # of all above; held for the time that it takes to drop a drafter, 1 ms
+        self._loading = threading.Lock()  # one at a time, so that what each takes can be measured
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter-loader")
+        self._at_work = False
+        self._closed = False
+        if drafters:
+            self.offer([loaded_member(drafter) for drafter in drafters])
+
+    def offer(self, members: Sequence[Member], limit_bytes: float = math.inf) -> None:
+        """Give the texts to come these drafters, the most wanted first; texts that run keep theirs.
+
+        A version that is loaded stays. Another version of a drafter that is loaded is loaded now, in this thread, and
+        where it cannot be, the one that is here stays in its place. What else takes memory is loaded in the background.
+
+        Args:
+            members: drafters in the order of preference.
+            limit_bytes: memory that drafters may hold together, without the caches of texts.
+
+        Raises:
+            ConfigError: two have one name.
+        """
+        _check_names(members)
+        with self._lock:
+            here = {place.member.name: place for place in self._places if place.drafter is not None}
+        places = [self._place_of(member, here.get(member.name)) for member in members]
+        with self._lock:
+            if self._closed:
+                return
+            leaving = [place for place in self._places if place not in places]
+            self._places, self._limit_bytes, self.error = places, limit_bytes, ""
+            for place in places:
+                if place.drafter is None:
+                    place.error = self._too_large(place)
+            for place in leaving:
+                self._drop(place)
+        give_back()
+        for place in places:
+            if not place.bytes:
+                self._load(place)  # quick, and the first text has it too
+        with self._lock:
+            self._note_begun()
+            self._load_what_fits()
+
+    def offer_none(self, error: str) -> None:
+        """Let texts go on without drafters for this reason, until some are offered."""
+        with self._lock:
+            self._note_begun(error)
+
+    def drafters(self) -> tuple[tuple[Drafter, ...], int | None]:
+        """Return the drafters of a text that begins, and the index of the one that takes steering vectors.
+
+        While the first one is being loaded it is the only one, and takes part in the text once it is there.
+        """
+        with self._lock:
+            self._load_what_fits()
+            if not self.begun.done():
+                first = self._first()
+                return () if first is None else (_ComingDrafter(first),), None
+            loaded = [place for place in self._places if place.drafter is not None]
+            drafters = tuple(place.drafter for place in loaded if place.drafter is not None)
+            steered = self._steered()
+            return drafters, loaded.index(steered) if steered in loaded else None
+
+    def load_all(self) -> dict[str, str]:
+        """Load all in this thread; return the reasons why some cannot be, by their names."""
+        for place in self._places:
+            self._load(place)
+        return {place.member.name: place.error for place in self._places if place.error}
+
+    def close(self) -> None:
+        """Drop all; a load in progress ends by itself, without effect."""
+        with self._lock:
+            self._closed = True
+            for place in self._places:
+                place.drafter = None
+                place.decided.set()
+            self._note_begun(self.error)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # --- what stands here ---
+
+    @property
+    def offered(self) -> tuple[DrafterName, ...]:
+        """Name and version of each drafter that texts can have, once it is loaded."""
+        with self._lock:
+            if not self.begun.done():
+                return tuple(place.member.id for place in self._places if place is self._first())
+            return tuple(place.member.id for place in self._places if not place.error)
+
+    @property
+    def names(self) -> str:
+        """Names of the drafters that texts can have, with commas between; `none` without one."""
+        return ",".join(name for name, _ in self.offered) or "none"
+
+    @property
+    def first(self) -> Drafter | None:
+        """The most wanted drafter that is loaded; None: none is."""
+        return next((drafter for place in self._places if (drafter := place.drafter) is not None), None)
+
+    @property
+    def by_text(self) -> tuple[str, ...]:
+        """Names of those with another tokenizer than the target."""
+        return tuple(place.member.name for place in self._places if place.member.by_text)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is loaded and of what texts still hold, measured; never less than the graphs on disk."""
+        with self._lock:
+            return self._in_memory()
+
+    # --- loading ---
+
+    def _place_of(self, member: Member, here: _Place | None) -> _Place:
+        """Return the place of a member, where another version of it may be `here`, loaded."""
+        if here is None:
+            return _Place(member, member.bytes)
+        if here.member.version == member.version:
+            return here
+        try:
+            with self._loading:
+                drafter = member.load()
+        except Exception as error:  # a drafter may be anybody's code, and the old one serves
+            log.warning("keeping version %s of the drafter %s: %s", here.member.version, member.name, _reason(error))
+            return here
+        return _Place(member, max(here.bytes, member.bytes), drafter)
+
+    def _work(self) -> None:
+        while (place := self._next_to_load()) is not None:
+            self._load(place)
+
+    def _next_to_load(self) -> _Place | None:
+        with self._lock:
+            place = None if self._closed else self._lacking()
+            self._at_work = place is not None
+            return place
+
+    def _load(self, place: _Place) -> None:
+        with self._loading:
+            if place.drafter is not None or place.error:
+                return
+            before, began = own_bytes(), time.monotonic()
+            try:
+                drafter = place.member.load()
+            except Exception as error:  # a drafter may be anybody's code, and the others go on without it
+                self._fail(place, _reason(error))
+                return
+            after = own_bytes()
+            with self._lock:
+                if self._closed:
+                    return
+                if place.bytes and before is not None and after is not None:
+                    place.bytes = max(place.bytes, after - before)
+                too_large = self._too_large(place)
+                if not too_large:
+                    place.drafter = drafter
+                    self._keep_to_limit()
+                    place.decided.set()
+                    self._note_begun()
+            del drafter
+        if too_large:
+            self._fail(place, too_large)
+        else:
+            ms = 1000 * (time.monotonic() - began)
+            log.info("drafter %s: %.1f MB, loaded in %.0f ms", place.member.name, place.bytes / 1e6, ms)
+
+    def _fail(self, place: _Place, reason: str) -> None:
+        log.warning("going on without the drafter %s: %s", place.member.name, reason)
+        with self._lock:
+            place.error = reason
+            place.decided.set()
+            self._note_begun()
+        give_back()
+
+    # --- with the lock held ---
+
+    def _load_what_fits(self) -> None:
+        if not (self._at_work or self._closed) and self._lacking() is not None:
+            self._at_work = True
+            self._thread.submit(self._work)
+
+    def _lacking(self) -> _Place | None:
+        """Return the most wanted drafter that is not loaded and has room; None: there is none, or not now."""
+        room = self._limit_bytes
+        for place in self._places:
+            if place.error or place.bytes > room:
+                continue
+            room -= place.bytes
+            if place.drafter is None:
+                return place if self._in_memory() + place.bytes <= self._limit_bytes else None
+        return None
+
+    def _keep_to_limit(self) -> None:
+        """Drop the least wanted where drafters are larger than their files."""
+        excess = self._in_memory() - self._limit_bytes
+        for place in reversed(self._places):
+            if excess > 0 and place.bytes and place.drafter is not None:
+                excess -= place.bytes
+                self._drop(place)
+
+    def _drop(self, place: _Place) -> None:
+        if place.drafter is not None:
+            self._left.append((weakref.ref(place.drafter), place.bytes))
+            place.drafter = None
+
+    def _in_memory(self) -> int:
+        self._left = [(left, size) for left, size in self._left if left() is not None]
+        return sum(place.bytes for place in self._places if place.drafter) + sum(size for _, size in self._left)
+
+    def _too_large(self, place: _Place) -> str:
+        if place.bytes <= self._limit_bytes:
+            return ""
+        taken = f"{place.member.name} takes {place.bytes / 1e6:.1f} MB"
+        return f"{taken}; raise --drafter-memory, which is {self._limit_bytes / 1e6:g}"
+
+    def _first(self) -> _Place | None:
+        return next((place for place in self._places if not place.error), None)
+
+    def _steered(self) -> _Place | None:
+        """Return the first drafter that takes steering vectors; None: there is none, or a version of it is on trial.
+
+        Both versions draft unsteered then, so that their hits compare.
+        """
+        taking = [place for place in self._places if place.member.steering is not None]
+        tried = any(ON_TRIAL in place.member.name for place in taking)
+        return taking[0] if taking and not tried else None
+
+    def _note_begun(self, error: str = "") -> None:
+        first = self._first()
+        if first is None:
+            self.error = error or (self._places[-1].error if self._places else "")
+        if not self.begun.done() and (self._closed or first is None or first.drafter is not None):
+            self.begun.set_result(None)
+
+
+class _ComingDrafter:
+    """Drafter that is being loaded, unsteered; its states propose nothing until it is there, and fail if it cannot be.
+
+    Attributes:
+        steering: None, since nobody asks for vectors before the drafter is there.
+    """
+
+    steering: SteeringShape | None = None
+
+    def __init__(self, place: _Place) -> None:
+        self.name, self.version = place.member.id
+        self._place = place
+
+    def open(self, rule: ProposalRule) -> DraftState:
+        return _ComingState(self._place, rule)
+
+
+class _ComingState:
+    """Prefix of a drafter that may still load."""
+
+    def __init__(self, place: _Place, rule: ProposalRule) -> None:
+        self._place = place
+        self._rule = rule
+        self._prefix = TokenPrefix()  # while there is no state
+        self._state: DraftState | None = None
+
+    @property
+    def length(self) -> int:
+        return (self._state or self._prefix).length
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        (self._state or self._prefix).extend(tokens)
+
+    def truncate(self, length: int) -> None:
+        (self._state or self._prefix).truncate(length)
+
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        """Propose nothing while it loads, and once more when it reads the prefix: that is no time of a draft's."""
+        if self._state is not None:
+            return self._state.propose(n)
+        if self._place.decided.is_set():
+            state = self._waited_for()
+            length = state.length
+            state.propose(1)
+            state.truncate(length)
+        return ()
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        return self._waited_for().score(tokens)
+
+    def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+        return self._waited_for().propose_forced(tokens)
+
+    def follow(self, rule: ProposalRule) -> None:
+        self._rule = rule
+        (self._state or self._prefix).follow(rule)
+
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
+        """Do nothing: no vectors are requested for it."""
+
+    def close(self) -> None:
+        (self._state or self._prefix).close()
+
+    def _waited_for(self) -> DraftState:
+        """Wait for the drafter, since an answer is due for each token and nothing else can tell."""
+        if self._state is None:
+            self._place.decided.wait()
+            drafter = self._place.drafter
+            if drafter is None:
+                raise Unavailable(self._place.error or f"the drafter {self._place.member.name} is gone")
+            self._state = drafter.open(self._rule)
+            self._state.extend(self._prefix.tokens)
+            self._prefix.close()
+        return self._state
+
+
+def loaded_member(drafter: Drafter) -> Member:
+    """Return a drafter that is loaded already as one to offer."""
+    return Member(drafter.name, drafter.version, 0, lambda: drafter, steering_of(drafter))
+
+
+def _check_names(members: Sequence[Member]) -> None:
+    names = [member.name for member in members]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"names {twice!r} twice; give each drafter once", field="drafter")
+
+
+def _reason(error: Exception) -> str:
+    """Return why a drafter cannot be loaded; a foreign error's message may hold a secret of the user's."""
+    known = isinstance(error, OutriderError | OSError)
+    return str(error).splitlines()[0] if known and str(error) else type(error).__name__
+
+
+def own_bytes() -> int | None:
+    """Return bytes in memory of this process alone, without libraries; None: the system does not say."""
+    try:
+        _, resident, shared, *_ = (int(pages) for pages in _STATM.read_text(encoding="ascii").split())
+    except OSError:
+        return None
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system, where the C library keeps it (glibc); elsewhere do nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
