@@ -20,7 +20,7 @@ from outrider.edge.selectors import (
     selector_named,
 )
 from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy.selector import ArmCosts, RoundCosts, RoundOutcome, SelectionView, StaticSelector
+from outrider.proto.policy.selector import RoundCosts, RoundOutcome, SelectionView, StaticSelector
 
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:
@@ -52,8 +52,8 @@ class Dice:
 
 
 def test_a_round_takes_drafting_round_trip_and_step_and_a_switch_has_to_catch_up() -> None:
-    arms = ArmCosts((0.001, 0.01), (0.0002, 0.002))
-    view = SelectionView.of_rounds(arms, (0, 30), RoundCosts(0.04, 0.02, 0.001), drafts=5, current=0)
+    costs = RoundCosts((0.001, 0.01), (0.0002, 0.002), 0.04, 0.02, 0.001)
+    view = SelectionView.of_rounds(costs, (0, 30), drafts=5, current=0)
     assert view.waiting_s == pytest.approx(0.066)
     assert view.round_s == pytest.approx((0.071, 0.116))
     assert view.switch_s == pytest.approx((0.0, 0.06))
@@ -132,14 +132,13 @@ def test_metasd_divides_expected_tokens_by_the_round_and_a_share_of_the_switch()
 
 
 def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
-    arms = ArmCosts((0.001, 0.01), (0.0, 0.002))
-    costs = RoundCosts(round_trip_s=0.06, step_s=0.03, row_s=0.002)
-    view = SelectionView.of_stream(arms, (0, 5), costs, drafts=4, current=1)
+    costs = RoundCosts((0.001, 0.01), (0.0, 0.002), round_trip_s=0.06, step_s=0.03, row_s=0.002)
+    view = SelectionView.of_stream(costs, (0, 5), drafts=4, current=1)
     assert view.lead == (2, 3)
     assert view.alone_s == pytest.approx(0.032)
     assert view.round_s == pytest.approx((0.04, 0.04)), "a step with four drafts and the target's own row"
     assert view.switch_s == pytest.approx((0.0, 0.01))
-    quick = SelectionView.of_stream(arms, (0, 5), costs._replace(step_s=0.01), drafts=4, current=1)
+    quick = SelectionView.of_stream(costs._replace(step_s=0.01), (0, 5), drafts=4, current=1)
     assert quick.round_s == pytest.approx((0.02, 0.04))
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.policy import FixedSteering, Measurements, PricedSteering, Window
-from outrider.proto.policy.steering_rate import SteeringRate, SteeringView
+from outrider.proto.policy.steering_rate import SteeringRate
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
 from outrider.proto.steering_vector import encode
 from outrider.proto.types import (
@@ -457,10 +457,10 @@ class FixedChoice:
 
     def __init__(self, rate):
         self.rate = rate
-        self.views = []
+        self.seen = []
 
-    def after_commit(self, view):
-        self.views.append(view)
+    def after_commit(self, measured):
+        self.seen.append(measured)
 
 
 def test_a_drafter_that_broke_requests_no_vectors_any_more():
@@ -492,14 +492,14 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
             timing=Timing(echo=edge.statistics.messages, hold_s=held_s, verify_s=0.01),
         )
         edge.on_commit(answer, now)
-    view = policy.views[-1]
-    assert isinstance(view, SteeringView)
-    assert view.byte_s == pytest.approx(byte_s, rel=0.1)
-    assert 0 < view.doubt_s < 0.1 * byte_s
-    assert view.commit_s == pytest.approx(0.032, rel=0.05)
-    assert view.commit_tokens == pytest.approx(3, rel=0.3)
-    assert view.lead == pytest.approx(1), "each job follows the transcript's end"
-    assert view.queued_s < view.commit_s
+    seen = policy.seen[-1]
+    pace, downlink = seen.pace, seen.downlink.best
+    assert downlink.byte_s == pytest.approx(byte_s, rel=0.1)
+    assert 0 < downlink.doubt_s < 0.1 * byte_s
+    assert pace.commit_s == pytest.approx(0.032, rel=0.05)
+    assert pace.commit_tokens == pytest.approx(3, rel=0.3)
+    assert seen.lead.value == pytest.approx(1), "each job follows the transcript's end"
+    assert downlink.queued_s < pace.commit_s
 
 
 def test_a_job_without_steering_compares_as_before():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.edge.selectors import FixedShare, Hedge, Leader, MetaSdUcb
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selector import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selector import RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
 from research.simulator.scripted import drafter_of, hashing_oracle
@@ -252,7 +252,7 @@ def test_a_selector_learns_the_outcome_of_commits(monkeypatch) -> None:
     assert {outcome.verified - outcome.accepted for outcome in outcomes} == {0, 1}, "a miss ends what is compared"
     assert sum(outcome.verified for outcome in outcomes) < statistics.verified
     assert all(outcome.seconds > 0 for outcome in outcomes)
-    assert outcomes[-1].view._replace(current=None).arms == range(2)
+    assert outcomes[-1].view.arms == range(2)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_a_token_that_a_head_lacks_counts_no_more_in_a_prompt_than_a_rare_one() 
     for drafter, rare in enumerate((-8.5, -20.0, math.nan)):
         selection.note_prompt(drafter, [-3.0] * 60)
         selection.note_prompt(drafter, [rare] * 4)
-    selection.choose(ArmCosts((0.001,) * 3, (0.0,) * 3), RoundCosts(0.01, 0.03, 0.001), 65)
+    selection.choose(RoundCosts((0.001,) * 3, (0.0,) * 3, 0.01, 0.03, 0.001), 65)
     (whole, trimmed, silent) = heard[0]
     assert whole == pytest.approx((-3.0 * 60 - 8.5 * 4) / 64)
     assert whole - trimmed == pytest.approx(0.5 * 4 / 64), "as it was e^-9 and not e^-20"
@@ -350,11 +350,10 @@ def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_
 
     leader = Listening(experts=FixedShare(arms=2))
     selection = Selection(leader, ("a", "b"))
-    arms = ArmCosts((0.001, 0.001), (0.0, 0.0))
-    costs = RoundCosts(0.01, 0.03, 0.001)
+    costs = RoundCosts((0.001, 0.001), (0.0, 0.0), 0.01, 0.03, 0.001)
     for _ in range(2):
         selection.begin_text(5, 0)
-        selection.choose(arms, costs, 5)
+        selection.choose(costs, 5)
         for position in range(5, 15):
             selection.note(0, position, (True,))
         selection.note(1, 6, (False,))
@@ -372,9 +371,10 @@ def test_before_the_first_choice_most_of_a_prompt_is_read_in_larger_jobs() -> No
     assert [len(job.tokens) for job in jobs] == [64, 64, 16, 16, 16, 16, 8]
     assert [token for job in jobs for token in job.tokens] == prompt
     assert [job.score for job in jobs] == [1, 1, 8, 16, 16, 16, 8], "the last 64 tokens show the prompt's subject"
-    selection.choose(ArmCosts((0.001, 0.001), (0.0, 0.0)), RoundCosts(0.01, 0.03, 0.001), 200)
+    costs = RoundCosts((0.001, 0.001), (0.0, 0.0), 0.01, 0.03, 0.001)
+    selection.choose(costs, 200)
     selection.begin_text(400, 0)
-    selection.choose(ArmCosts((0.001, 0.001), (0.0, 0.0)), RoundCosts(0.01, 0.03, 0.001), 400)
+    selection.choose(costs, 400)
     job = selection.next_catch_up(list(range(400)))
     assert job is not None
     assert len(job.tokens) == 16, "a commit may come meanwhile"

@@ -11,13 +11,14 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import FixedSteering, Measurements, PricedSteering
-from outrider.proto.policy.measurements import Downlink
+from outrider.proto.policy import FixedSteering, Measurements, PricedSteering, Smoothed
+from outrider.proto.policy.measurements import Downlink, Pace
 from outrider.proto.policy.steering_rate import (
     ALL,
     FIRST,
@@ -26,7 +27,6 @@ from outrider.proto.policy.steering_rate import (
     RATES,
     Gain,
     SteeringRate,
-    SteeringView,
     choose,
     commit_bytes,
     saved_s,
@@ -43,15 +43,21 @@ def byte_s(mbit):
     return 8 / (mbit * 1e6)
 
 
-def view(mbit, doubt_s=0.0, **changes):
-    known = SteeringView(COMMIT_S, COMMIT_TOKENS, LEAD, byte_s(mbit), doubt_s, 0.0)
-    return replace(known, **changes)
+class KnownByteTime(NamedTuple):
+    byte_s: float
+    doubt_s: float
+    queued_s: float
+
+
+def view(mbit, doubt_s=0.0, *, queued_s=0.0, commit_s=COMMIT_S, commit_tokens=COMMIT_TOKENS):
+    downlink = Downlink(best=KnownByteTime(byte_s(mbit), doubt_s, queued_s))
+    return Measurements(pace=Pace(commit_s, commit_tokens, 1.0), downlink=downlink, lead=Smoothed(LEAD))
 
 
 def worth_s(rate, mbit, rank, gain=()):
     """Return what a rate of vectors is worth a commit, in seconds, when everything is known."""
     by_every = Gain(gain).by_every(LEAD, COMMIT_TOKENS)
-    return saved_s(rate, view(mbit), by_every) - rate.bytes_of(rank) * byte_s(mbit)
+    return saved_s(rate, view(mbit).pace, by_every) - rate.bytes_of(rank) * byte_s(mbit)
 
 
 def best(mbit, rank, gain=()):
@@ -130,7 +136,7 @@ def test_a_drafter_that_gains_nothing_or_loses_asks_for_none():
 
 def test_what_is_not_known_changes_nothing():
     for rate in RATES:
-        assert choose(view(1.0, math.inf, byte_s=0.0), rate, 64, Gain()) == rate
+        assert choose(view(math.inf, math.inf), rate, 64, Gain()) == rate
         assert choose(view(0.05, commit_s=0.0), rate, 64, Gain()) == rate
 
 
@@ -172,7 +178,7 @@ class Edge:
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
-        self.measurements = Measurements()
+        self.measurements = Measurements(lead=Smoothed(LEAD))
         self.policy = PricedSteering(self.rank)
         self.rates = []
         self.now = self.free = 0.0
@@ -198,12 +204,7 @@ class Edge:
             if before is not None:
                 measurements.downlink.add(self.before[0] - before[0], self.before[1] - before[1])
             measurements.pace.add(COMMIT_S, tokens)
-            downlink, pace = measurements.downlink.best, measurements.pace
-            self.policy.after_commit(
-                SteeringView(
-                    pace.commit_s, pace.commit_tokens, LEAD, downlink.byte_s, downlink.doubt_s, downlink.queued_s
-                )
-            )
+            self.policy.after_commit(measurements)
             self.heard.append(self.policy.rate)
             self.rates.append(self.policy.rate)
         return self
@@ -364,7 +365,7 @@ def test_a_vector_is_of_use_up_to_the_age_where_its_gain_ends(known, max_age: in
 
 
 def test_where_drafts_come_too_late_to_be_verified_no_vector_is_asked_for() -> None:
-    here = replace(view(100.0), commit_tokens=1.0, doubt_s=1e-6)
-    assert saved_s(ALL, here, Gain().by_every(here.lead, here.commit_tokens)) == 0
+    here = view(100.0, 1e-6, commit_tokens=1.0)
+    assert saved_s(ALL, here.pace, Gain().by_every(LEAD, 1.0)) == 0
     assert choose(here, FIRST, 64, Gain()) == NONE
-    assert choose(replace(here, commit_tokens=2.0), NONE, 64, Gain()) != NONE
+    assert choose(view(100.0, 1e-6, commit_tokens=2.0), NONE, 64, Gain()) != NONE

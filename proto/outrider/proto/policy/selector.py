@@ -16,43 +16,26 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 from outrider.proto.errors import InvalidArgument
 
 
-class ArmCosts(NamedTuple):
-    """Costs of K drafters that are known before one is chosen, in seconds.
+class RoundCosts(NamedTuple):
+    """Costs of a round with each of K drafters, in seconds.
 
     Attributes:
         drafting_s: [K] time to draft one token.
         catch_up_s: [K] time to read one token that others have committed, in a batched pass.
-    """
-
-    drafting_s: Sequence[float]
-    catch_up_s: Sequence[float]
-
-
-class RoundCosts(NamedTuple):
-    """Costs of a round beside its drafter, in seconds.
-
-    Attributes:
         round_trip_s: round-trip time of a small message.
         step_s: a step of the verifier, without its rows.
         row_s: each row of a step; there is one more than drafts.
     """
 
+    drafting_s: Sequence[float]
+    catch_up_s: Sequence[float]
     round_trip_s: float
     step_s: float
     row_s: float
 
 
-class _View(NamedTuple):
-    drafts: int
-    round_s: tuple[float, ...]
-    switch_s: tuple[float, ...]
-    waiting_s: float
-    current: int | None
-    lead: tuple[int, ...]
-    alone_s: float
-
-
-class SelectionView(_View):
+@dataclass(frozen=True, slots=True)
+class SelectionView:
     """Basis of a choice among K arms.
 
     Attributes:
@@ -68,57 +51,35 @@ class SelectionView(_View):
         InvalidArgument: no arm, lists of unequal length, or a time that is none; the field is named.
     """
 
-    __slots__ = ()
+    drafts: int
+    round_s: tuple[float, ...]
+    switch_s: tuple[float, ...]
+    waiting_s: float = 0.0
+    current: int | None = None
+    lead: tuple[int, ...] = ()
+    alone_s: float = 0.0
 
-    def __new__(
-        cls,
-        drafts: int,
-        round_s: tuple[float, ...],
-        switch_s: tuple[float, ...],
-        waiting_s: float = 0.0,
-        current: int | None = None,
-        lead: tuple[int, ...] = (),
-        alone_s: float = 0.0,
-    ) -> Self:
-        """Return a view after checking it."""
-        arms = len(round_s)
-        if not arms or not len(switch_s) == len(lead or round_s) == arms:
+    def __post_init__(self) -> None:
+        arms = len(self.round_s)
+        if not arms or not len(self.switch_s) == len(self.lead or self.round_s) == arms:
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
-        for times, field in ((round_s, "view.round_s"), (switch_s, "view.switch_s")):
+        for times, field in ((self.round_s, "view.round_s"), (self.switch_s, "view.switch_s")):
             if not all(0 <= seconds < math.inf for seconds in times):
                 raise InvalidArgument("must be finite numbers of seconds, 0 or more", field=field)
-        return super().__new__(cls, drafts, round_s, switch_s, waiting_s, current, lead, alone_s)
 
     @classmethod
-    def of_rounds(
-        cls,
-        arms: ArmCosts,
-        unread: Sequence[int],
-        costs: RoundCosts,
-        *,
-        drafts: int,
-        current: int | None,
-    ) -> Self:
+    def of_rounds(cls, costs: RoundCosts, unread: Sequence[int], *, drafts: int, current: int | None) -> Self:
         """Return the view of synchronous rounds: draft, send, wait for the commit, begin again.
 
-        The other arguments are as the attributes of the view; `arms` are those of the drafters, which have not read
-        `unread` [K] tokens of the text.
+        The drafters have not read `unread` [K] tokens of the text.
         """
         waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
-        round_s = tuple([drafts * drafting_s + waiting_s for drafting_s in arms.drafting_s])
-        switch_s = tuple(map(operator.mul, arms.catch_up_s, unread))
-        return cls._make((drafts, round_s, switch_s, waiting_s, current, (), 0.0))
+        round_s = tuple([drafts * drafting_s + waiting_s for drafting_s in costs.drafting_s])
+        switch_s = tuple(map(operator.mul, costs.catch_up_s, unread))
+        return cls(drafts, round_s, switch_s, waiting_s, current)
 
     @classmethod
-    def of_stream(
-        cls,
-        arms: ArmCosts,
-        unread: Sequence[int],
-        costs: RoundCosts,
-        *,
-        drafts: int,
-        current: int | None,
-    ) -> Self:
+    def of_stream(cls, costs: RoundCosts, unread: Sequence[int], *, drafts: int, current: int | None) -> Self:
         """Return the view of a target that does not wait but goes on alone after a miss, until drafts reach it again.
 
         Drafts that come later meet a text that has gone on, and count if all before them were right too. A round is a
@@ -126,10 +87,10 @@ class SelectionView(_View):
         """
         trip_s, alone_s = costs.round_trip_s, costs.step_s + costs.row_s
         step_s = costs.step_s + costs.row_s * (drafts + 1)
-        round_s = tuple([max(step_s, drafts * drafting_s) for drafting_s in arms.drafting_s])
-        switch_s = tuple(map(operator.mul, arms.catch_up_s, unread))
-        lead = tuple([math.ceil((trip_s + drafting_s) / alone_s) if alone_s else 0 for drafting_s in arms.drafting_s])
-        return cls._make((drafts, round_s, switch_s, trip_s, current, lead, alone_s))
+        round_s = tuple([max(step_s, drafts * drafting_s) for drafting_s in costs.drafting_s])
+        switch_s = tuple(map(operator.mul, costs.catch_up_s, unread))
+        lead = tuple([math.ceil((trip_s + drafting_s) / alone_s) if alone_s else 0 for drafting_s in costs.drafting_s])
+        return cls(drafts, round_s, switch_s, trip_s, current, lead, alone_s)
 
     @property
     def arms(self) -> range:

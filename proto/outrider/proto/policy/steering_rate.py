@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.measurements import Measurements, Pace
 from outrider.proto.types import Commit, SteeringPrecision
 
 EVERY = (1, 2, 4, 8)  # commits a vector
@@ -49,25 +50,6 @@ class SteeringRate:
 ALL, RAREST, NONE = SteeringRate(), SteeringRate(every=EVERY[-1]), SteeringRate(every=0)
 FIRST = SteeringRate(every=2)  # commits with and without a vector show its price
 RATES = (*(SteeringRate(precision, every) for precision in SteeringPrecision for every in EVERY), NONE)
-
-
-@dataclass(frozen=True, slots=True)
-class SteeringView:
-    """Measurements of the edge when it chooses; 0: unknown yet.
-
-    Attributes:
-        commit_s: time between commits, in seconds.
-        lead: positions from the newest that the verifier has processed to the one that the next draft follows.
-        doubt_s: standard error of `byte_s`, in seconds; infinite while nothing is known.
-        queued_s: recent growth of round trips, in seconds: commits pile up.
-    """
-
-    commit_s: float
-    commit_tokens: float
-    lead: float
-    byte_s: float
-    doubt_s: float
-    queued_s: float
 
 
 class Gain:
@@ -111,40 +93,41 @@ class Gain:
         return self._at[whole] + (age - whole) * (self._at[whole + 1] - self._at[whole])
 
 
-def saved_s(rate: SteeringRate, view: SteeringView, gain_by_every: dict[int, float]) -> float:
+def saved_s(rate: SteeringRate, pace: Pace, gain_by_every: dict[int, float]) -> float:
     """Return the seconds that a commit's vectors save, without their way: n (1 + g) tokens take the time of n.
 
     A vector adds right drafts, and g was measured where half of the tokens were such drafts. With fewer of them, on a
     long link where they come too late, it adds proportionally less.
     """
-    if not rate.every or not view.commit_tokens:
+    if not rate.every or not pace.commit_tokens:
         return 0.0
-    drafted = 1 - 1 / max(1.0, view.commit_tokens)
+    drafted = 1 - 1 / max(1.0, pace.commit_tokens)
     gain = gain_by_every[rate.every] * (_INT8_KEEPS if rate.precision is SteeringPrecision.INT8 else 1.0)
     gain *= min(1.0, drafted / _DRAFTED)
-    return view.commit_s * gain / (1 + gain)
+    return pace.commit_s * gain / (1 + gain)
 
 
-def choose(view: SteeringView, now: SteeringRate, rank: int, gain: Gain) -> SteeringRate:
+def choose(measured: Measurements, now: SteeringRate, rank: int, gain: Gain) -> SteeringRate:
     """Return the rate that saves the most time, less its bytes' time on the downlink; `now` unless another surely does.
 
     Fewer bytes are requested if that pays at the lowest likely price of a byte, more if it pays at the highest, so that
     noise does not make the rate flap. While commits pile up on the downlink, fewer are requested too if that pays at
     the highest likely price.
     """
-    if not view.commit_s:
+    pace, downlink = measured.pace, measured.downlink.best
+    if not pace.commit_s:
         return now
-    by_every = gain.by_every(view.lead, view.commit_tokens)
-    if all(saved_s(rate, view, by_every) <= 0 for rate in RATES):
+    by_every = gain.by_every(measured.lead.value, pace.commit_tokens)
+    if all(saved_s(rate, pace, by_every) <= 0 for rate in RATES):
         return NONE  # at any price of a byte
-    saved, sent = saved_s(now, view, by_every), now.bytes_of(rank)
-    doubt_s = _SURE * view.doubt_s
-    min_s, max_s = max(0.0, view.byte_s - doubt_s), min(_DEAREST_S, view.byte_s + doubt_s)
-    if view.queued_s > view.commit_s:
+    saved, sent = saved_s(now, pace, by_every), now.bytes_of(rank)
+    byte_s, doubt_s = downlink.byte_s, _SURE * downlink.doubt_s
+    min_s, max_s = max(0.0, byte_s - doubt_s), min(_DEAREST_S, byte_s + doubt_s)
+    if downlink.queued_s > pace.commit_s:
         min_s = max_s
     best, most_saved = now, 0.0
     for rate in RATES:
-        more_saved, more_sent = saved_s(rate, view, by_every) - saved, rate.bytes_of(rank) - sent
+        more_saved, more_sent = saved_s(rate, pace, by_every) - saved, rate.bytes_of(rank) - sent
         more_taken = more_sent * (max_s if more_sent > 0 else min_s)
         brings = more_saved - more_taken
         if brings > _PAYS * min(abs(more_saved), abs(more_taken)) and brings > most_saved:
@@ -165,7 +148,7 @@ class SteeringPolicy(Protocol):
         """Positions after which a vector is of no use."""
         ...
 
-    def after_commit(self, view: SteeringView) -> None:
+    def after_commit(self, measured: Measurements) -> None:
         """Review the rate after a commit."""
         ...
 
@@ -177,7 +160,7 @@ class FixedSteering:
     rate: SteeringRate = ALL
     max_age: int = MAX_VECTOR_AGE
 
-    def after_commit(self, view: SteeringView) -> None:
+    def after_commit(self, measured: Measurements) -> None:
         """Change nothing."""
 
 
@@ -198,12 +181,12 @@ class PricedSteering:
         self._pause = _FIRST_TRY
         self._trying = False
 
-    def after_commit(self, view: SteeringView) -> None:
+    def after_commit(self, measured: Measurements) -> None:
         """Keep to the rate, or change it."""
         self._commits += 1
         if self._commits < (_TRY if self._trying else _SETTLES):
             return
-        rate = choose(view, self.rate, self._rank, self._gain)
+        rate = choose(measured, self.rate, self._rank, self._gain)
         tries = rate == self.rate == NONE and self._commits >= self._pause
         if tries:
             rate = RAREST

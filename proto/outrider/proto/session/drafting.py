@@ -345,7 +345,7 @@ class Drafting:
         if not drafts:
             self._stalled = self._choice_due = True
         elif len(job.extend_with) <= CATCH_UP:
-            self._meter.time_drafting(self.active, done.seconds / len(drafts))
+            self._meter.drafter(self.active).drafting_s.add(done.seconds / len(drafts))
             self.last_job_s = done.seconds
         overtaken = max(0, min(len(drafts), len(text.tokens) - job.start))
         if not self._meet(drafts[:overtaken], job.start):
@@ -373,7 +373,7 @@ class Drafting:
         text.statistics.reading_s += done.seconds
         if text.done or self._issued_in != text.turns:
             return False
-        self._meter.time_reading(job.drafter, done.seconds / len(job.tokens))
+        self._meter.drafter(job.drafter).reading_s.add(done.seconds / len(job.tokens))
         text.statistics.read += len(job.tokens)
         self._selection.note_prompt(job.drafter, done.teacher_forced.log_q)
         self._compare_forced(job.drafter, job.start, done.teacher_forced)
@@ -396,7 +396,7 @@ class Drafting:
         if known > 0:
             self._compare_forced(other, self._committed - known, TeacherForced(drafts[:known]))
         if job.count:
-            self._meter.time_drafting(other, done.seconds / max(1, len(done.drafts)))
+            self._meter.drafter(other).drafting_s.add(done.seconds / max(1, len(done.drafts)))
             self._tree.add(done)
             return
         self._text.statistics.read += len(job.extend_with)
@@ -522,5 +522,5 @@ def _choose(selection: Selection, meter: Meter, text: EdgeText) -> None:
     """Choose the active drafter, now that a chain begins."""
     before, patience = selection.current, text.frame.patience
     patience_s = patience.seconds if patience is not None else 0.0
-    selection.choose(meter.arms(before), meter.round_costs(), len(text.tokens), patience_s)
+    selection.choose(meter.round_costs(before), len(text.tokens), patience_s)
     text.statistics.switches += selection.current != before

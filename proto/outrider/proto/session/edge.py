@@ -468,7 +468,7 @@ def _measure(
     tree.said_complete = False
     timed = meter.take_commit(commit, now, downlink=vectors is not None)
     if vectors is not None and statistics.steered:
-        vectors.policy.after_commit(meter.steering_view())
+        vectors.policy.after_commit(meter.measurements)
     return timed
 
 

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.measurements import DrafterMeasurements
 from outrider.proto.policy.measures import TextCalibration
-from outrider.proto.policy.selector import ArmCosts, RoundCosts
-from outrider.proto.policy.steering_rate import SteeringView, commit_bytes
+from outrider.proto.policy.selector import RoundCosts
+from outrider.proto.policy.steering_rate import commit_bytes
 from outrider.proto.policy.window import TOKEN_BYTES
 from outrider.proto.types import Commit, DraftToken
 
@@ -127,8 +127,6 @@ class Meter:
     def _take_mine(self) -> None:
         self._chances_of = -1
         self._mine = [self.measurements.of(name) for name in self._drafters]
-        self._drafting_s = [mine.drafting_s.value for mine in self._mine]
-        self._reading_s = [mine.reading_s.value for mine in self._mine]
 
     # --- the link and the verifier ---
 
@@ -197,18 +195,6 @@ class Meter:
         """Return the measurements of a drafter."""
         return self._mine[drafter]
 
-    def time_drafting(self, drafter: int, seconds: float) -> None:
-        """Count the time of a drafted token."""
-        measured = self._mine[drafter].drafting_s
-        measured.add(seconds)
-        self._drafting_s[drafter] = measured.value
-
-    def time_reading(self, drafter: int, seconds: float) -> None:
-        """Count the time of a committed token that a drafter has read in a pass with several."""
-        measured = self._mine[drafter].reading_s
-        measured.add(seconds)
-        self._reading_s[drafter] = measured.value
-
     def compare(self, drafter: int, leads: Sequence[float], hits: Sequence[bool]) -> None:
         """Count proposals [n] of these leads (NaN: unknown) that were compared with the committed tokens."""
         add = self._calibrations[drafter].add
@@ -248,29 +234,10 @@ class Meter:
             return self._survival
         return 1.0
 
-    # --- views for policies ---
-
-    def arms(self, active: int) -> ArmCosts:
-        """Return the costs of the drafters; one that has not drafted yet is assumed as fast as the active."""
-        drafting_s = self._drafting_s
-        if not all(drafting_s):
-            usual_s = drafting_s[active] or UNMEASURED_S
-            drafting_s = [seconds or usual_s for seconds in drafting_s]
-        return ArmCosts(drafting_s, self._reading_s)
-
-    def round_costs(self) -> RoundCosts:
-        """Return the costs of a round beside its drafter."""
+    def round_costs(self, active: int) -> RoundCosts:
+        """Return the costs of a round; a drafter that has not drafted yet is assumed as fast as the active one."""
+        usual_s = self._mine[active].drafting_s.value or UNMEASURED_S
+        drafting_s = [mine.drafting_s.value or usual_s for mine in self._mine]
         base_s, row_s = self.measurements.step.fit()
-        return RoundCosts(self.round_trip_s, base_s or UNMEASURED_STEP_S, row_s)
-
-    def steering_view(self) -> SteeringView:
-        """Return the view for the rule of steering vectors."""
-        pace, downlink = self.measurements.pace, self.measurements.downlink.best
-        return SteeringView(
-            commit_s=pace.commit_s,
-            commit_tokens=pace.commit_tokens,
-            lead=self.measurements.lead.value,
-            byte_s=downlink.byte_s,
-            doubt_s=downlink.doubt_s,
-            queued_s=downlink.queued_s,
-        )
+        reading_s = [mine.reading_s.value for mine in self._mine]
+        return RoundCosts(drafting_s, reading_s, self.round_trip_s, base_s or UNMEASURED_STEP_S, row_s)

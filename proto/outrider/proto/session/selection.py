@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selector import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selector import RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session.jobs import CatchUpJob
 
 DrafterName = tuple[str, str]  # name and version
@@ -170,7 +170,7 @@ class Selection:
 
     # --- the active drafter ---
 
-    def choose(self, arms: ArmCosts, costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
+    def choose(self, costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
         """Choose and return the active drafter of a text with `committed` tokens, prompt included.
 
         The text asks its verifier to wait for `patience_s` seconds.
@@ -180,9 +180,8 @@ class Selection:
         # A target waits for drafts that come within a step, or as long as it was asked to; later ones find it ahead.
         waits = costs.round_trip_s < max(costs.step_s, patience_s)
         self._view = (SelectionView.of_rounds if waits else SelectionView.of_stream)(
-            arms,
-            self._unread(committed),
             costs,
+            self._unread(committed),
             drafts=ROUND_DRAFTS,
             current=self.current if self._view is not None else None,
         )
