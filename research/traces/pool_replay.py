@@ -2,27 +2,185 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from pydantic.dataclasses import dataclass as record_dataclass
+from rich.console import Group
 
 from outrider.bench.bench_metrics import grouped
-from outrider.bench.links import LinkRecord
+from outrider.bench.bench_settings import WARM_UP_TOKENS
+from outrider.bench.links import LinkRecord, link_name
 from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.table import UNKNOWN, Block, Grid, draw
 from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
-from research.recording import Recording
-from research.replay.pool_texts import PoolText
-from research.traces.stages import Stage, Trajectory
+from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector
+from research.simulator.clock import Costs
+from research.simulator.wire import ShapeAt
+from research.traces.recordings import PoolText, Recording
+from research.traces.sweep import BEST, paced
+from research.traces.traced import DrafterArm, Policy, ReplayOutcome, replay
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One text with one selector.
+
+    Attributes:
+        at_s: [n] seconds that went into the text up to and with each token.
+        choices: [n] index of the drafter that was active when each token came.
+    """
+
+    at_s: np.ndarray
+    choices: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole text."""
+        return float(self.at_s[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A link with machines at both ends, in the simulator.
+
+    Another drafter becomes the active one where a chain of drafts begins; idle drafters catch up while that one waits.
+    With a policy of synchronous rounds this is MetaSD's own setting (arXiv 2604.05417).
+
+    Attributes:
+        costs: [K] costs of the verifier and the events, with each drafter's own.
+        shape_at: the link.
+        policy: policy of both sides.
+        seed: seed of the jitter.
+    """
+
+    costs: Sequence[Costs]
+    shape_at: ShapeAt
+    policy: Policy
+    seed: int = 0
+    _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)
+    _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by a text's tokens
+
+    def cloud_s(self, text: PoolText) -> float:
+        """Return the seconds of cloud streaming, from the request to the last token."""
+        tokens = text.traces[0].tokens
+        if tokens not in self._cloud_s:
+            [outcome] = self._replayed([text], 0, replace(self.policy, drafting=False))
+            self._cloud_s[tokens] = outcome.arrivals[-1]
+        return self._cloud_s[tokens]
+
+    def alone(self, texts: Sequence[PoolText], arm: int) -> list[Trajectory]:
+        """Play the texts with one drafter; edge and verifier keep their measurements."""
+        key = (arm, *(text.traces[arm].tokens for text in texts))
+        if key not in self._alone:
+            outcomes = self._replayed(texts, arm, self.policy)
+            self._alone[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
+        return self._alone[key]
+
+    def trajectories(self, texts: Sequence[PoolText], selector: Selector) -> list[Trajectory]:
+        """Play the texts one after the other; edge and verifier keep their measurements."""
+        if len(self.costs) == 1:
+            return self.alone(texts, 0)
+        outcomes = self._replayed(
+            texts,
+            0,
+            self.policy,
+            others=[list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts],
+            selector=Aligned(selector, len(self.costs)).begin_text,
+        )
+        return [_trajectory_of(outcome, outcome.active) for outcome in outcomes]
+
+    def best(self, texts: Sequence[PoolText]) -> list[Trajectory]:
+        """Play in hindsight, each text with its fastest drafter.
+
+        An oracle that knew every single bit and took another drafter each round would be out of reach.
+        """
+        self._alone.clear()  # a new run begins
+        alone = zip(*(self.alone(texts, arm) for arm in range(len(self.costs))), strict=True)
+        return [min(runs, key=lambda run: run.seconds) for runs in alone]
+
+    def _replayed(
+        self,
+        texts: Sequence[PoolText],
+        arm: int,
+        policy: Policy,
+        others: Sequence[Sequence[DrafterArm]] = (),
+        selector: Callable[[], Selector] | None = None,
+    ) -> list[ReplayOutcome]:
+        return replay(
+            [text.traces[arm] for text in texts],
+            self.shape_at,
+            self.costs[arm],
+            policy,
+            warm_up_tokens=WARM_UP_TOKENS,
+            seed=self.seed,
+            others=others,
+            selector=selector,
+        )
+
+
+class Aligned(Selector):
+    """One selector for many sessions: at a text's end it has heard of as many tokens of every drafter.
+
+    Otherwise it would wait for those that idle drafters have not read, and take the next text's for them.
+    """
+
+    def __init__(self, inner: Selector, arms: int) -> None:
+        self._inner = inner
+        self._heard = [0] * arms  # tokens of this text
+        self._last: RoundOutcome | None = None
+
+    @property
+    def catches_up(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
+        return self._inner.catches_up
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]  # elsewhere a field
+        return self._inner.stride
+
+    def begin_text(self) -> Selector:
+        """End the text before, and begin the next."""
+        if self._last is not None and self.catches_up:
+            unread = [max(self._heard) - heard for heard in self._heard]
+            nothing = self._last._replace(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
+            hits = tuple((None,) * tokens for tokens in unread)
+            self._inner.learn(nothing._replace(hits=hits))
+        self._heard = [0] * len(self._heard)
+        return self
+
+    def choose(self, view: SelectionView) -> int:
+        return self._inner.choose(view)
+
+    def read_prompt(self, log_q: Sequence[float]) -> None:
+        self._inner.read_prompt(log_q)
+
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+        return self._inner.score(view, chosen, unread)
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        self._last = outcome
+        self._heard = [heard + len(hits) for heard, hits in zip(self._heard, outcome.hits, strict=True)]
+        self._inner.learn(outcome)
+
+
+def _trajectory_of(outcome: ReplayOutcome, active: Sequence[int]) -> Trajectory:
+    return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))
+
 
 DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
 MIX = "mix"
 STATIC = "static"  # stands for every drafter alone
 
 RESAMPLES = 2000
+POOL_LEGEND = (
+    "speed-up over cloud streaming ± half of its 95 % confidence interval over the prompts; * the most, but for the "
+    "oracle, which knows in hindsight the best drafter of every text; of {last} alone: oracle: share of its speed; "
+    "switches: changes of drafter a thousand tokens"
+)
 
 Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
 
@@ -309,3 +467,57 @@ class Pool:
         if column.kind == DRAFTER:
             return stage.alone(texts, drafters.index(column.name))
         return stage.trajectories(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
+
+
+def pool_tables(replayed: PoolReplayed) -> Group:
+    """Return a table a link: a line for each drafter, selector and the oracle, a column for each row of texts."""
+    grids = []
+    for link, rows in replayed.by_link.items():
+        headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches")
+        blocks = [block for kind in (DRAFTER, SELECTOR, ORACLE) if (block := _columns(rows, kind))]
+        title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs, window {replayed.window}"
+        grids.append(Grid(title, headings, 1, blocks))
+        if rows[0].of_kind(DRAFTER):
+            grids += _against(rows)
+    last = replayed.rows[-1].name or "all"
+    return draw(grids, POOL_LEGEND.format(last=last))
+
+
+def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
+    best = [max((cell for cell in row.cells if cell.kind != ORACLE), key=_speed_up, default=None) for row in rows]
+    lines = []
+    for cells in zip(*(row.of_kind(kind) for row in rows), strict=True):
+        last = cells[-1]
+        shown = [_cell(cell, cell is most) for cell, most in zip(cells, best, strict=True)]
+        lines.append((last.name, *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}"))
+    return lines
+
+
+def _against(rows: Sequence[PoolRow]) -> list[Grid]:
+    """Return the speeds over those of the row's best drafter alone, and over those of the first drafter alone."""
+    others = [cells for cells in zip(*(row.cells for row in rows), strict=True) if cells[0].kind != DRAFTER]
+    headings = ("", *(row.name or UNKNOWN for row in rows))
+    best = [(cells[0].name, *(_ratio(cell.of_best) for cell in cells)) for cells in others]
+    first = [(cells[0].name, *(_ratio(cell.of_first) for cell in cells)) for cells in others]
+    name = rows[0].of_kind(DRAFTER)[0].name
+    return [
+        Grid("Speed over that of the row's best drafter alone", headings, 1, [best]),
+        Grid(f"Speed over that of {name} alone", headings, 1, [first]),
+    ]
+
+
+def _ratio(against: Against | None) -> str:
+    return UNKNOWN if against is None else f"{against.ratio:.3f}{_spread(against.interval)}"
+
+
+def _spread(interval: Interval | None) -> str:
+    return f"±{(interval.high - interval.low) / 2:.3f}".replace("0.", ".") if interval else ""
+
+
+def _cell(cell: Cell, is_best: bool) -> str:
+    spread = f"±{(cell.interval.high - cell.interval.low) / 2:.2f}".replace("0.", ".") if cell.interval else ""
+    return f"{BEST if is_best else ''}{cell.speed_up:.2f}{spread}"
+
+
+def _speed_up(cell: Cell) -> float:
+    return cell.speed_up

@@ -16,12 +16,10 @@ from outrider.deploy.arguments import Given
 from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
 from research.outputs import hand_out, progress
-from research.recording import Recording, load_recording
 from research.research_settings import ReplaySettings
-from research.traces.pool_replay import STATIC, Pool, PoolReplayed
-from research.traces.stages import Stage
-from research.traces.sweep import Replayed, Sweep, WindowResult, policy_of
-from research.traces.trace_tables import pool_tables, sweep_tables
+from research.traces.pool_replay import STATIC, Pool, PoolReplayed, Stage, pool_tables
+from research.traces.recordings import Recording, load_recording
+from research.traces.sweep import Replayed, Sweep, WindowResult, policy_of, sweep_tables
 
 
 def replay(given: Given) -> int:

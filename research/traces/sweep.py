@@ -1,4 +1,4 @@
-"""Replays of every drafter with every window over every link."""
+"""Replays of every drafter with every window over every link, and their tables."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ from statistics import fmean, median
 from typing import Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
+from rich.console import Group
 
 from outrider.bench.bench_metrics import grouped, pooled
 from outrider.bench.bench_settings import WARM_UP_TOKENS
-from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.links import BenchLink, LinkRecord, link_name
 from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.types import Goal
-from research.recording import Recording
-from research.replay.traced import Policy, ReplayOutcome, replay, synchronous, tokens_per_second
+from research.traces.recordings import Recording
+from research.traces.traced import Policy, ReplayOutcome, replay, synchronous, tokens_per_second
 
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
+BESIDE = 5  # drafters in a table
+BEST = "*"
+HEADINGS = ("link", "drafter", "window", "tok/s", "", "/ cloud", "steps", "accept", "up B", "down B", "mean")
+WORDS = 3  # columns of words
+LEGEND = (
+    "all is computed from recorded hits on a virtual clock. tok/s: tokens a second, from requests to last tokens; "
+    "* the most over its link; / cloud: to cloud streaming's; steps: of the target, a token; accept: chance that a "
+    "draft is right, given those before it; up B, down B: bytes a token; mean: unverified tokens that the window "
+    "policy asked for"
+)
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -205,3 +217,54 @@ class Sweep:
             )
             results.append(result)
         return results
+
+
+def sweep_tables(replayed: Replayed) -> Group:
+    """Return every result of all prompts together, and speed by domain where there are several."""
+    blocks = [_block(link, results) for link, results in replayed.by_link.items()]
+    grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)]
+    if replayed.domains:
+        window = replayed.windows[0]
+        for first in range(0, len(replayed.drafters), BESIDE):
+            drafters = replayed.drafters[first : first + BESIDE]
+            blocks = [_by_domain(replayed, link, window, drafters) for link in replayed.by_link]
+            title = f"Tokens a second over cloud streaming's by domain, window {window}"
+            grids.append(Grid(title, ("link", "domain", *drafters), 2, blocks))
+    return draw(grids, LEGEND)
+
+
+def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
+    best = fastest(results)
+    return [
+        (
+            link_name(link) if result is results[0] else "",
+            result.drafter or "(cloud)",
+            result.window or UNKNOWN,
+            f"{result.tokens_per_second:.1f}",
+            BEST if result is best else "",
+            f"{result.ratio:.2f}",
+            f"{result.steps_per_token:.3f}",
+            number(result.acceptance, 3),
+            f"{result.uplink_bytes_per_token:.1f}",
+            f"{result.downlink_bytes_per_token:.1f}",
+            number(result.window_mean, 1),
+        )
+        for result in results
+    ]
+
+
+def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequence[str]) -> Block:
+    """Return a row a domain, with its best drafter marked."""
+    rows = []
+    for index, domain in enumerate(replayed.domains):
+        cell = (link, domain, window)
+        own = {r.drafter: r for r in replayed.results if (r.link, r.domain, r.window) == cell}
+        best = fastest(list(own.values()))
+        cells = [f"{BEST if own[name] is best else ''} {own[name].ratio:.2f}" for name in drafters]
+        rows.append((link_name(link) if index == 0 else "", domain or UNKNOWN, *cells))
+    return rows
+
+
+def paced(min_step_ms: float) -> str:
+    """Return what a title says of the shortest target step; empty where there is none."""
+    return f", a target step at least {min_step_ms:g} ms" if min_step_ms else ""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -26,24 +30,27 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, choose_prompts
 from outrider.deploy.process.progress import waiting
+from outrider.drafters import DrafterPackage, NgramDrafter
+from outrider.drafters.by_text import TextDrafter, Vocabulary
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import find_package
 from outrider.drafters.proposals import ProposalRule
-from outrider.drafters.protocol import Drafter, steering_of
+from outrider.drafters.protocol import Drafter, DraftState, steering_of
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.search import NGRAM, RETRIEVAL
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.proto.errors import ConfigError
+from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.policy import Line
+from outrider.proto.policy.likely_branches import RUNNERS_UP
+from outrider.proto.session import PROMPT_TOKENS
+from outrider.proto.steering_vector import decode, encode
+from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
-from research.drafters import find_packages, load_drafters
-from research.edits import edited
 from research.outputs import progress
-from research.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
-from research.replay.hit_recorder import Chances, HitRecorder
-from research.replay.hit_traces import HitTrace, save_traces
 from research.research_settings import RecordSettings
 from research.simulator.clock import Costs
-from research.text_writer import TextRequest, TextWriter, WrittenText
-from research.vectors import SentVectors
+from research.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
+from research.traces.recordings import CostSheet, DrafterCosts, HitTrace, TargetCosts, costs_path, save_traces
 
 # The target is timed after a few prompts, in steps that verify these numbers of drafts.
 TARGET_TEXTS = 4
@@ -63,13 +70,13 @@ def record(given: Given) -> int:
         raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
     sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
     prompts = choose_prompts(options.prompts, options.per_domain)
-    packages = find_packages(options.drafter, "drafter", without=(NGRAM, RETRIEVAL))
+    packages = find_packages(options.drafter)
     check_file(options.output, "output")
     check_file(costs_file, "output")
     torch.set_num_threads(verifier.torch_threads)
     with waiting(f"loading the target {verifier.target}"):
         target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
-    drafters = load_drafters(packages, target.tokenizer_json, "drafter")
+    drafters = load_drafters(packages, target.tokenizer_json)
     projections = _projections(target, drafters, verifier) if options.age >= 0 else {}
     seeds = range(1, options.seeds + 1)
     documents = options.edited, options.edits_of
@@ -312,3 +319,218 @@ class DrafterProbe:
         token_s = median(self._token_s) if self._token_s else Costs().drafting_s
         read = [max(0.0, seconds - token_s) / (tokens - 1) for tokens, seconds in self._reading if tokens > 1]
         return DrafterCosts(token_s, median(read) if read else 0.0)
+
+
+# The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
+Chances = Callable[[Sequence[int]], Sequence[float]]
+
+
+class HitRecorder:
+    """Records the hits of drafters, each of which reads a prompt once for all texts after it."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], requests: Sequence[TextRequest]) -> None:
+        """Take the drafters, by the names of their traces, and the requests of all texts to come."""
+        self._drafters = drafters
+        self._to_come = Counter(request.prompt for request in requests)
+        self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
+
+    def record(
+        self,
+        request: TextRequest,
+        tokens: Sequence[int],
+        *,
+        chances: Chances | None = None,
+        ended: bool = False,
+        vectors: Mapping[str, SentVectors] | None = None,
+    ) -> list[HitTrace]:
+        """Return what each drafter would have proposed in place of each token of a text, in one batched pass.
+
+        A steered drafter reads token by token, each with the vector that is there by then.
+
+        Args:
+            request: one of the requests, each of which is recorded once.
+            tokens: [n] the text that the target wrote for it.
+            chances: the target's probabilities; None: they are not known, and the traces have no agreement.
+            ended: whether the text ended by itself.
+            vectors: steering vectors of the text, by the names of the drafters that they steer.
+
+        Raises:
+            ConfigError: the text is empty.
+        """
+        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
+        if request.prompt not in self._states:
+            self._states[request.prompt] = {n: _read(d.open(rule), request.prompt) for n, d in self._drafters.items()}
+        traces = []
+        for name, (prompt_log_q, state) in self._states[request.prompt].items():
+            state.follow(rule)
+            state.truncate(len(request.prompt))
+            sent = (vectors or {}).get(name)
+            forced = state.propose_forced(tokens) if sent is None else _propose_steered(state, tokens, sent)
+            silent = tuple(draft.id < 0 for draft in forced)
+            traces.append(
+                HitTrace(
+                    id=request.id,
+                    domain=request.domain,
+                    drafter=name,
+                    drafter_version=self._drafters[name].version,
+                    temperature=request.sampling.temperature,
+                    prompt_tokens=len(request.prompt),
+                    tokens=tuple(tokens),
+                    hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
+                    confidence=_rounded(draft.confidence for draft in forced),
+                    ended=ended,
+                    silent=silent if any(silent) else (),
+                    perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
+                    agreement=_rounded(_agreement(forced, chances)) if chances else (),
+                    runner_up=_ranks(forced, tokens),
+                    choices=tuple((own.id, *own.runners_up) if own.id >= 0 else () for own in forced),
+                    seed=request.sampling.seed,
+                    prompt_log_q=prompt_log_q,
+                )
+            )
+        self._to_come[request.prompt] -= 1
+        if not self._to_come[request.prompt]:
+            _close(self._states.pop(request.prompt))
+        return traces
+
+    def close(self) -> None:
+        """Close what is left, where a run has ended early."""
+        while self._states:
+            _close(self._states.popitem()[1])
+
+
+def _read(state: DraftState, prompt: tuple[int, ...]) -> tuple[float, DraftState]:
+    """Let an empty state read the prompt; return the log q of its end, in nats a token; NaN: it is one token."""
+    first = max(1, len(prompt) - PROMPT_TOKENS)
+    state.extend(prompt[:first])
+    end = prompt[first:]
+    return round(float(state.score(end).mean()), 4) if end else math.nan, state
+
+
+def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: SentVectors) -> tuple[DraftToken, ...]:
+    """Return the proposals in place of each token after a prompt, and leave the state unsteered."""
+    prompt, proposed = state.length, list[DraftToken]()
+    for token in tokens:
+        state.steer(vectors.after(state.length), prompt)
+        proposed += state.propose_forced((token,))
+    state.steer(None, prompt)
+    return tuple(proposed)
+
+
+def _close(states: Mapping[str, tuple[float, DraftState]]) -> None:
+    for _, state in states.values():
+        state.close()
+
+
+def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
+    """Return [n] min(1, p / q), an estimate of 1 - TV (`outrider.edge.selectors`); NaN: nothing proposed."""
+    likely = chances([max(0, draft.id) for draft in forced])
+    q = [draft.confidence for draft in forced]
+    return (min(1.0, p / own) if own > 0 else math.nan for p, own in zip(likely, q, strict=True))
+
+
+def _ranks(forced: Sequence[DraftToken], tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return [n] the rank of each token among the runners-up in its place, from 1 on; 0: it is none."""
+    return tuple(
+        draft.runners_up.index(token) + 1 if token in draft.runners_up else 0
+        for draft, token in zip(forced, tokens, strict=True)
+    )
+
+
+def _rounded(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(round(value, 4) for value in values)
+
+
+def edited(tokens: Sequence[int], share: float, run: int, *, seed: int) -> list[int]:
+    """Return tokens with `share` of them replaced, inserted or deleted in runs of `run`, by tokens of the same text."""
+    draw_number = random.Random(f"{seed} {run} {len(tokens)}")
+    document: list[int] = []
+    place = 0
+    while place < len(tokens):
+        if draw_number.random() >= share / run:
+            document.append(tokens[place])
+            place += 1
+            continue
+        kind = draw_number.choice(("replace", "insert", "delete"))
+        if kind != "delete":
+            document += draw_number.choices(tokens, k=run)
+        if kind != "insert":
+            place += run
+    return document
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentVectors:
+    """Steering vectors that reach an edge: rounded to what travels, and `age` positions older than the freshest."""
+
+    vectors: TextVectors
+    precision: SteeringPrecision
+    age: int
+
+    def after(self, length: int) -> np.ndarray | None:
+        """Return [rank] float32 for drafts after a transcript of `length` tokens; None: no vector has that age.
+
+        The freshest belongs to position `length` - 2: the last token is committed, but not processed yet.
+        """
+        vector = self.vectors.at(length - 2 - self.age)
+        return None if vector is None else decode(encode(vector, self.precision), len(vector))
+
+
+_WITHOUT_PACKAGE = {NGRAM: NgramDrafter, RETRIEVAL: RetrievalDrafter}
+
+Packages = Mapping[str, DrafterPackage | None]  # packages by label, in the order of the command; None: it needs none
+
+
+def find_packages(arguments: Sequence[str]) -> Packages:
+    """Return the packages of embedded names, folders and NAME=FOLDER, by label, in their order.
+
+    Raises:
+        ConfigError: none is named, a label is empty, or two have the same one.
+        NotFound, InvalidArgument, ModelRefused, DataLoss: see `find_package`.
+    """
+    if not arguments:
+        known = ", or ".join(("an embedded drafter or a package folder", *_WITHOUT_PACKAGE))
+        raise ConfigError(f"names none; name {known}", field="drafter")
+    found: dict[str, DrafterPackage | None] = {}
+    for argument in arguments:
+        label, package = (argument, None) if argument in _WITHOUT_PACKAGE else _find(argument)
+        if label in found:
+            raise ConfigError(f"two drafters are called {label!r}; name them by NAME=FOLDER", field="drafter")
+        found[label] = package
+    return found
+
+
+def _find(argument: str) -> tuple[str, DrafterPackage]:
+    label, given, source = argument.partition("=")
+    if not given or Path(argument).is_dir():
+        label, source = "", argument
+    elif not label:
+        raise ConfigError(f"{argument!r} has no name before the =; write NAME=FOLDER", field="drafter")
+    try:
+        package = find_package(source)
+    except OutriderError as error:
+        raise type(error)(error.message, field="drafter") from error
+    return label or package.name, package
+
+
+def load_drafters(packages: Packages, tokenizer_json: str) -> dict[str, Drafter]:
+    """Load the drafters of `packages`, on one thread each; those with another tokenizer than the target draft by text.
+
+    Raises:
+        ModelRefused: see `OnnxDrafter` and `TextDrafter`.
+    """
+    try:
+        return {
+            label: _load(package, tokenizer_json) if package is not None else _WITHOUT_PACKAGE[label]()
+            for label, package in packages.items()
+        }
+    except OutriderError as error:
+        raise type(error)(error.message, field="drafter") from error
+
+
+def _load(package: DrafterPackage, tokenizer_json: str) -> Drafter:
+    drafter = OnnxDrafter(package)
+    if package.tokenizer_sha256 == tokenizer_hash(tokenizer_json):
+        return drafter
+    own = package.tokenizer_path.read_text(encoding="utf-8")
+    return TextDrafter(drafter, Vocabulary(own), Vocabulary(tokenizer_json))

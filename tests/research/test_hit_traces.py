@@ -12,10 +12,9 @@ from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
-from research.replay.hit_recorder import HitRecorder
-from research.replay.hit_traces import HitTrace, load_traces, save_traces
 from research.text_writer import TextRequest, TextVectors
-from research.vectors import SentVectors
+from research.traces.recordings import HitTrace, load_traces, save_traces
+from research.traces.trace_recording import HitRecorder, SentVectors
 
 PROMPT = (7, 8, 9)
 TEXT = (20, 21, 22, 23, 24)

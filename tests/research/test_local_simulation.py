@@ -13,13 +13,13 @@ from outrider.proto.policy.who_drafts import division_of
 from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from outrider.proto.types import Open, Sampling
-from research.replay.hit_traces import HitTrace
-from research.replay.traced import Policy, replay, tokens_per_second
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
 from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
 from research.simulator.simulated_faults import Faults, FaultySimulation
 from research.simulator.simulated_verifier import SimulatedVerifier
+from research.traces.recordings import HitTrace
+from research.traces.traced import Policy, replay, tokens_per_second
 
 HASH = "0" * 64
 TOKENS = 60

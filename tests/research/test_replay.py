@@ -20,10 +20,10 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience, token_ids
-from research.replay.hit_traces import HitTrace
-from research.replay.traced import DrafterArm, Policy, Replay, replay, synchronous, tokens_per_second
 from research.simulator.clock import Costs
 from research.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
+from research.traces.recordings import HitTrace
+from research.traces.traced import DrafterArm, Policy, Replay, replay, synchronous, tokens_per_second
 
 FREE = Costs(
     step_s=0.010,

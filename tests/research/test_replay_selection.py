@@ -17,11 +17,10 @@ from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector
 from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.drafting import Drafting
-from research.replay.hit_traces import HitTrace
-from research.replay.pool_texts import PoolText, joined, texts_of
-from research.replay.traced import Policy, synchronous
 from research.simulator.clock import Costs
-from research.traces.stages import Stage, Trajectory
+from research.traces.pool_replay import Stage, Trajectory
+from research.traces.recordings import HitTrace, PoolText, texts_of
+from research.traces.traced import Policy, synchronous
 
 PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
 DRAFTS = 6
@@ -76,7 +75,7 @@ def text_of(
         agreement = rng.beta(3 * mean, 3 * (1 - mean))
         hits = rng.random(len(mean)) < agreement
         traces.append(trace_of(hits, agreement.tolist(), drafter=f"d{len(traces)}"))
-    return PoolText(tuple(traces), tuple(itertools.accumulate(tokens for _, tokens in stretches[:-1])))
+    return PoolText(tuple(traces))
 
 
 def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
@@ -182,20 +181,7 @@ def test_traces_of_drafters_meet_by_prompt() -> None:
         texts_of({"d": [one], "e": [replace(other, tokens=(1, 2))]})
 
 
-def test_joined_texts_change_where_they_meet() -> None:
-    rng = np.random.default_rng(0)
-    texts = [text_of(rng, [(0, 30)]), text_of(rng, [(1, 20)]), text_of(rng, [(2, 10)])]
-    text = joined(texts)
-    assert text.changes == (30, 50)
-    assert text.traces[3].hits == sum((part.traces[3].hits for part in texts), ())
-    assert len(text.traces[3].agreement) == text.tokens == 60
-    with pytest.raises(ConfigError, match="the same drafters"):
-        joined([])
-
-
-def test_changes_and_measures_beyond_the_text_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"text\.changes"):
-        PoolText((trace_of([1, 1]),), (2,))
+def test_measures_beyond_the_text_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trace\.agreement"):
         trace_of([1, 1], [0.5])
 
@@ -272,13 +258,13 @@ def test_the_default_is_near_the_best_drafter_of_an_unknown_domain(domain) -> No
     assert sum(run.seconds for run in runs) > 0.95 * seconds_of(texts, default_selector(5), 50)
 
 
-def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
+def test_after_a_change_of_domain_the_default_is_soon_near_the_best_drafter() -> None:
     mine = best = stuck = 0.0
     for seed in range(3):
         rng = np.random.default_rng(seed)
         before, after = (int(domain) for domain in rng.permutation(4)[:2])
         text = text_of(rng, [(before, 160), (after, 224)])
-        best_run = oracle(text, FAMILY, link(50)).at_s
+        best_run = play([text], FAMILY, StaticSelector(after + 1), link(50))[0].at_s
         run = play([text], FAMILY, default_selector(5), link(50))[0].at_s
         still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].at_s
         settled, end = 160 + 64, 383
@@ -287,13 +273,6 @@ def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
         stuck += still[end] - still[settled]
     assert best / mine > 0.9
     assert best / stuck < 0.7, "a drafter that stays costs time"
-
-
-def test_the_oracle_takes_the_best_of_every_stretch() -> None:
-    text = text_of(np.random.default_rng(0), [(0, 200), (3, 200)])
-    choices = oracle(text, FAMILY, link(50)).choices
-    assert set(choices[:190]) == {1}
-    assert set(choices[210:]) == {4}
 
 
 UNEQUAL = [Arm("fast", 0.0005, 0.0001), Arm("slow and better", 0.015, 0.001)]

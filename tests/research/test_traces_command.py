@@ -21,23 +21,24 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.types import Goal, Sampling
 from research.commands import main
-from research.recording import (
+from research.simulator.clock import Costs
+from research.text_writer import TextRequest, TextWriter, WrittenText
+from research.traces.recordings import (
     CostSheet,
     DrafterCosts,
+    HitTrace,
     Recording,
     TargetCosts,
     costs_path,
     load_costs,
     load_recording,
+    load_traces,
+    save_traces,
 )
-from research.replay.hit_recorder import HitRecorder
-from research.replay.hit_traces import HitTrace, load_traces, save_traces
-from research.replay.traced import Policy, synchronous, tokens_per_second
-from research.replay.traced import replay as replay_texts
-from research.simulator.clock import Costs
-from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.traces.sweep import Sweep, policy_of
-from research.traces.trace_recording import DrafterProbe, Recorder
+from research.traces.trace_recording import DrafterProbe, HitRecorder, Recorder
+from research.traces.traced import Policy, synchronous, tokens_per_second
+from research.traces.traced import replay as replay_texts
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"

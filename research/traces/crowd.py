@@ -6,20 +6,20 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, VerifierRules
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Open, Sampling
-from research.replay.hit_traces import HitTrace
-from research.replay.pool_texts import PoolText, joined
-from research.replay.traced import DrafterArm, Policy, TracedText
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import WireLink
+from research.traces.recordings import LISTS, HitTrace
+from research.traces.traced import DrafterArm, Policy, TracedText
 
 WARM_UP_S = 1.5  # until measurements have settled
 MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
@@ -127,14 +127,21 @@ def _measured(simulations: Sequence[Simulation], local: LocalThreads | None, sec
 
 
 def _endless(traces: Sequence[HitTrace], first: int, tokens: int) -> HitTrace:
-    """Return the texts from the one of index `first` on, around, as one of at least `tokens`."""
-    chosen: list[PoolText] = []
+    """Return the texts from the one of index `first` on, around, as one of at least `tokens`.
+
+    A measure that one of them lacks is left out.
+    """
+    chosen: list[HitTrace] = []
     for trace in itertools.islice(itertools.cycle(traces), first % len(traces), None):
-        chosen.append(PoolText((trace,)))
+        chosen.append(trace)
         tokens -= len(trace.tokens)
         if tokens <= 0:
             break
-    return replace(joined(chosen).traces[0], prompt_tokens=1)
+    lists = {name: [getattr(trace, name) for trace in chosen] for name in LISTS}
+    if any(lists["silent"]):
+        lists["silent"] = [trace.silent or (False,) * len(trace.tokens) for trace in chosen]
+    chained: dict[str, Any] = {name: tuple(itertools.chain(*own)) if all(own) else () for name, own in lists.items()}
+    return replace(chosen[0], prompt_tokens=1, ended=False, **chained)
 
 
 def _text(trace: HitTrace, number: int, costs: Costs) -> TracedText:

@@ -28,12 +28,12 @@ from outrider.proto.session import (
 )
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
-from research.replay.hit_traces import HitTrace
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import ShapeAt, WireLink
+from research.traces.recordings import HitTrace
 
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
