@@ -54,8 +54,7 @@ class RecordSettings(Settings):
     max_tokens: int = option(128, "tokens per text", check=at_least(1))
     drafter: tuple[str, ...] = listed(
         ("general", "ngram"),
-        "drafters: embedded names, package folders, NAME=FOLDER, ngram, or retrieval, which copies a document made of "
-        "each text",
+        "drafters: embedded names, package folders, ngram, or retrieval, which copies a document made of each text",
     )
     edited: float = option(
         0.1, "share of tokens in which the document of `retrieval` differs from the text", check=between(0, 1)

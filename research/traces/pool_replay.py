@@ -415,21 +415,17 @@ class Pool:
             if domain == MIX:
                 raise ConfigError(f"has a domain {domain!r}, which is the name of a row; rename it", field="traces")
 
-    def __len__(self) -> int:
-        """Return the number of runs."""
-        return len(self.stages) * len(self._names) * self.seeds
-
     @property
     def _names(self) -> Sequence[str]:
         return [name for name in row_names(self.recording.domains) if not self.only or name in self.only]
 
-    def rows(self, done: Callable[[], object]) -> Iterator[PoolRow]:
-        """Yield rows link by link; `done` is called after each run."""
+    def rows(self) -> Iterator[PoolRow]:
+        """Yield rows link by link."""
         variants = variants_of(self.recording.texts)
         for link, stage in self.stages.items():
             for name in self._names:
                 runs = [run_texts(name, variants, seed) for seed in range(self.seeds)]
-                yield self._row(link, stage, name, runs, done)
+                yield self._row(link, stage, name, runs)
 
     def _columns(self) -> list[tuple[str, str]]:
         """Return kind and name of each column."""
@@ -437,9 +433,7 @@ class Pool:
         selectors = [name for name in self.selectors if name != STATIC]
         return [*((DRAFTER, name) for name in drafters), *((SELECTOR, name) for name in selectors), (ORACLE, ORACLE)]
 
-    def _row(
-        self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[PoolText]], done: Callable[[], object]
-    ) -> PoolRow:
+    def _row(self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[PoolText]]) -> PoolRow:
         prompts = {prompt: index for index, prompt in enumerate(sorted(text.prompt for text in runs[0]))}
         columns = [CellAccumulator(*column, len(self.recording.traces), prompts) for column in self._columns()]
         cloud_s = np.zeros(len(prompts))
@@ -450,7 +444,6 @@ class Pool:
             for column in columns:
                 found = best if column.kind == ORACLE else self._trajectories(stage, column, texts, seed)
                 column.add(texts, found, best)
-            done()
         alone = [column for column in columns if column.kind == DRAFTER]
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return PoolRow(

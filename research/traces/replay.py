@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from outrider.bench.bench_settings import check_once
 from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, link_name, links_of
+from outrider.bench.record import check_file, save
 from outrider.deploy.arguments import Given
+from outrider.deploy.process.progress import stage
 from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
-from research.outputs import hand_out, progress
 from research.research_settings import ReplaySettings
 from research.traces.pool_replay import STATIC, Pool, PoolReplayed, Stage, pool_tables
 from research.traces.recordings import Recording, load_recording
-from research.traces.sweep import Replayed, Sweep, WindowResult, policy_of, sweep_tables
+from research.traces.sweep import Replayed, Sweep, policy_of, sweep_tables
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Made = TypeVar("Made", bound="DataclassInstance")
 
 
 def replay(given: Given) -> int:
@@ -38,21 +45,18 @@ def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequen
     sweep = Sweep(recording, links, windows, options.goal, options.min_step / 1e3, options.seed)
 
     def replayed() -> Replayed:
-        results: list[WindowResult] = []
-        with _timed(f"{len(sweep)} replays of {len(recording.texts)} texts", len(sweep)) as advance:
-            for cell in sweep.cells():
-                results += cell
-                advance()
+        with stage(f"replaying {len(recording.texts)} texts with every window"):
+            results = tuple(itertools.chain.from_iterable(sweep.cells()))
         return Replayed(
             command=command_line(),
             goal=options.goal.name.lower(),
             min_step_ms=options.min_step,
             seed=options.seed,
             costs=asdict(recording.costs),
-            results=tuple(results),
+            results=results,
         )
 
-    hand_out(options.json, replayed, sweep_tables)
+    _hand_out(options.json, replayed, sweep_tables)
 
 
 def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
@@ -67,8 +71,8 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
     pool = Pool(recording, stages, options.selector, options.seeds, options.row)
 
     def replayed() -> PoolReplayed:
-        with _timed(f"{len(pool)} runs of every selector", len(pool)) as advance:
-            rows = tuple(pool.rows(advance))
+        with stage(f"replaying {options.seeds} runs of every selector"):
+            rows = tuple(pool.rows())
         return PoolReplayed(
             command=command_line(),
             window=window,
@@ -79,16 +83,17 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
             rows=rows,
         )
 
-    hand_out(options.json, replayed, pool_tables)
+    _hand_out(options.json, replayed, pool_tables)
 
 
-@contextmanager
-def _timed(work: str, parts: int) -> Iterator[Callable[[], None]]:
-    """Show the progress of `work`, whose parts call what is yielded, and at its end the time that it took."""
-    console, began = Console(stderr=True, highlight=False), time.monotonic()
-    with progress(console, "replaying", parts) as advance:
-        yield advance
-    console.print(f"{work} in {time.monotonic() - began:.1f} s", style="dim")
+def _hand_out(json: Path | None, make: Callable[[], Made], table: Callable[[Made], RenderableType]) -> None:
+    """Print the result of `make` as a table of 100 characters, and write it to `json` if that is given."""
+    if json:
+        check_file(json, "json")  # before the work
+    made = make()
+    Console(width=100, highlight=False).print(table(made))
+    if json:
+        save(made, json)
 
 
 def _links(options: ReplaySettings) -> list[BenchLink]:

@@ -164,10 +164,6 @@ class Sweep:
     min_step_s: float = 0.0
     seed: int = 0
 
-    def __len__(self) -> int:
-        """Return the number of replays of all texts."""
-        return len(self.links) * (1 + len(self.recording.traces) * len(self.windows))
-
     def cells(self) -> Iterator[list[WindowResult]]:
         """Yield the results of each replay: of all prompts, and of each domain where there are several.
 

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer
 
+from outrider.bench.bench_settings import check_once
 from outrider.bench.environment import environment
 from outrider.bench.record import check_file, save
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
@@ -29,7 +28,7 @@ from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, choose_prompts
-from outrider.deploy.process.progress import waiting
+from outrider.deploy.process.progress import say, stage, waiting
 from outrider.drafters import DrafterPackage, NgramDrafter
 from outrider.drafters.by_text import TextDrafter, Vocabulary
 from outrider.drafters.onnx import OnnxDrafter
@@ -46,7 +45,6 @@ from outrider.proto.session import PROMPT_TOKENS
 from outrider.proto.steering_vector import decode, encode
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
-from research.outputs import progress
 from research.research_settings import RecordSettings
 from research.simulator.clock import Costs
 from research.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
@@ -147,17 +145,16 @@ class Recorder:
         self._age = age
         self._documents = documents
         self._copiers = [drafter for drafter in drafters.values() if isinstance(drafter, RetrievalDrafter)]
-        self._console = Console(stderr=True, highlight=False)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
         """Return a trace for every prompt, seed and drafter, prompt by prompt, and the costs of the machines."""
         texts, traces = self._traces(self._requests(prompts))
         sheet = CostSheet(target_costs(self._target, self._samplings[0], texts), self._drafter_costs(texts))
-        self._say(f"a step takes {sheet.target.step_s * 1e3:.1f} ms + {sheet.target.row_s * 1e3:.2f} ms a row")
+        say(f"a step takes {sheet.target.step_s * 1e3:.1f} ms + {sheet.target.row_s * 1e3:.2f} ms a row")
         for name, costs in sheet.drafters.items():
             own = [trace for trace in traces if trace.drafter == name]
             hits = sum(sum(trace.hits) for trace in own) / sum(len(trace.hits) for trace in own)
-            self._say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
+            say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
         return traces, sheet
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
@@ -167,12 +164,10 @@ class Recorder:
 
     def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
         """Return the texts, and the traces on them, in the order of the requests."""
-        self._say(f"the target writes {len(requests)} texts")
-        began = time.monotonic()
         found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
         with (
             closing(HitRecorder(self._drafters, requests)) as recorder,
-            progress(self._console, "writing and recording", len(requests)) as advance,
+            stage(f"writing {len(requests)} texts, with every drafter's proposals"),
         ):
             writer = TextWriter(self._target, self._projections)
             for text in writer.stream(requests):
@@ -182,10 +177,7 @@ class Recorder:
                     text.request, text.tokens, chances=chances_of(text), ended=ended, vectors=vectors
                 )
                 found[text.request] = replace(text, logits=None, vectors={}), traces
-                advance()
         texts = [found[request][0] for request in requests]
-        tokens, seconds = sum(len(text) for text in texts), time.monotonic() - began
-        self._say(f"{tokens} tokens, with every drafter's, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
         return texts, [trace for request in requests for trace in found[request][1]]
 
     def _give_document(self, text: WrittenText) -> None:
@@ -214,9 +206,6 @@ class Recorder:
             for probe in probes.values():  # all drafters a prompt, so that a slow moment meets them all
                 probe.after(text)
         return {name: probe.costs() for name, probe in probes.items()}
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, style="dim")
 
 
 def chances_of(written: WrittenText) -> Chances:
@@ -478,39 +467,19 @@ class SentVectors:
 
 _WITHOUT_PACKAGE = {NGRAM: NgramDrafter, RETRIEVAL: RetrievalDrafter}
 
-Packages = Mapping[str, DrafterPackage | None]  # packages by label, in the order of the command; None: it needs none
+Packages = Mapping[str, DrafterPackage | None]  # by name, in the order of the command; None: it needs none
 
 
-def find_packages(arguments: Sequence[str]) -> Packages:
-    """Return the packages of embedded names, folders and NAME=FOLDER, by label, in their order.
-
-    Raises:
-        ConfigError: none is named, a label is empty, or two have the same one.
-        NotFound, InvalidArgument, ModelRefused, DataLoss: see `find_package`.
-    """
-    if not arguments:
+def find_packages(names: Sequence[str]) -> Packages:
+    """Return the packages of embedded names and folders, by these; raises as `find_package` does."""
+    if not names:
         known = ", or ".join(("an embedded drafter or a package folder", *_WITHOUT_PACKAGE))
         raise ConfigError(f"names none; name {known}", field="drafter")
-    found: dict[str, DrafterPackage | None] = {}
-    for argument in arguments:
-        label, package = (argument, None) if argument in _WITHOUT_PACKAGE else _find(argument)
-        if label in found:
-            raise ConfigError(f"two drafters are called {label!r}; name them by NAME=FOLDER", field="drafter")
-        found[label] = package
-    return found
-
-
-def _find(argument: str) -> tuple[str, DrafterPackage]:
-    label, given, source = argument.partition("=")
-    if not given or Path(argument).is_dir():
-        label, source = "", argument
-    elif not label:
-        raise ConfigError(f"{argument!r} has no name before the =; write NAME=FOLDER", field="drafter")
+    check_once(names, "drafter")
     try:
-        package = find_package(source)
+        return {name: None if name in _WITHOUT_PACKAGE else find_package(name) for name in names}
     except OutriderError as error:
         raise type(error)(error.message, field="drafter") from error
-    return label or package.name, package
 
 
 def load_drafters(packages: Packages, tokenizer_json: str) -> dict[str, Drafter]:
@@ -521,8 +490,8 @@ def load_drafters(packages: Packages, tokenizer_json: str) -> dict[str, Drafter]
     """
     try:
         return {
-            label: _load(package, tokenizer_json) if package is not None else _WITHOUT_PACKAGE[label]()
-            for label, package in packages.items()
+            name: _load(package, tokenizer_json) if package is not None else _WITHOUT_PACKAGE[name]()
+            for name, package in packages.items()
         }
     except OutriderError as error:
         raise type(error)(error.message, field="drafter") from error

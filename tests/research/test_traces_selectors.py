@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
@@ -20,7 +19,6 @@ from outrider.edge.selectors import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, StaticSelector
 from research.commands import main
-from research.outputs import LINE_S, progress
 from research.simulator.clock import Costs
 from research.traces.pool_replay import (
     DRAFTER,
@@ -84,7 +82,7 @@ def pool_of(recording: Recording, selectors: str = "static,metasd-bd,leader", se
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, PoolRow]:
-    return {row.name: row for row in pool_of(recording_of()).rows(lambda: None)}
+    return {row.name: row for row in pool_of(recording_of()).rows()}
 
 
 def written(recording: Recording, folder: Path) -> Path:
@@ -123,7 +121,7 @@ def test_one_domain_has_no_mix() -> None:
     recording = recording_of()
     code = Recording({name: [t for t in own if t.domain == "code"] for name, own in recording.traces.items()}, SHEET)
     assert row_names(code.domains) == ("code",)
-    [row] = pool_of(code, seeds=1).rows(lambda: None)
+    [row] = pool_of(code, seeds=1).rows()
     assert row.prompts == 3
 
 
@@ -210,7 +208,7 @@ def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) ->
         return made[-1]
 
     monkeypatch.setitem(SELECTORS, "mine", make)
-    list(pool_of(recording_of(1, 2), "mine").rows(lambda: None))
+    list(pool_of(recording_of(1, 2), "mine").rows())
     assert len(made) == 2 * 4
     assert len({round(sum(selector.pulls)) for selector in made[:2]}) == 2
     # All tokens of a run: three texts of 90, at most five a round.
@@ -329,7 +327,7 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
                 assert found["ratio"] == pytest.approx(by_name[drafter]["seconds"] / cell["seconds"], rel=1e-4)
                 assert found["interval"]["low"] <= found["ratio"] <= found["interval"]["high"]
         assert by_name[best]["of_best"]["interval"] == {"low": 1.0, "high": 1.0}, "prompts are resampled in pairs"
-    assert "16 runs of every selector" in err
+    assert "runs of every selector: " in err
 
 
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
@@ -344,22 +342,6 @@ def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
     status, _, err = run_command([str(path), *arguments, "--window", "wide"], capfd)
     assert (status, "'wide' is none of" in err) == (1, True)
-
-
-def test_a_log_gets_a_line_now_and_then_and_none_of_short_work(monkeypatch, capsys) -> None:
-    now = 0.0
-    monkeypatch.setattr("research.outputs.time.monotonic", lambda: now)
-    with progress(Console(stderr=True, force_terminal=False), "replaying", 8) as advance:
-        for _ in range(8):
-            now += 0.4 * LINE_S
-            advance()
-    assert capsys.readouterr().err.splitlines() == ["replaying: 3 of 8", "replaying: 6 of 8"]
-
-
-def test_on_a_terminal_there_is_a_bar(capsys) -> None:
-    with progress(Console(stderr=True, force_terminal=True), "replaying", 2) as advance:
-        advance()
-    assert "replaying" in capsys.readouterr().err
 
 
 def test_one_text_of_one_prompt_has_no_intervals(tmp_path, capfd) -> None:
