@@ -1,4 +1,4 @@
-"""Texts of hit traces in the simulator: both session machines on a link, without model and socket."""
+"""Texts of hit traces in the simulator, one by one or many at once: both session machines, without model and socket."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from outrider.cloud.serving.batching import Batching
+from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.likely_branches import RUNNERS_UP
@@ -33,7 +35,7 @@ from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import ShapeAt, WireLink
-from research.traces.recordings import HitTrace
+from research.traces.recordings import LISTS, HitTrace
 
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
@@ -257,7 +259,13 @@ class Replay(Simulation):
             raise ConfigError("must be given together with others", field="selector")
         text, clock = TracedText((DrafterArm(trace, costs), *others)), VirtualClock()
         names = (trace.drafter, *(arm.trace.drafter for arm in others))
-        frame, rules = _open_frame(trace, text, policy), _rules(trace, text, policy)
+        sampling = Sampling(
+            temperature=trace.temperature,
+            max_tokens=len(trace.tokens) + _BEYOND * trace.ended,
+            ignore_eos=not trace.ended,
+        )
+        frame = _open_frame(text, policy, sampling)
+        rules = _rules((text,), policy, trace.tokens[-1:] if trace.ended else ())
         edge = EdgeSession(
             frame,
             policy.window,
@@ -290,17 +298,13 @@ class Replay(Simulation):
         )
 
 
-def _open_frame(trace: HitTrace, text: TracedText, policy: Policy) -> Open:
+def _open_frame(text: TracedText, policy: Policy, sampling: Sampling, session: str = "0" * 32) -> Open:
     return Open(
         model="reference",
         tokenizer_sha256=_HASH,
         prompt=text.tokens[: text.first],
-        sampling=Sampling(
-            temperature=trace.temperature,
-            max_tokens=len(trace.tokens) + _BEYOND * trace.ended,
-            ignore_eos=not trace.ended,
-        ),
-        session="0" * 32,
+        sampling=sampling,
+        session=session,
         drafting=policy.drafting,
         logp=policy.logprobs,
         patience=policy.patience,
@@ -309,14 +313,15 @@ def _open_frame(trace: HitTrace, text: TracedText, policy: Policy) -> Open:
     )
 
 
-def _rules(trace: HitTrace, text: TracedText, policy: Policy) -> VerifierRules:
+def _rules(texts: Sequence[TracedText], policy: Policy, eos_tokens: Sequence[int] = ()) -> VerifierRules:
     return VerifierRules(
         name="verifier",
         model="reference",
         tokenizer_sha256=_HASH,
-        vocab_size=max(text.tokens) + _ELSE + 64,  # a miss is the right token plus one, other wrong ones more
-        context_length=len(text.tokens) + _BEYOND * (1 + trace.ended),
-        eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
+        # A miss is the right token plus one, other wrong ones more.
+        vocab_size=max(max(text.tokens) for text in texts) + _ELSE + 64,
+        context_length=max(len(text.tokens) for text in texts) + 2 * _BEYOND,
+        eos_tokens=frozenset(eos_tokens),
         max_drafts=policy.max_drafts,
         goal=policy.goal,
         trees=policy.trees,
@@ -379,3 +384,135 @@ def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
     if not outcomes:
         raise ConfigError("are none; record some with a drafter first", field="traces")
     return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)
+
+
+WARM_UP_S = 1.5  # until measurements have settled
+MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Gaps and work of all sessions together.
+
+    Attributes:
+        gap_p95_s: 95th percentile of the time between tokens that reach users, in seconds; those of one commit come
+            at once.
+        tokens_per_second: rate of a session, on average.
+        of_sessions: [sessions] rate of each, in tokens a second.
+        steps_per_token: sessions' shares of target steps a token.
+        rows_per_token: rows of these steps a token.
+        cloud_drafting_s: drafting of the verifier's threads a token, in seconds.
+        edge_drafting_s: drafting of the edges a token, in seconds.
+    """
+
+    gap_p95_s: float
+    tokens_per_second: float
+    of_sessions: tuple[float, ...]
+    steps_per_token: float
+    rows_per_token: float
+    cloud_drafting_s: float
+    edge_drafting_s: float
+
+
+class ManyTexts:
+    """A target that goes on with the text of each session; the first token of a prompt is the session's number."""
+
+    def __init__(self, texts: Sequence[TracedText]) -> None:
+        self._texts = texts
+
+    def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
+        """Return [k + 1] tokens of the session's text."""
+        return self._texts[transcript[0]].after(transcript, block)
+
+    def reward(self, start: int, drafts: int) -> None:
+        """Return None: the reward is not known."""
+
+
+def load_of(
+    traces: Sequence[HitTrace],
+    costs: Costs,
+    policy: Policy,
+    *,
+    sessions: int,
+    links: Sequence[LinkShape],
+    threads: int,
+    seconds: float,
+    seed: int = 0,
+) -> Load:
+    """Return how `sessions` at once fare.
+
+    Prompts are left out: each session has a prompt of one token, then the recorded texts, one after the other, from
+    the next one on after the session before it.
+
+    Args:
+        traces: recorded texts of one drafter.
+        costs: costs of the machines.
+        policy: policy of all edges and of the verifier.
+        sessions: number of sessions, each on an edge of its own.
+        links: links that are dealt out among the sessions.
+        threads: threads of the verifier that draft, where `policy.here`.
+        seconds: time that is measured after a warm-up.
+        seed: seed of the first session's text, and of the moments at which sessions begin, which lie in the first half
+            of the warm-up.
+    """
+    clock, rng, end_s = VirtualClock(), random.Random(seed), WARM_UP_S + seconds
+    first = rng.randrange(len(traces))
+    endless = [_endless(traces, first + number, int(end_s * MAX_TOKENS_A_S)) for number in range(sessions)]
+    texts = [_text(trace, number, costs) for number, trace in enumerate(endless)]
+    local = None
+    if policy.here:
+        beside = {str(number): _text(trace, number, costs.here) for number, trace in enumerate(endless)}
+        local = LocalThreads(clock, DraftingHere("here"), beside.__getitem__, threads)
+    verifier = SimulatedVerifier(clock, _rules(texts, policy), ManyTexts(texts), costs, local=local)
+    simulations = []
+    for text, shape in zip(texts, itertools.cycle(links), strict=False):
+        sampling = Sampling(max_tokens=len(text.tokens) - 1, ignore_eos=True)
+        edge = EdgeSession(_open_frame(text, policy, sampling, str(text.tokens[0])), policy.window)
+        link = WireLink(clock, lambda _, shape=shape: shape, costs, edge.statistics, random.Random(0))
+        simulations.append(Simulation(clock, edge, verifier, text, lambda _, link=link: link))
+    for simulation in simulations:
+        clock.at(rng.uniform(0.0, WARM_UP_S / 2), simulation.begin)
+    while clock.now < end_s:
+        clock.advance()
+    return _measured(simulations, local, seconds)
+
+
+def _measured(simulations: Sequence[Simulation], local: LocalThreads | None, seconds: float) -> Load:
+    measured = [[at for at in simulation.arrivals if at >= WARM_UP_S] for simulation in simulations]
+    gaps = sorted(b - a for arrivals in measured for a, b in itertools.pairwise(arrivals))
+    counts = [simulation.edge.statistics for simulation in simulations]
+    tokens = max(1, sum(count.committed for count in counts))
+    steps = sum(count.steps for count in counts)
+    return Load(
+        gap_p95_s=gaps[int(0.95 * (len(gaps) - 1))] if gaps else seconds,
+        tokens_per_second=sum(map(len, measured)) / seconds / len(simulations),
+        of_sessions=tuple(len(arrivals) / seconds for arrivals in measured),
+        steps_per_token=steps / tokens,
+        rows_per_token=(steps + sum(count.verified for count in counts)) / tokens,
+        cloud_drafting_s=(local.busy_s if local is not None else 0.0) / tokens,
+        edge_drafting_s=sum(count.drafting_s for count in counts) / tokens,
+    )
+
+
+def _endless(traces: Sequence[HitTrace], first: int, tokens: int) -> HitTrace:
+    """Return the texts from the one of index `first` on, around, as one of at least `tokens`.
+
+    A measure that one of them lacks is left out.
+    """
+    chosen: list[HitTrace] = []
+    for trace in itertools.islice(itertools.cycle(traces), first % len(traces), None):
+        chosen.append(trace)
+        tokens -= len(trace.tokens)
+        if tokens <= 0:
+            break
+    lists = {name: [getattr(trace, name) for trace in chosen] for name in LISTS}
+    if any(lists["silent"]):
+        lists["silent"] = [trace.silent or (False,) * len(trace.tokens) for trace in chosen]
+    chained: dict[str, Any] = {name: tuple(itertools.chain(*own)) if all(own) else () for name, own in lists.items()}
+    return replace(chosen[0], prompt_tokens=1, ended=False, **chained)
+
+
+def _text(trace: HitTrace, number: int, costs: Costs) -> TracedText:
+    text = TracedText((DrafterArm(trace, costs),))
+    text.tokens = (number, *text.tokens[1:])
+    return text

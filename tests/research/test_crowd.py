@@ -10,9 +10,8 @@ import pytest
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.types import Patience
 from research.simulator.clock import Costs
-from research.traces.crowd import Load, load_of
 from research.traces.recordings import HitTrace
-from research.traces.traced import Policy, colocated
+from research.traces.traced import Load, Policy, colocated, load_of
 
 COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)
 
