@@ -25,7 +25,7 @@ from transformers import (
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
-from outrider.cloud.export.quantised import BLOCKS, QuantisedMatrix, quantise
+from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix, quantise
 from outrider.cloud.testing import tiny_llama
 from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
@@ -219,11 +219,11 @@ def test_quantised_matrices_are_within_half_a_level_and_zero_stays_zero() -> Non
     matrix = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32)
     matrix[2] = 0
     quantised = QuantisedMatrix.of(matrix)
-    assert quantised.levels.shape == (5, 2, BLOCKS[8])
+    assert quantised.levels.shape == (5, 2, BLOCK)
     restored = (quantised.levels.astype(np.float32) - 128) * quantised.scales[..., None]
     restored = restored.reshape(5, -1)[:, :100]
     assert (restored[2] == 0).all()
-    limit = np.repeat(quantised.scales, BLOCKS[8], axis=1)[:, :100] / 2
+    limit = np.repeat(quantised.scales, BLOCK, axis=1)[:, :100] / 2
     assert (np.abs(restored - matrix) <= limit * 1.001).all()
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cloud.export import export_drafter
 from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
-from outrider.cloud.export.quantised import QuantisedMatrix, quantise
+from outrider.cloud.export.quantised import quantise
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
@@ -207,25 +207,6 @@ def test_an_exported_trimmed_head_proposes_and_scores_by_the_targets_tokens(trim
     assert scores[1] == pytest.approx(-MISSING_NATS, abs=1e-3)
 
 
-def test_four_bits_are_packed_two_a_byte_and_lookups_read_the_same(package: Path, tmp_path: Path) -> None:
-    matrix = np.random.default_rng(0).normal(size=(5, 96)).astype(np.float32)
-    quantised = QuantisedMatrix.of(matrix, 4)
-    assert quantised.stored.shape == (5, 3, 16)
-    restored = ((quantised.levels.astype(np.float32) - 8) * quantised.scales[..., None]).reshape(5, -1)
-    assert (np.abs(restored - matrix) <= np.repeat(np.abs(quantised.scales), 32, axis=1) * 1.001).all()
-    graph = tmp_path / "model.onnx"
-    graph.write_bytes((package / "model.onnx").read_bytes())
-    quantise(graph, bits=4)
-    assert "GatherBlockQuantized" in [node.op_type for node in onnx.load(graph).graph.node]
-    tokens = np.random.default_rng(7).integers(0, VOCAB, 30)
-    shape = CacheShape(layers=1, kv_heads=2, head_dim=16)
-    exact, close = (
-        run_in_chunks(open_session(file), tokens, [20, 1, 9], shape, 8)["logits"]
-        for file in (package / "model.onnx", graph)
-    )
-    assert 0.01 * exact.std() < np.abs(close - exact).mean() < 0.3 * exact.std()
-
-
 def trimmed_llama(seed: int = 0) -> Any:
     model = tiny_llama(seed=seed, **BYTE_LLAMA, tie_word_embeddings=True)
     reduce_vocabulary(model, KEPT)
@@ -275,13 +256,6 @@ def test_a_package_of_a_small_vocabulary_is_learned_from_and_its_update_drafts(
     expected = drafter(tokens, torch.arange(39)).detach().numpy()[np.arange(39), row[1:]]
     np.testing.assert_allclose(state.score(row[1:]), expected, atol=1e-3 if precision == "float32" else 0.3)
     assert np.abs(expected - close.log_softmax(-1).numpy()[np.arange(39), row[1:]]).max() > 0.3
-
-
-def test_learning_refuses_weights_of_four_bits_and_names_the_remedy(package: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes((package / "model.onnx").read_bytes())
-    quantise(tmp_path / "model.onnx", bits=4)
-    with pytest.raises(ModelRefused, match=r"drafter small .*--precision int8"):
-        load_parent(replace(find_package(package), folder=tmp_path))
 
 
 def test_a_trained_small_vocabulary_is_trained_on(config: DrafterTraining, tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ class PrecisionLimits:
 LIMITS = {
     "float32": PrecisionLimits(0.0, 1.0, 0.0),
     "int8": PrecisionLimits(0.1, 0.97, 0.01),
-    "int4": PrecisionLimits(0.5, 0.7, 0.5),  # `general`, of 192 wide, has 0.80 and 0.17
 }
 
 

@@ -40,7 +40,7 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
-PRECISIONS = ("float32", "int8", "int4")
+PRECISIONS = ("float32", "int8")
 
 Manifest = dict[str, Any]
 
@@ -62,7 +62,7 @@ def export_drafter(
             steering.safetensors and projection.safetensors the drafter is steered.
         out_folder: replaced whole once the check has passed, untouched otherwise.
         name: name of the drafter, for people and catalogues.
-        precision: "float32", or "int8" and "int4" for 8-bit and 4-bit weights in 8-bit products (see `quantise`).
+        precision: "float32", or "int8" for 8-bit weights in 8-bit products (see `quantise`).
         kv: "float32", or "int8" for a KV cache of 8-bit numbers (see `with_int8_cache`).
         candidates: how many of the most likely tokens an edge should ask for where it draws among them.
         target_id: id of the target that the drafter was distilled for.
@@ -126,7 +126,7 @@ def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: 
     graph = folder / MODEL_FILE
     write_graph(model, anatomy, check.candidates, graph, mlp=mlp)
     if check.precision != "float32":
-        quantise(graph, bits={"int8": 8, "int4": 4}[check.precision])
+        quantise(graph)
     return graph
 
 

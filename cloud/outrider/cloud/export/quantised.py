@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits: the graph with its matrices in blocks of whole numbers."""
+"""Weights of 8 bits: the graph with its matrices in blocks of whole numbers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import onnx
 from outrider.cloud.export.graph import CONTRIB, drop_unused
 
 ROWS = ".rows"  # ending of the name under which the levels of a matrix are looked up by row
-# Weights that share a scale. 64 is the fastest of 16 to 256 for 8 bits on a CPU with AVX-512 VNNI.
-BLOCKS = {8: 64, 4: 32}
+BLOCK = 64  # weights that share a scale; the fastest of 16 to 256 on a CPU with AVX-512 VNNI
+ZERO = 128  # level of a weight of zero
 
 
-def quantise(graph: Path, *, bits: int = 8) -> None:
-    """Rewrite the file with weights of 8 or 4 bits.
+def quantise(graph: Path) -> None:
+    """Rewrite the file with weights of 8 bits.
 
     Every product with a constant matrix becomes a MatMulNBits node, which quantises its activations to 8 bits. The
-    embedding is looked up in so few bits too: in the matrix of the head where they share one, else in its own.
+    embedding is looked up in 8 bits too: in the matrix of the head where they share one, else in its own.
     MatMulNBits is faster than `quantize_dynamic`, whose integer product needs four more nodes around it, and takes a
     bias: where it is loaded, ONNX Runtime puts the sums of a steered graph into their products.
     """
@@ -38,12 +38,12 @@ def quantise(graph: Path, *, bits: int = 8) -> None:
             name = transposed.get(node.input[1], node.input[1])
             matrix = onnx.numpy_helper.to_array(weights[name])
             columns_first = matrix if node.input[1] in transposed else matrix.T
-            quantised[name] = QuantisedMatrix.of(columns_first, bits)
+            quantised[name] = QuantisedMatrix.of(columns_first)
             node = quantised[name].product(name, node)
         nodes.append(node)
     for node in nodes:
         if _looks_up_tokens(node) and node.input[0] in matrices - quantised.keys():
-            quantised[node.input[0]] = QuantisedMatrix.of(onnx.numpy_helper.to_array(weights[node.input[0]]), bits)
+            quantised[node.input[0]] = QuantisedMatrix.of(onnx.numpy_helper.to_array(weights[node.input[0]]))
     nodes = [each for node in nodes for each in _quantised_lookup(node, quantised)]
     for name, stored in quantised.items():
         model.graph.initializer.extend(stored.initializers(name))
@@ -55,48 +55,33 @@ def quantise(graph: Path, *, bits: int = 8) -> None:
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix [rows, columns] in blocks of columns: weight = (level - zero) * scale of its block.
+    """A matrix [rows, columns] in blocks of columns: weight = (level - ZERO) * scale of its block.
 
     Attributes:
-        levels: uint8 [rows, blocks, block], zero being 128 of 8 bits and 8 of 4.
+        levels: uint8 [rows, blocks, BLOCK].
         scales: float32 [rows, blocks].
         columns: without the padding of the last block.
-        bits: bits of a level, 8 or 4.
     """
 
     levels: np.ndarray
     scales: np.ndarray
     columns: int
-    bits: int = 8
 
     @staticmethod
-    def of(matrix: np.ndarray, bits: int = 8) -> QuantisedMatrix:
+    def of(matrix: np.ndarray) -> QuantisedMatrix:
         """Return the nearest to `matrix` (float32 [rows, columns])."""
         rows, columns = matrix.shape
-        block, zero = BLOCKS[bits], 2 ** (bits - 1)
-        padded = np.pad(matrix, ((0, 0), (0, -columns % block))).reshape(rows, -1, block)
-        if bits == 8:
-            scales = np.abs(padded).max(-1) / (zero - 1)
-        else:  # the largest of a block is at the end that has a level more
-            largest = np.abs(padded).argmax(-1)[..., None]
-            scales = np.take_along_axis(padded, largest, -1)[..., 0] / -zero
+        padded = np.pad(matrix, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
+        scales = np.abs(padded).max(-1) / (ZERO - 1)
         scales[scales == 0] = 1
-        levels = np.clip(np.rint(padded / scales[..., None]) + zero, 0, 2 * zero - 1)
-        return QuantisedMatrix(levels.astype(np.uint8), scales.astype(np.float32), columns, bits)
-
-    @property
-    def stored(self) -> np.ndarray:
-        """Levels as nodes read them, uint8 [rows, blocks, bytes]; of 4 bits two a byte, the first in the low half."""
-        if self.bits == 8:
-            return self.levels
-        packed: np.ndarray = self.levels[..., ::2] | self.levels[..., 1::2] << 4
-        return packed
+        levels = np.clip(np.rint(padded / scales[..., None]) + ZERO, 0, 2 * ZERO - 1)
+        return QuantisedMatrix(levels.astype(np.uint8), scales.astype(np.float32), columns)
 
     def initializers(self, name: str) -> list[onnx.TensorProto]:
         """Return all that nodes may read; what none reads is dropped."""
-        shape = np.array([len(self.levels), self.columns * self.bits // 8], dtype=np.int64)
+        shape = np.array([len(self.levels), self.columns], dtype=np.int64)
         return [
-            onnx.numpy_helper.from_array(self.stored, f"{name}.levels"),
+            onnx.numpy_helper.from_array(self.levels, f"{name}.levels"),
             onnx.numpy_helper.from_array(self.scales, f"{name}.scales"),
             onnx.numpy_helper.from_array(shape, f"{name}.shape"),
         ]
@@ -110,8 +95,8 @@ class QuantisedMatrix:
             domain=CONTRIB,
             K=self.columns,
             N=len(self.levels),
-            bits=self.bits,
-            block_size=BLOCKS[self.bits],
+            bits=8,
+            block_size=BLOCK,
             accuracy_level=4,  # int8 activations
         )
 
@@ -129,10 +114,7 @@ def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix
     if node.op_type != "Gather" or node.input[0] not in quantised:
         return [node]
     name = node.input[0]
-    matrix = quantised[name]
-    if matrix.columns % BLOCKS[matrix.bits] or any(
-        attribute.name == "axis" and attribute.i for attribute in node.attribute
-    ):
+    if quantised[name].columns % BLOCK or any(attribute.name == "axis" and attribute.i for attribute in node.attribute):
         return [node]
     rows = onnx.helper.make_node("Reshape", [f"{name}.levels", f"{name}.shape"], [name + ROWS])
     lookup = onnx.helper.make_node(
@@ -140,8 +122,8 @@ def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix
         [name + ROWS, node.input[1], f"{name}.scales"],
         list(node.output),
         domain=CONTRIB,
-        bits=matrix.bits,
-        block_size=BLOCKS[matrix.bits],
+        bits=8,
+        block_size=BLOCK,
         gather_axis=0,
         quantize_axis=1,
     )

@@ -52,7 +52,7 @@ class ExportSettings(Settings):
     output: Path = option(REQUIRED, "folder of the new package", metavar="PACKAGE", positional=True)
     name: str = option(REQUIRED, "name of the drafter, by which edges ask for it", metavar="NAME")
     target: str = option("reference", "target that it drafts for", metavar="NAME")
-    precision: str = option("float32", "precision of the weights", choices=("float32", "int8", "int4"))
+    precision: str = option("float32", "precision of the weights", choices=("float32", "int8"))
     kv: str = option("float32", "precision of the KV cache, int8 for long texts", choices=("float32", "int8"))
     candidates: int = option(64, "number of most likely tokens that it returns", metavar="K", check=at_least(1))
 
