@@ -15,8 +15,7 @@ from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow,
 from outrider.cloud.target.branch_cache import BranchCache
 from outrider.cloud.target.distribution import VerificationInput, are_numbers
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.target.prompt_scores import split_scored, wanted_rows
-from outrider.cloud.target.sampler import Sampled, Sampler
+from outrider.cloud.target.sampler import Sampled, Sampler, token_facts
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.proto.session.acceptance import num_agreeing
 from outrider.proto.types import TokenFacts, token_ids
@@ -108,7 +107,7 @@ class TransformersBackend:
             scores: list[tuple[TokenFacts, ...]] = []
             places: Sequence[int] = range(len(logits))
             if any(row.scored for row in rows):
-                scores, logits, places = split_scored(rows, logits)
+                scores, logits, places = _split_scored(rows, logits)
             inputs = [row.verification for row in rows if row.verification is not None]
             inputs += [branch.verification for branch in branches]
             paths = paths_of(rows, branches, self._sampler.sample(logits, inputs) if inputs else [])
@@ -159,7 +158,42 @@ def _own(handle: Handle) -> SessionCache:
 def _session_rows(row: StepRow) -> SessionRows:
     cache, verification = _own(row.handle), row.verification
     drafts = () if verification is None else token_ids(verification.block)
-    return SessionRows(cache, (*row.tokens, *drafts), wanted_rows(row))
+    return SessionRows(cache, (*row.tokens, *drafts), _wanted_rows(row))
+
+
+def _split_scored(
+    rows: Sequence[StepRow], logits: torch.Tensor
+) -> tuple[list[tuple[TokenFacts, ...]], torch.Tensor, list[int]]:
+    """Return what the rows' scored tokens get, and the rest of the logits: those that verify.
+
+    A prompt's logits are many, so a step reads no more scored positions than batches allow, and keeps what was wanted.
+
+    Args:
+        rows: rows of a step, of which one or more score.
+        logits: [sum of wanted rows, vocab] float32: of a row that scores all that it reads and verifies, and of others
+            what they verify; then those of the rows' branches.
+
+    Returns:
+        The scores, the logits [verified rows, vocab] and those of the branches, and the places that these had before.
+    """
+    scores: list[tuple[TokenFacts, ...]] = []
+    verified: list[int] = []
+    first = 0
+    for row in rows:
+        verifies = 0 if row.verification is None else row.verification.rows
+        if row.scored:
+            scores.append(token_facts(logits[first : first + len(row.scored)], row.scored, row.top_logprobs))
+        end = first + _wanted_rows(row)
+        verified += range(end - verifies, end)
+        first = end
+    verified += range(first, len(logits))
+    return scores, logits[torch.tensor(verified, dtype=torch.int64, device=logits.device)], verified
+
+
+def _wanted_rows(row: StepRow) -> int:
+    """Return how many of a row's last positions need logits: all where it scores, else those that verify."""
+    verifies = 0 if row.verification is None else row.verification.rows
+    return len(row.tokens) + max(0, verifies - 1) if row.scored else verifies
 
 
 def _longest(row: StepRow) -> int:
