@@ -287,10 +287,8 @@ def test_a_second_run_into_a_folder_or_a_resumption_with_other_settings_is_refus
         ("block", {"block": 65}),
         ("blocks_per_pass", {"blocks_per_pass": 3}),
         ("teacher", {"teacher": Path("nowhere")}),
-        ("decay_fraction", {"decay_fraction": 1.5}),
         ("matrix_lr", {"matrix_lr": float("nan")}),
         ("threads", {"threads": -1}),
-        ("dtype", {"dtype": "int3"}),
     ],
 )
 def test_bad_settings_name_their_field(config: DrafterTraining, field: str, bad: dict[str, Any]) -> None:

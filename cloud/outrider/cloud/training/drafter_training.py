@@ -19,13 +19,13 @@ from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
-from outrider.cloud.training.training_report import Reporter
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.training_texts import Texts
 from outrider.drafters import embedded_packages, find_package
 from outrider.proto.errors import InvalidArgument
 
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
+DECAY_FRACTION = 0.4  # last share of the budget, over which the learning rates fall to zero
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -169,7 +169,7 @@ def most_frequent(
 
 
 class _DrafterRun(TrainingRun):
-    def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
+    def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts) -> None:
         drafter: Any
         if config.source is not None:
             source, layers = config.source, config.keep_layers
@@ -185,13 +185,12 @@ class _DrafterRun(TrainingRun):
             config,
             target,
             texts,
-            reporter,
             drafter=drafter,
             students={"drafter": logits_of(drafter)},
             decisive="drafter",
             trained=list(drafter.parameters()),
             optimizers=[Muon(matrices, lr=config.matrix_lr), adam(others, config.other_lr)],
-            fall=linear_fall(config.decay_fraction),
+            fall=linear_fall(DECAY_FRACTION),
         )
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAccepta
 from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.same_tokenizer import save_tokenizer
 from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
-from outrider.cloud.training.training_report import Reporter, acceptance_table, duration, reporter_for_stdout
+from outrider.cloud.training.training_report import Reporter, acceptance_table, duration
 from outrider.cloud.training.training_settings import Training
 from outrider.cloud.training.training_texts import BlockSampler, Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
@@ -38,6 +38,7 @@ from outrider.proto.plumbing.cores import available_cores
 TRAINING_FILE = "training.json"
 STATE = "state.pt"  # of a checkpoint, beside the drafter
 BEST = "best"
+MAX_GRADIENT_NORM = 1.0
 MODELS = {"target", "start", "source", "parent"}  # settings that are a model's name or its folder
 # Settings that may differ between a run and its resumption: they do not change its result.
 FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
@@ -98,7 +99,6 @@ class TrainingRun(ABC):
         config: Training,
         target: PreTrainedModel,
         texts: Texts,
-        reporter: Reporter,
         *,
         drafter: PreTrainedModel,
         students: Mapping[str, Student],
@@ -113,7 +113,6 @@ class TrainingRun(ABC):
             config: settings of the run.
             target: model to learn from.
             texts: text to train and to measure on.
-            reporter: place for reports on progress.
             drafter: model to train.
             students: what is measured, by name.
             decisive: name of the student whose KL ends a run early.
@@ -124,7 +123,7 @@ class TrainingRun(ABC):
         self.config = config
         self.target = target
         self.texts = texts
-        self.reporter = reporter
+        self.reporter = Reporter()
         self.drafter: Any = drafter
         self.students = students
         self.decisive = decisive
@@ -224,7 +223,7 @@ class TrainingRun(ABC):
             loss = self._loss(part) / len(passes)
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.trained, config.clip)
+        torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRADIENT_NORM)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -350,7 +349,7 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def carry_out(
-    begin: Callable[[PreTrainedModel, Texts, Reporter], TrainingRun],
+    begin: Callable[[PreTrainedModel, Texts], TrainingRun],
     config: Training,
     on_step: Callable[[int], None] | None,
     stopping: Callable[[], bool] | None,
@@ -373,16 +372,15 @@ def carry_out(
         raise InvalidArgument(
             f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
         )
-    transformers.utils.logging.disable_progress_bar()  # one bar is enough
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(config.threads or available_cores())
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # on a GPU its tensor cores; nothing changes on a CPU
-    with reporter_for_stdout() as reporter:
-        target = load_target(config)
-        run = begin(target, gather_texts(config, target), reporter)
-        if found:
-            run.resume(found[-1])
-        acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
+    target = load_target(config)
+    run = begin(target, gather_texts(config, target))
+    if found:
+        run.resume(found[-1])
+    acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
     progress = run.progress
     return TrainingResult(
         folder=config.output,

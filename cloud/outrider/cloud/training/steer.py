@@ -25,7 +25,6 @@ from outrider.cloud.training.measured_acceptance import MeanAcceptance
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.same_tokenizer import check_tokenizer_of_folder
-from outrider.cloud.training.training_report import Reporter
 from outrider.cloud.training.training_settings import SteerTraining
 from outrider.cloud.training.training_texts import Texts
 from outrider.proto.errors import InvalidArgument
@@ -109,7 +108,7 @@ class _SteerRun(TrainingRun):
 
     config: SteerTraining
 
-    def __init__(self, config: SteerTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
+    def __init__(self, config: SteerTraining, target: PreTrainedModel, texts: Texts) -> None:
         drafter = read_drafter(config.drafter, target, field="drafter")
         text = target.config.get_text_config()
         layers = config.layers or default_layers(text.num_hidden_layers)
@@ -124,7 +123,6 @@ class _SteerRun(TrainingRun):
             config,
             target,
             texts,
-            reporter,
             drafter=drafter,
             students={str(age or "none"): partial(self._logits, age) for age in (0, *AGES)},
             decisive=str(AGES[0]),

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, target_mark
-from outrider.cloud.training.training_report import Reporter, duration, reporter_for_stdout
+from outrider.cloud.training.training_report import Reporter, duration
 from outrider.cloud.training.training_settings import TeacherWriting
 from outrider.proto.errors import Cancelled, InvalidArgument
 from outrider.proto.plumbing.cores import available_cores
@@ -62,23 +62,23 @@ def write_teacher(
         InvalidArgument: the target or the texts do not serve, or the folder holds rows of other settings.
         Cancelled: `stopping` returned true; the batches before are kept, and the same command goes on.
     """
-    transformers.utils.logging.disable_progress_bar()  # one bar is enough
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(config.threads or available_cores())
-    with reporter_for_stdout() as reporter:
-        refusal = f"{config.target!r} is no causal language model with safetensors weights"
-        target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype, device=config.device)
-        writer = _Writer(config, target.eval().requires_grad_(False), reporter, stopping)
-        folder = TeacherFolder(config.output)
-        texts = [f"{path.name} {sha256_of(path)[:16]}" for path in config.texts]
-        folder.begin({**config.facts(), "texts": texts, "mark": target_mark(target)})
-        counts = folder.counts()
+    refusal = f"{config.target!r} is no causal language model with safetensors weights"
+    target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype, device=config.device)
+    reporter = Reporter()
+    writer = _Writer(config, target.eval().requires_grad_(False), reporter, stopping)
+    folder = TeacherFolder(config.output)
+    texts = [f"{path.name} {sha256_of(path)[:16]}" for path in config.texts]
+    folder.begin({**config.facts(), "texts": texts, "mark": target_mark(target)})
+    counts = folder.counts()
+    on_step(sum(counts))
+    reporter.stage("teacher")
+    while (kept := sum(counts)) < config.tokens:
+        rows, best = writer.batch(len(counts), kept)
+        folder.add(len(counts), rows, best)
+        counts.append(len(best))
         on_step(sum(counts))
-        reporter.stage("teacher")
-        while (kept := sum(counts)) < config.tokens:
-            rows, best = writer.batch(len(counts), kept)
-            folder.add(len(counts), rows, best)
-            counts.append(len(best))
-            on_step(sum(counts))
     return kept
 
 

@@ -1,14 +1,9 @@
-"""Progress reports of a training run: a bar on a terminal, plain lines elsewhere."""
+"""Progress reports of a training run."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from collections.abc import Mapping
 
 from outrider.cloud.training.measured_acceptance import MeanAcceptance
 
@@ -16,7 +11,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Reporter:
-    """Plain lines, `SECONDS_BETWEEN_LINES` apart or more within a stage."""
+    """A printer of plain lines, `SECONDS_BETWEEN_LINES` apart or more within a stage."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -38,32 +33,6 @@ class Reporter:
     def say(self, text: str) -> None:
         """Print text that stays."""
         print(text, flush=True)  # noqa: T201
-
-
-class _BarReporter(Reporter):
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("starting", total=1.0, metrics="")
-
-    def stage(self, name: str) -> None:
-        self._progress.reset(self._task, description=name, total=1.0, metrics="")
-
-    def advance(self, share: float, text: str) -> None:
-        self._progress.update(self._task, completed=min(share, 1.0), metrics=text)
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, highlight=False, markup=False)
-
-
-@contextmanager
-def reporter_for_stdout() -> Iterator[Reporter]:
-    """Report by a bar on a terminal, by lines in a file."""
-    if not Console(file=sys.stdout).is_terminal:
-        yield Reporter()
-        return
-    columns = TextColumn("[bold]{task.description}"), BarColumn(), TaskProgressColumn()
-    with Progress(*columns, TextColumn("{task.fields[metrics]}")) as progress:
-        yield _BarReporter(progress)
 
 
 def duration(seconds: float) -> str:

@@ -20,7 +20,7 @@ HELD_OUT_ROWS = 64  # of a teacher's, a tenth at most
 def load_target(config: Training) -> PreTrainedModel:
     """Load the target, frozen."""
     refusal = f"{config.target!r} is no causal language model with safetensors weights"
-    target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype, device=config.device)
+    target = load_causal_lm(config.target, refusal, field="target", device=config.device)
     target.eval().requires_grad_(False)
     return target
 
