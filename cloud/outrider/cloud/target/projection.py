@@ -166,9 +166,9 @@ class Taps:
         """Note after a pass that its `rows` gave the next logits."""
         self._passes.append((dict(self._entering), rows))
 
-    def of(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
-        """Return [n, taps * hidden] float32 that entered `layers` in `rows` [n] of the step's logits."""
-        parts = [entering[layer][0, row] for entering, row in map(self._source, rows) for layer in layers]
+    def of(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return [n, taps * hidden] float32 that entered the layers in `rows` [n] of the step's logits."""
+        parts = [entering[layer][0, row] for entering, row in map(self._source, rows) for layer in self._layers]
         return torch.cat(parts).view(len(rows), -1).float()
 
     def _source(self, row: int) -> tuple[dict[int, torch.Tensor], int]:

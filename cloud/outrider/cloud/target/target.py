@@ -109,11 +109,11 @@ class Target:
         if self.straight is not None:
             self.model_pass = self.straight.compiled(layers)
 
-    def tapped(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
-        """Return [n, taps * hidden] float32: the residual stream into `layers` in `rows` [n] of the newest logits."""
+    def tapped(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return [n, taps * hidden] float32: the stream into the tapped layers in `rows` [n] of the newest logits."""
         if self._tapped is None:
             raise RuntimeError("the target is not tapped")
-        return self._tapped.of(layers, rows)
+        return self._tapped.of(rows)
 
     @torch.inference_mode()
     def forward(self, batch: list[SessionRows]) -> torch.Tensor:

@@ -29,7 +29,6 @@ class TransformersBackend:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._sampler = Sampler(target.device)
-        self._tapped_layers: tuple[int, ...] = ()
 
     @cached_property
     def facts(self) -> TargetFacts:
@@ -59,7 +58,6 @@ class TransformersBackend:
     def tap(self, layers: Sequence[int]) -> None:
         """Have later steps tap what enters `layers`; ModelRefused: the target has no such layers."""
         self.target.tap(layers)
-        self._tapped_layers = tuple(layers)
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:
         """Open a sequence on the pages of `isolation` that hold the beginning of `tokens`, but for the last of them."""
@@ -144,7 +142,7 @@ class TransformersBackend:
             return None
         wanted = [places[row] for row in newest_rows(tapped)]
         try:
-            return self.target.tapped(self._tapped_layers, wanted)
+            return self.target.tapped(wanted)
         except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
             log.warning("nothing is tapped in this step: %s", str(error).split("\n")[0])
             return None
