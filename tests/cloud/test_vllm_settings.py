@@ -57,18 +57,6 @@ def test_another_release_is_refused_with_the_remedy(release, reason, monkeypatch
     assert "constraints-vllm.txt" in str(refused.value)
 
 
-def test_a_build_without_what_is_used_is_refused_by_name(monkeypatch) -> None:
-    monkeypatch.setattr(adapter, "installed_release", lambda: adapter.RELEASES[0])
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=object))
-    with pytest.raises(ConfigError, match=r"lacks vllm\.engine\.arg_utils\.EngineArgs\.create_engine_config, "):
-        adapter.check_release()
-
-
-def test_a_parameter_that_is_gone_is_missing() -> None:
-    probed = (("textwrap", "wrap", ("text", "breadth")), ("textwrap", "unroll", ()), ("no_such", "name", ()))
-    assert adapter.missing_names(probed) == ["textwrap.wrap(breadth)", "textwrap.unroll", "no_such.name"]
-
-
 def test_nothing_of_vllm_is_imported_for_our_own_engine() -> None:
     load_backend(VerifierConfig(threads=1, kv_tokens=256))
     assert "outrider.cloud.vllm.loading" not in sys.modules or "vllm" not in sys.modules

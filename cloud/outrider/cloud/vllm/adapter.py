@@ -1,15 +1,13 @@
 """The seam to vLLM's internals in this process: its engine core, its KV blocks and its messages to workers.
 
 `worker.py` is the seam in the processes that compute, for V1's runner, and `runner_v2.py` for Model Runner V2. No other
-module knows a name of vLLM's. All are written for the releases in `RELEASES`, and what they use beyond vLLM's public
-names is looked for before anything is loaded.
+module knows a name of vLLM's. All are written for the releases in `RELEASES`, since what they use beyond vLLM's public
+names may move with any other.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,57 +29,17 @@ _KEPT = (
     "MLA",
     "SlidingWindow",
 )  # a window's blocks are kept as if it were all, since nobody drops them
-# Modules, what is used of them, and the parameters by which it is called.
-PROBED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ()),
-    ("vllm.engine.arg_utils", "EngineArgs.create_model_config", ()),
-    ("vllm.v1.engine.core", "EngineCore", ("vllm_config", "executor_class", "log_stats")),
-    ("vllm.v1.executor", "Executor.get_class", ("vllm_config",)),
-    ("vllm.v1.executor", "Executor.collective_rpc", ("method", "args")),
-    ("vllm.v1.executor", "Executor.execute_model", ("scheduler_output",)),
-    ("vllm.v1.executor", "Executor.sample_tokens", ("grammar_output",)),
-    ("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", ("num_blocks",)),
-    ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
-    ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
-    ("vllm.v1.core.block_pool", "BlockPool.get_cached_block", ("block_hash", "kv_cache_group_ids")),
-    ("vllm.v1.core.block_pool", "BlockPool.cache_full_blocks", ("request", "blocks", "num_cached_blocks")),
-    ("vllm.v1.core.block_pool", "BlockPool.evict_blocks", ("block_ids",)),
-    ("vllm.v1.core.kv_cache_utils", "hash_block_tokens", ("hash_function", "parent_block_hash")),
-    ("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "kv_cache_block_copies")),
-    ("vllm.v1.core.sched.output", "CachedRequestData", ("new_block_ids", "num_output_tokens")),
-    ("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "num_computed_tokens")),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._model_forward", ()),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
-    ("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", ("scheduler_output",)),
-    ("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens", ("grammar_output",)),
-)
-_V2 = "vllm.v1.worker.gpu"
-PROBED_OF_V2: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (f"{_V2}.model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
-    (f"{_V2}.model_runner", "GPUModelRunner.add_requests", ("scheduler_output",)),
-    (f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits", "ctx")),
-    (f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply_staged_writes", ()),
-    (f"{_V2}.sample.logits_processor.interface", "LogitsContext", ("idx_mapping_np",)),
-    (f"{_V2}.spec_decode.speculator", "BaseSpeculator.propose", ("input_batch", "aux_hidden_states")),
-)
 
 log = logging.getLogger(__name__)
 
 
 def check_release() -> None:
-    """Check that vLLM is installed, is a release that is known, and has what is used of it.
-
-    Raises:
-        ConfigError: it is not, or has not.
-    """
+    """Raise ConfigError unless vLLM is installed, in a release that is known."""
     found = installed_release()
     if found is None:
         raise ConfigError(f"vLLM is not installed; {_REMEDY}", field="engine")
     if found not in RELEASES:
         raise ConfigError(f"vLLM {found} is not among {', '.join(RELEASES)}; {_REMEDY}", field="engine")
-    if missing := missing_names():
-        raise ConfigError(f"this build of vLLM {found} lacks {', '.join(missing)}; {_REMEDY}", field="engine")
 
 
 def check_device(device: str) -> None:
@@ -101,22 +59,6 @@ def installed_release() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def missing_names(probed: Iterable[tuple[str, str, tuple[str, ...]]] = PROBED) -> list[str]:
-    """Return which names, or parameters of theirs, are not there."""
-    missing = []
-    for module, path, parameters in probed:
-        try:
-            found: Any = importlib.import_module(module)
-            for name in path.split("."):
-                found = getattr(found, name)
-            known = inspect.signature(found).parameters if parameters else {}
-        except (ImportError, AttributeError):
-            missing.append(f"{module}.{path}")
-            continue
-        missing += [f"{module}.{path}({name})" for name in parameters if name not in known]
-    return missing
 
 
 def chosen_dtype(source: str, quantization: str) -> str:
@@ -201,14 +143,12 @@ def runner_options(max_drafts: int, options: Mapping[str, Any]) -> dict[str, Any
     """Return the settings of vLLM with which its runner works for us: V2, its default on GPUs, or V1 on a CPU.
 
     Raises:
-        ConfigError: this build lacks what is used of V2, or vLLM takes V1 on another device.
+        ConfigError: vLLM takes V1 on another device.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     if EngineArgs(**options).create_engine_config().use_v2_model_runner:
-        if missing := missing_names(PROBED_OF_V2):
-            raise ConfigError(f"this build of vLLM lacks {', '.join(missing)}; {_REMEDY}", field="engine")
         # A method that V2 knows; the worker puts its own in the place of what that proposes by.
         drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
         return {

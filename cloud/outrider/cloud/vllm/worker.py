@@ -1,7 +1,6 @@
 """vLLM's worker with our sampling: named as `worker_cls`, so that vLLM makes it in every process that computes.
 
-Nothing of vLLM is replaced for others: a runner that this worker has made gets three methods of its own. What they use
-of the runner, `adapter.PROBED` lists.
+Nothing of vLLM is replaced for others: a runner that this worker has made gets three methods of its own.
 """
 
 from __future__ import annotations
