@@ -145,8 +145,8 @@ def test_lists_are_written_as_each_place_writes_lists(tmp_path, monkeypatch) -> 
     assert parse(["verifier", "--config", str(file)]).values["steering"] == ("/c", "/d")
     monkeypatch.setenv("OUTRIDER_BENCH_RTT", "7,8")
     assert parse(["bench"]).values["rtt"] == (7, 8)
-    monkeypatch.setenv("OUTRIDER_TRAIN_CORPUS", "[z, w]")
-    assert parse(needed).values["corpus"] == (Path("z"), Path("w"))
+    monkeypatch.setenv("OUTRIDER_TRAIN_TEXTS", "[z, w]")
+    assert parse(needed).values["texts"] == (Path("z"), Path("w"))
 
 
 def test_projections_are_named_by_absolute_paths_since_an_actor_may_run_elsewhere(tmp_path, monkeypatch) -> None:
