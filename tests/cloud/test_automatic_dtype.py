@@ -11,10 +11,15 @@ import torch
 from transformers import LlamaConfig
 
 from outrider.cloud.serving.backends import load_backend
-from outrider.cloud.target import automatic_dtype
-from outrider.cloud.target.automatic_dtype import configured_dtype, load_automatically, multiplies_in_bfloat16
+from outrider.cloud.target import target as target_module
 from outrider.cloud.target.passes import TILES
-from outrider.cloud.target.target import Target, load_target
+from outrider.cloud.target.target import (
+    Target,
+    configured_dtype,
+    load_automatically,
+    load_target,
+    multiplies_in_bfloat16,
+)
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import AUTO, DTYPES, VerifierConfig
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
@@ -31,7 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def processor(monkeypatch):
     """Makes this processor one with or without products in bfloat16."""
-    return lambda able: monkeypatch.setattr(automatic_dtype, "multiplies_in_bfloat16", lambda: able)
+    return lambda able: monkeypatch.setattr(target_module, "multiplies_in_bfloat16", lambda: able)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_the_target_in_bfloat16_is_gone_before_the_next_is_loaded(folder):
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(automatic_dtype, "multiplies_in_bfloat16", lambda: True)
+            patch.setattr(target_module, "multiplies_in_bfloat16", lambda: True)
             assert load_automatically(load, folder, device="cpu", exact="auto").dtype == torch.float32
     finally:
         gc.enable()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,20 +17,20 @@ from outrider.cloud.models.family_index import embedded_targets, find_target, lo
 from outrider.cloud.target import attention
 from outrider.cloud.target.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
 from outrider.cloud.target.attention import RaggedBatch, RowSpan, rounded_up
-from outrider.cloud.target.automatic_dtype import load_automatically
 from outrider.cloud.target.chunked_attention import ChunkedBatch
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory
 from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
 from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
-from outrider.cloud.target.precision import precision_of, quantization_of
+from outrider.cloud.target.precision import dtype_name, precision_of, quantization_of
 from outrider.cloud.target.projection import Taps
 from outrider.cloud.target.recorded.call_source import Pass
 from outrider.cloud.target.recorded.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
-from outrider.cloud.verifier_config import AUTO
+from outrider.cloud.verifier_config import AUTO, DTYPES
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.plumbing.logs import STAGES
 from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import Guarantee
 
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 # Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
@@ -386,6 +387,57 @@ def load_target(
         log.info("linear layers of %s: %s", target, packing)
     log.info("a row of %s keeps %s", target, loaded.passes.guarantee.value)
     return loaded
+
+
+def load_automatically(load: Callable[[str], Target], source: str, *, device: str, exact: str) -> Target:
+    """Let `load` load the target at `source` in the type, one of `DTYPES`, that suits `device`.
+
+    On a CPU that is bfloat16 where the processor multiplies in it and the target's rows keep their bits as `exact`
+    asks, else float32; on other devices what the model's config says.
+
+    Raises:
+        NotFound, ModelRefused: it cannot be loaded in the type that is left.
+    """
+    if device.partition(":")[0] != "cpu":
+        return load(configured_dtype(source))
+    if exact != "off" and multiplies_in_bfloat16():
+        target = _if_kept(load, Guarantee.BYTES_BY_TILES if exact == "tiles" else Guarantee.BYTES)
+        if target is not None:
+            return target
+        gc.collect()  # a model holds itself in cycles, and the KV cache of the next takes what memory is free
+    return load("float32")
+
+
+def multiplies_in_bfloat16() -> bool:
+    """Return whether this processor has instructions for bfloat16; without them it is slower than float32."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def configured_dtype(source: str) -> str:
+    """Return the type that the config of the model at `source` names; bfloat16 where it names none that is known."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError):
+        return "bfloat16"  # whoever loads the model says what is wrong with it
+    dtype = config.get_text_config().dtype or config.dtype
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
+    return name if name in DTYPES else "bfloat16"
+
+
+def _if_kept(load: Callable[[str], Target], guarantee: Guarantee) -> Target | None:
+    """Load in bfloat16, and return the target where it keeps `guarantee`."""
+    try:
+        target = load("bfloat16")
+    except ModelRefused as error:
+        log.info("not in bfloat16: %s", error)
+        return None
+    found = target.passes.guarantee
+    if found is guarantee:
+        return target
+    log.info("not in bfloat16: its rows keep %s there, and %s was wanted", found.value, guarantee.value)
+    return None
 
 
 def _passes(target: Target, exact: str) -> Passes:
