@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from fleets import SECRET, fleet
 from kept_lessons import KeptLessons
 
 from outrider.cloud.learning import lessons
@@ -23,13 +24,13 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.deploy.cli import main
-from outrider.deploy.local import fleet
+from outrider.deploy.local import fleet as ray_fleet
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.salts import salted
+from outrider.proto.testing import write_keys
 
-SECRET = b"a secret of the fleet"
 PROMPT, TOKENS = (5, 6, 7, 8), 24
 
 
@@ -40,10 +41,9 @@ def folder(tmp_path_factory) -> Path:
 
 def keys_file(path: Path, *learning: str) -> Path:
     """Keys of alice and bob; those named allow learning."""
-    keys = [Key(name, secret_sha256(f"{name}s"), learning=name in learning) for name in ("alice", "bob")]
-    path.write_text("\n".join(key.toml() for key in keys))
-    path.chmod(0o600)
-    return path
+    return write_keys(
+        path, *(Key(name, secret_sha256(f"{name}s"), learning=name in learning) for name in ("alice", "bob"))
+    )
 
 
 async def decode(coordinator: str, cache: Path, key: str, *, share: bool, turns: int = 1, **more) -> list[int]:
@@ -70,21 +70,12 @@ def serve(folder: Path, scenario, *, learn: bool, keys: Path | None = None) -> l
     kept = KeptLessons()
 
     async def main() -> None:
-        config = VerifierConfig(target=str(folder), model="tiny", name="a", threads=1, learn=learn)
-        verifier = VerifierServer(config, SECRET, sink=kept if learn else None)
-        tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        fixed = StaticVerifier("a", await verifier.start(), "tiny", tokenizer)
-        coordinator = CoordinatorServer(
-            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), api_keys=keys)
-        )
-        try:
-            await scenario(await coordinator.start())
+        learning = {"learn": learn}
+        async with fleet("a", tiny=folder, verifier=learning, sink=kept if learn else None, api_keys=keys) as found:
+            await scenario(found.address)
             await asyncio.sleep(4 * TICK_S)
-        finally:
-            await coordinator.stop(0)
-            await verifier.stop(0)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(main())
     return kept.records
 
 
@@ -155,13 +146,13 @@ class Handle:
 def test_an_operator_lets_every_verifier_and_its_trainer_forget_a_key(folder, tmp_path, monkeypatch, capsys) -> None:
     kept = KeptLessons()
     monkeypatch.setattr(trainers, "TrainerLink", lambda _: kept)
-    monkeypatch.setattr(fleet, "connect_ray", lambda _: None)
+    monkeypatch.setattr(ray_fleet, "connect_ray", lambda _: None)
     monkeypatch.setattr(ray, "get", lambda answer, **_: answer)
     names = ("a", "b")
     settings = {"target": str(folder), "model": "tiny", "threads": 1, "learn": True}
     actors = {name: VerifierActor(VerifierConfig(name=name, **settings), SECRET) for name in names}
-    monkeypatch.setattr(fleet, "verifier_names", lambda: names)
-    monkeypatch.setattr(fleet, "_actor", lambda name: Handle(actors[name]))
+    monkeypatch.setattr(ray_fleet, "verifier_names", lambda: names)
+    monkeypatch.setattr(ray_fleet, "_actor", lambda name: Handle(actors[name]))
     tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
     fixed = tuple(StaticVerifier(name, actor.info()["address"], "tiny", tokenizer) for name, actor in actors.items())
     keys = keys_file(tmp_path / "keys.toml", "alice", "bob")
@@ -181,7 +172,7 @@ def test_an_operator_lets_every_verifier_and_its_trainer_forget_a_key(folder, tm
         assert main(["learn", "forget", "--key", "alice"]) == 0
         assert f"{2 * TOKENS} positions of alice are forgotten" in capsys.readouterr().out
         assert [record.key_salt for record in kept.records] == [salted(SECRET, "key bob")]
-        monkeypatch.setattr(fleet, "verifier_names", lambda: ())
+        monkeypatch.setattr(ray_fleet, "verifier_names", lambda: ())
         assert main(["learn", "forget", "--key", "alice"]) == 1
         assert "no verifier runs" in capsys.readouterr().err
     finally:

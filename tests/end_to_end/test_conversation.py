@@ -7,18 +7,18 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from command_processes import free_port
+from fleets import SentFrames, until
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
-from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto import codec
 from outrider.proto.errors import (
@@ -96,27 +96,6 @@ def clients(edge):
     return make
 
 
-class Frames(Observer):
-    """Keeps what the edge has sent."""
-
-    def __init__(self) -> None:
-        self.frames: list[EdgeFrame] = []
-
-    def sent(self, frame: EdgeFrame, at: float) -> None:
-        self.frames.append(frame)
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [frame for frame in self.frames if isinstance(frame, kind)]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
-
-
 async def said_as_fresh(client: Client, talk: Any, text: str, **options: Any):
     """Say it; the turn must be that of a fresh text, and the transcript must hold it."""
     before = talk.transcript.tokens
@@ -135,7 +114,7 @@ async def said_as_fresh(client: Client, talk: Any, text: str, **options: Any):
 async def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifiers, clients, drafter) -> None:
     async with verifiers() as servers, clients(*servers, drafter=drafter) as client:
         for way in WAYS.values():
-            frames = Frames()
+            frames = SentFrames()
             async with client.conversation(observer=frames) as talk:
                 for text in (*TURNS, ""):
                     await said_as_fresh(client, talk, text, max_tokens=10, **way)
@@ -160,7 +139,7 @@ async def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(s
 
 
 async def test_a_later_turn_sends_up_its_new_tokens_and_nothing_else(verifiers, clients) -> None:
-    frames = Frames()
+    frames = SentFrames()
     async with verifiers() as servers, clients(*servers, drafter="none") as client:
         async with client.conversation(max_tokens=20, observer=frames, **WAYS["drawn"]) as talk:
             first = await talk.complete("long " * 200)
@@ -202,7 +181,7 @@ async def test_an_idle_session_holds_no_pages_and_its_next_turn_finds_them(verif
 async def test_a_turn_that_ends_with_a_stop_string_ends_with_the_token_that_completed_it(verifiers, clients) -> None:
     async with verifiers() as servers, clients(*servers) as client:
         for way in WAYS.values():
-            frames = Frames()
+            frames = SentFrames()
             async with client.conversation(max_tokens=40, observer=frames, **way) as talk:
                 whole = await client.complete(TURNS[0], max_tokens=40, **way)
                 stop = whole.text[len(whole.text) // 3 :][:3]
@@ -230,7 +209,7 @@ async def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients
 
 
 async def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifiers, clients) -> None:
-    frames = Frames()
+    frames = SentFrames()
     async with verifiers() as servers, clients(*servers) as client, client.conversation(observer=frames) as talk:
         for _ in range(3):
             before, given = talk.transcript.tokens, ()
@@ -294,7 +273,7 @@ async def test_a_turn_that_is_refused_is_as_if_it_had_not_been(verifiers, client
 
 
 async def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verifiers, clients, relay) -> None:
-    frames = Frames()
+    frames = SentFrames()
     async with (
         verifiers() as (server,),
         relay(server.status().address) as link,
@@ -358,7 +337,7 @@ async def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_n
 
 async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clients) -> None:
     async with verifiers(max_sessions=2) as (server,), clients(server) as client:
-        observers = [Frames(), Frames()]
+        observers = [SentFrames(), SentFrames()]
         async with (
             client.conversation(observer=observers[0]) as old,
             client.conversation(observer=observers[1]) as new,
@@ -376,7 +355,7 @@ async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clien
 
 @pytest.mark.parametrize("keep", [{"keep_s": 0.05}, {"keep_s": 0.0}], ids=["briefly", "never"])
 async def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(verifiers, clients, keep) -> None:
-    frames = Frames()
+    frames = SentFrames()
     async with (
         verifiers(**keep) as (server,),
         clients(server) as client,
@@ -417,7 +396,7 @@ async def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_wi
 
 
 async def test_a_verifier_that_is_restarted_between_turns_is_told_the_whole_transcript(verifiers, clients) -> None:
-    frames, address = Frames(), f"127.0.0.1:{free_port()}"
+    frames, address = SentFrames(), f"127.0.0.1:{free_port()}"
     async with (
         verifiers(listen=address) as (server,),
         clients(address) as client,
@@ -457,7 +436,7 @@ class Signing(DirectRoute):
 
 
 async def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file) -> None:
-    frames = Frames()
+    frames = SentFrames()
     async with verifiers(secret=SECRET) as (server,):
         address = server.status().address
         config = EdgeConfig(verifier=address, model="tiny", tokenizer=tokenizer_file, drafter="ngram")

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleets import fleet
 from questions import Question, questions
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.edge import Client, EdgeConfig
+from outrider.edge import Client
 from outrider.edge.link.control_client import CoordinatorClient
 
-SECRET = b"a secret of the fleet"
-TEXTS = 60
-AT_ONCE = 20
+TEXTS = 30
+AT_ONCE = 12
 TOKENS = 20
 
 
@@ -56,22 +50,6 @@ def streams_met(server: VerifierServer) -> float:
     return sum(sample.value for family in families for sample in family.samples if sample.name in names)
 
 
-@asynccontextmanager
-async def fleet(folder: Path) -> AsyncIterator[tuple[dict[str, VerifierServer], str]]:
-    """Two verifiers and the address of their coordinator."""
-    config = VerifierConfig(target=str(folder), model="tiny", dtype="float32", threads=1)
-    servers = {name: VerifierServer(replace(config, name=name), SECRET) for name in ("a", "b")}
-    tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    fixed = tuple([StaticVerifier(name, await each.start(), "tiny", tokenizer) for name, each in servers.items()])
-    coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=fixed))
-    try:
-        yield servers, await coordinator.start()
-    finally:
-        await coordinator.stop(0)
-        for server in servers.values():
-            await server.stop(0)
-
-
 async def ask_all(client: Client, asked: list[Question]) -> list[tuple[str, int]]:
     """The text of every answer, and how often its stream was lost."""
     room = asyncio.Semaphore(AT_ONCE)
@@ -88,21 +66,23 @@ async def ask_all(client: Client, asked: list[Question]) -> list[tuple[str, int]
 
 @pytest.mark.parametrize("after_steps", [0, 40], ids=["from the first step on", "in the midst of texts"])
 async def test_no_text_is_lost_or_changed_by_a_verifier_that_always_fails(folder, asked, tmp_path, after_steps) -> None:
-    async with fleet(folder) as (servers, address):
-        break_target(servers["a"], after_steps)
-        async with Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="ngram")) as client:
-            answers = await ask_all(client, asked)
-            assert [text for text, _ in answers] == [question.text for question in asked]
-            resumed = sum(resumes > 0 for _, resumes in answers)
-            assert 0 < resumed < TEXTS, "those that met it before the coordinator looked again"
-            assert servers["a"].status().state == "down"
-            assert servers["b"].status().state == "ready"
-            control = CoordinatorClient(address)
-            states = {v.name: v.state for v in (await control.status()).verifiers}
-            await control.close()
-            assert states["a"] != "ready"
-            assert states["b"] == "ready"
-            met = streams_met(servers["a"])
-            assert met > 0, "or nothing is counted"
-            await ask_all(client, asked[:AT_ONCE])
-            assert streams_met(servers["a"]) == met, "it gets no others"
+    async with (
+        fleet("a", "b", tiny=folder, verifier={"dtype": "float32"}) as found,
+        found.client(tmp_path, drafter="ngram") as client,
+    ):
+        failing, sound = found.verifiers.values()
+        break_target(failing, after_steps)
+        answers = await ask_all(client, asked)
+        assert [text for text, _ in answers] == [question.text for question in asked]
+        resumed = sum(resumes > 0 for _, resumes in answers)
+        assert 0 < resumed < TEXTS, "those that met it before the coordinator looked again"
+        assert (failing.status().state, sound.status().state) == ("down", "ready")
+        control = CoordinatorClient(found.address)
+        states = {v.name: v.state for v in (await control.status()).verifiers}
+        await control.close()
+        assert states["a"] != "ready"
+        assert states["b"] == "ready"
+        met = streams_met(failing)
+        assert met > 0, "or nothing is counted"
+        await ask_all(client, asked[:AT_ONCE])
+        assert streams_met(failing) == met, "it gets no others"

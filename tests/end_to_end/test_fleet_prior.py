@@ -8,18 +8,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from fleets import fleet
 
-from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.edge import Client, EdgeConfig
 from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto import codec
 from outrider.proto.types import DrafterHits, Patience
 
-SECRET = b"a secret of the two of them"
 CODE = """    def __init__(self, zanzibar):
         self.zanzibar = zanzibar
         self.count = len(zanzibar) + 1
@@ -30,9 +25,8 @@ PROSE = "The zanzibar merchant had hardly closed his shutters before the rain ca
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path: Path, monkeypatch) -> None:
+async def test_one_edges_texts_are_another_edges_prior(tmp_path: Path, monkeypatch) -> None:
     said: defaultdict[str, list[bytes]] = defaultdict(list)
-    tokenizer_json = tokenizer_file.read_text()
     right = CoordinatorClient._call
 
     async def call(self, method, request, decode):
@@ -41,20 +35,9 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
 
     monkeypatch.setattr(CoordinatorClient, "_call", call)
 
-    async def main() -> None:
-        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
-        coordinator = CoordinatorServer(
-            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,))
-        )
-        config = EdgeConfig(
-            coordinator=await coordinator.start(),
-            cache=tmp_path,
-            drafter="general",
-            window=4,
-            patience=Patience(math.inf, 3),  # else a busy machine's drafts may all come too late
-        )
-        async with Client(config) as first:
+    patient = {"drafter": "general", "window": 4, "patience": Patience(math.inf, 3)}  # however busy the machine is
+    async with fleet("verifier") as found:
+        async with found.client(tmp_path, **patient) as first:
             assert first.drafter is not None
             drafter = (first.drafter.name, first.drafter.version)
             alone = [(await first.complete(prompt, max_tokens=24)).ids for prompt in (CODE, PROSE)]
@@ -66,7 +49,7 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
         assert reported == counted
         assert 0 < reported.draft_s < 1
         assert reported.compared >= MIN_COMPARED
-        control = CoordinatorClient(config.coordinator)
+        control = CoordinatorClient(found.address)
         while len((status := await control.status()).recent) < 4:  # noqa: ASYNC110 - reports come beside the texts
             await asyncio.sleep(0.05)
         cells = status.acceptance
@@ -77,7 +60,7 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
             hits.compared for report in map(codec.decode_report, said["ReportSession"]) for hits in report.drafter_hits
         )
         assert sum(cell.prior.trials for cell in cells) == pytest.approx(compared, rel=0.02)
-        async with Client(config) as second:
+        async with found.client(tmp_path, **patient) as second:
             ready = second.ready
             assert ready is not None
             any_text = ready.route.prior(TextFeatures(PromptClass.CODE, 1))
@@ -87,10 +70,7 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
             assert priors[0] != priors[1] != any_text, "each of its texts asked for texts of its kind"
             assert all(drafter in prior for prior in priors)
         await control.close()
-        await coordinator.stop()
-        await verifier.stop(0)
 
-    asyncio.run(main())
     every = [request for requests in said.values() for request in requests]
     assert not any(b"zanzibar" in request for request in every), "no text leaves the edge"
     assert max(map(len, every)) < 400

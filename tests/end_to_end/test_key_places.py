@@ -3,96 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fleets import Fleet, fleet, until
 
-from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.drafters.packages import FAMILY
-from outrider.edge import Client, EdgeConfig
+from outrider.edge import Client
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
 from outrider.proto.errors import ResourceExhausted, Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.testing import write_keys
 from outrider.proto.types import LeaseRequest, SessionReport
 
-SECRET = b"a secret of the three of them"
 PROMPT = "def main(argv):\n"
 LONG: dict[str, Any] = {"max_tokens": 1200, "ignore_eos": True}
 
 
 @dataclass
 class Cluster:
-    """Two verifiers and a coordinator, whose key alice has a limit.
+    """Two verifiers and a coordinator, whose key alice has a limit."""
 
-    Attributes:
-        security: alice's.
-    """
-
-    coordinator: CoordinatorServer
-    verifiers: tuple[VerifierServer, ...]
+    fleet: Fleet
     keys: Path
-    address: str
     folder: Path
-    security: Security
 
     def write_keys(self, max_sessions: int | None, *, name: str = "alice") -> None:
-        self.keys.write_text(Key(name, secret_sha256(f"{name}s"), max_sessions=max_sessions).toml())
-        self.keys.chmod(0o600)
+        write_keys(self.keys, Key(name, secret_sha256(f"{name}s"), max_sessions=max_sessions))
+
+    @property
+    def service(self) -> Any:
+        return self.fleet.coordinator.service
 
     def client(self) -> Client:
-        config = EdgeConfig(coordinator=self.address, cache=self.folder, drafter="none", api_key="alices")
-        return Client(config)
+        return self.fleet.client(self.folder, api_key="alices")
 
     def texts(self) -> int:
-        return sum(len(texts) for v in self.verifiers for texts in v.texts_of_keys.values())
+        return sum(len(texts) for v in self.fleet.verifiers.values() for texts in v.texts_of_keys.values())
 
 
 @asynccontextmanager
-async def cluster(tokenizer_file: Path, folder: Path, max_sessions: int | None) -> AsyncIterator[Cluster]:
+async def cluster(folder: Path, max_sessions: int | None) -> AsyncIterator[Cluster]:
+    keys = folder / "keys.toml"
+    write_keys(keys, Key("alice", secret_sha256("alices"), max_sessions=max_sessions))
     # Slow enough for a text to go on while the coordinator looks at it twice.
-    config = {"threads": 1, "min_step_s": 0.02}
-    tokenizer = await asyncio.to_thread(tokenizer_file.read_text, encoding="utf-8")
-    verifiers = tuple(VerifierServer(VerifierConfig(name=name, **config), lease_secret=SECRET) for name in "ab")
-    try:
-        addresses = [await verifier.start() for verifier in verifiers]
-        fixed = tuple(
-            StaticVerifier(name, address, "reference", tokenizer) for name, address in zip("ab", addresses, strict=True)
-        )
-        made = Cluster(None, verifiers, folder / "keys.toml", "", folder, Security(api_key="alices"))  # type: ignore[arg-type]
-        made.write_keys(max_sessions)
-        made.coordinator = CoordinatorServer(
-            CoordinatorConfig(
-                lease_secret=SECRET,
-                listen="127.0.0.1:0",
-                verifiers=fixed,
-                drafters=(FAMILY,),
-                api_keys=made.keys,
-                poll_s=0.1,
-            )
-        )
-        made.address = await made.coordinator.start()
-        yield made
-        await made.coordinator.stop(0)
-    finally:
-        for verifier in verifiers:
-            await verifier.stop(0)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    while not holds():  # noqa: ASYNC110 - the condition has no event
-        await asyncio.sleep(0.01)
-
-
-def run(scenario: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 300))
+    async with fleet("a", "b", verifier={"min_step_s": 0.02}, api_keys=keys, poll_s=0.1) as found:
+        yield Cluster(found, keys, folder)
 
 
 async def take(events: AsyncGenerator[Any], into: list[int]) -> None:
@@ -100,105 +60,92 @@ async def take(events: AsyncGenerator[Any], into: list[int]) -> None:
         into += getattr(event, "ids", ())
 
 
-def test_a_text_counts_at_every_verifier_though_its_edge_says_that_it_has_ended(tokenizer_file, tmp_path) -> None:
-    async def scenario() -> None:
-        async with cluster(tokenizer_file, tmp_path, max_sessions=1) as made, made.client() as client:
-            control = CoordinatorClient(made.address, security=made.security)
-            running = client.generate(PROMPT, **LONG)
-            await anext(running)
-            (decoding,) = client._decodings
-            await control.report(SessionReport(session=decoding.session, model="reference", verifier="a"))
-            request = LeaseRequest(model="reference", session="another", avoid=("a",))
-            admission = made.coordinator.service.admission  # type: ignore[union-attr]
-            await until(lambda: admission.running() == {"alice": 1})
-            with pytest.raises(ResourceExhausted, match="1 sessions running"):
-                await control.open_lease(request)
-            await running.aclose()
-            await until(lambda: admission.running() == {})
-            assert (await control.open_lease(request)).verifier == "b"
-            await control.close()
-
-    run(scenario)
+async def test_a_text_counts_at_every_verifier_though_its_edge_says_that_it_has_ended(tmp_path) -> None:
+    async with cluster(tmp_path, max_sessions=1) as made, made.client() as client:
+        control = CoordinatorClient(made.fleet.address, security=Security(api_key="alices"))
+        running = client.generate(PROMPT, **LONG)
+        await anext(running)
+        (decoding,) = client._decodings
+        await control.report(SessionReport(session=decoding.session, model="reference", verifier="a"))
+        request = LeaseRequest(model="reference", session="another", avoid=("a",))
+        admission = made.service.admission
+        await until(lambda: admission.running() == {"alice": 1})
+        with pytest.raises(ResourceExhausted, match="1 sessions running"):
+            await control.open_lease(request)
+        await running.aclose()
+        await until(lambda: admission.running() == {})
+        assert (await control.open_lease(request)).verifier == "b"
+        await control.close()
 
 
-def test_kept_conversations_at_two_verifiers_have_one_limit_and_lose_no_text(tokenizer_file, tmp_path) -> None:
-    async def scenario() -> None:
-        async with (
-            cluster(tokenizer_file, tmp_path, max_sessions=2) as made,
-            made.client() as client,
-            client.conversation(**LONG) as one,
-            client.conversation(**LONG) as other,
-        ):
-            first = [talk.say(PROMPT) for talk in (one, other)]
-            for turn in first:
-                await anext(turn)
-            assert {talk._decoding.machine.verifier for talk in (one, other)} == {"a", "b"}  # type: ignore[union-attr]
-            for turn in first:
-                await turn.aclose()  # the verifiers keep both
-            await until(lambda: made.texts() == 0)
-            made.write_keys(max_sessions=1)
+async def test_kept_conversations_at_two_verifiers_have_one_limit_and_lose_no_text(tmp_path) -> None:
+    async with (
+        cluster(tmp_path, max_sessions=2) as made,
+        made.client() as client,
+        client.conversation(**LONG) as one,
+        client.conversation(**LONG) as other,
+    ):
+        first = [talk.say(PROMPT) for talk in (one, other)]
+        for turn in first:
+            await anext(turn)
+        assert {talk._decoding.machine.verifier for talk in (one, other)} == {"a", "b"}  # type: ignore[union-attr]
+        for turn in first:
+            await turn.aclose()  # the verifiers keep both
+        await until(lambda: made.texts() == 0)
+        made.write_keys(max_sessions=1)
 
-            before = [talk.transcript.tokens for talk in (one, other)]
-            tokens: list[list[int]] = [[], []]
-            turns = [
-                asyncio.create_task(take(talk.say("\n# more\n"), into))
-                for talk, into in zip((one, other), tokens, strict=True)
-            ]
-            await until(lambda: made.texts() == 2)
-            await until(lambda: made.texts() == 1 or any(turn.done() for turn in turns))
-            assert not any(turn.done() for turn in turns), "both went on to their end"
+        before = [talk.transcript.tokens for talk in (one, other)]
+        tokens: list[list[int]] = [[], []]
+        turns = [
+            asyncio.create_task(take(talk.say("\n# more\n"), into))
+            for talk, into in zip((one, other), tokens, strict=True)
+        ]
+        await until(lambda: made.texts() == 2)
+        await until(lambda: made.texts() == 1 or any(turn.done() for turn in turns))
+        assert not any(turn.done() for turn in turns), "both went on to their end"
 
-            # Once the one that stayed is left, the other goes on.
-            going = [len(text) for text in tokens]
-            await until(lambda: any(len(text) > had + 10 for text, had in zip(tokens, going, strict=True)))
-            stayed = max((0, 1), key=lambda i: len(tokens[i]) - going[i])
-            waited, had = 1 - stayed, len(tokens[1 - stayed])
-            turns[stayed].cancel()
-            await until(lambda: len(tokens[waited]) > had + 10)
-            turns[waited].cancel()
-            await asyncio.wait(turns)
-            for start, text, talk in zip(before, tokens, (one, other), strict=True):
-                prompt = talk.transcript.tokens[: len(talk.transcript.tokens) - len(text)]
-                assert prompt[: len(start)] == start
-                oracle = await client.complete(prompt, max_tokens=len(text), ignore_eos=True)
-                assert list(oracle.ids) == text, "nothing is lost, repeated or changed"
-
-    run(scenario)
+        # Once the one that stayed is left, the other goes on.
+        going = [len(text) for text in tokens]
+        await until(lambda: any(len(text) > had + 10 for text, had in zip(tokens, going, strict=True)))
+        stayed = max((0, 1), key=lambda i: len(tokens[i]) - going[i])
+        waited, had = 1 - stayed, len(tokens[1 - stayed])
+        turns[stayed].cancel()
+        await until(lambda: len(tokens[waited]) > had + 10)
+        turns[waited].cancel()
+        await asyncio.wait(turns)
+        for start, text, talk in zip(before, tokens, (one, other), strict=True):
+            prompt = talk.transcript.tokens[: len(talk.transcript.tokens) - len(text)]
+            assert prompt[: len(start)] == start
+            oracle = await client.complete(prompt, max_tokens=len(text), ignore_eos=True)
+            assert list(oracle.ids) == text, "nothing is lost, repeated or changed"
 
 
-def test_a_revoked_keys_text_ends_at_its_verifier_long_before_its_lease(tokenizer_file, tmp_path) -> None:
-    async def scenario() -> None:
-        async with cluster(tokenizer_file, tmp_path, max_sessions=None) as made, made.client() as client:
-            tokens: list[int] = []
-            running = client.generate(PROMPT, **LONG)
-            tokens += (await anext(running)).ids
-            await until(lambda: made.coordinator.service.verifiers[0].texts_of_keys)  # type: ignore[union-attr]
-            made.write_keys(None, name="bob")
-            with pytest.raises(Unauthenticated, match="not known"):
-                await take(running, tokens)
-            assert 0 < len(tokens) < LONG["max_tokens"]
-            await until(lambda: made.texts() == 0)
-            made.write_keys(None)
-            assert list((await client.complete(PROMPT, **LONG | {"max_tokens": len(tokens)})).ids) == tokens
-
-    run(scenario)
+async def test_a_revoked_keys_text_ends_at_its_verifier_long_before_its_lease(tmp_path) -> None:
+    async with cluster(tmp_path, max_sessions=None) as made, made.client() as client:
+        tokens: list[int] = []
+        running = client.generate(PROMPT, **LONG)
+        tokens += (await anext(running)).ids
+        await until(lambda: made.service.verifiers[0].texts_of_keys)
+        made.write_keys(None, name="bob")
+        with pytest.raises(Unauthenticated, match="not known"):
+            await take(running, tokens)
+        assert 0 < len(tokens) < LONG["max_tokens"]
+        await until(lambda: made.texts() == 0)
+        made.write_keys(None)
+        assert list((await client.complete(PROMPT, **LONG | {"max_tokens": len(tokens)})).ids) == tokens
 
 
-def test_a_coordinator_without_ray_knows_how_many_sessions_its_verifiers_have(tokenizer_file, tmp_path) -> None:
-    async def scenario() -> None:
-        async with cluster(tokenizer_file, tmp_path, max_sessions=None) as made, made.client() as client:
-            service = made.coordinator.service
-            assert service is not None
-            running = [client.generate(PROMPT, **LONG) for _ in range(3)]
-            for text in running:
-                await anext(text)
-            await until(lambda: sum(v.sessions for v in service.verifiers) == 3)
-            assert {v.sessions for v in service.verifiers} == {1, 2}
-            expected = [(v.rules.name, 32, v.incarnation) for v in made.verifiers]
-            assert [(v.name, v.max_sessions, v.incarnation) for v in service.verifiers] == expected
-            assert all(v.step_s > 0 and v.kv_pages > 0 for v in service.verifiers)
-            for text in running:
-                await text.aclose()
-            await until(lambda: sum(v.sessions for v in service.verifiers) == 0)
-
-    run(scenario)
+async def test_a_coordinator_without_ray_knows_how_many_sessions_its_verifiers_have(tmp_path) -> None:
+    async with cluster(tmp_path, max_sessions=None) as made, made.client() as client:
+        service = made.service
+        running = [client.generate(PROMPT, **LONG) for _ in range(3)]
+        for text in running:
+            await anext(text)
+        await until(lambda: sum(v.sessions for v in service.verifiers) == 3)
+        assert {v.sessions for v in service.verifiers} == {1, 2}
+        expected = [(v.rules.name, 32, v.incarnation) for v in made.fleet.verifiers.values()]
+        assert [(v.name, v.max_sessions, v.incarnation) for v in service.verifiers] == expected
+        assert all(v.step_s > 0 and v.kv_pages > 0 for v in service.verifiers)
+        for text in running:
+            await text.aclose()
+        await until(lambda: sum(v.sessions for v in service.verifiers) == 0)
