@@ -28,7 +28,7 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.proto.address import split_address
-from outrider.proto.plumbing import connections, health
+from outrider.proto.plumbing import connections
 
 torch.set_num_threads(1)
 
@@ -51,9 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_target(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["coordinator", "verifier"])
+BOTH = pytest.mark.parametrize("server", ["coordinator", "verifier"], indirect=True)
+
+
+@pytest.fixture
 def server(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """Make a server of either kind, whose connections are looked at often and are not too slow for anything."""
+    """Make a coordinator, or a server of a kind, whose connections are looked at often and not too slow for anything.
+
+    What watches connections and calls is one code: that both have it, tests marked `BOTH` show.
+    """
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", MOST)
     monkeypatch.setattr(connections, "LOOK_S", 0.05)
     for name in ("HANDSHAKE_S", "FIRST_CALL_S", "IDLE_S"):
@@ -61,7 +67,7 @@ def server(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
 
     def make(**options: Any) -> Any:
         listen = "127.0.0.1:0"
-        if request.param == "coordinator":
+        if getattr(request, "param", "coordinator") == "coordinator":
             config = CoordinatorConfig(listen=listen, lease_secret=SECRET, **options)
             return CoordinatorServer(config, ScriptedCluster(ready("a")))
         return VerifierServer(VerifierConfig(target=str(folder), listen=listen, threads=1, **options), SECRET)
@@ -69,17 +75,13 @@ def server(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.Mon
     return make
 
 
-def run(server: Any, scenario: Callable[[str], Any]) -> None:
-    """Run a scenario with the address of a server, for two minutes at most."""
-
-    async def whole() -> None:
-        address = await server.start()
-        try:
-            await scenario(address)
-        finally:
-            await server.stop(0.1)
-
-    asyncio.run(asyncio.wait_for(whole(), 120))
+@asynccontextmanager
+async def started(server: Any) -> AsyncIterator[str]:
+    """Start a server, and yield its address."""
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0.1)
 
 
 @asynccontextmanager
@@ -160,125 +162,106 @@ def is_up(channel: grpc.aio.Channel) -> bool:
     return channel.get_state() is grpc.ChannelConnectivity.READY
 
 
-def test_silent_connections_beyond_the_limit_are_closed_at_once_and_the_others_soon(
+@BOTH
+async def test_silent_connections_beyond_the_limit_are_closed_at_once_and_the_others_soon(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HANDSHAKE_S", 3.0)
-
-    async def scenario(address: str) -> None:
-        async with client(address) as used:
-            opened = await connect(address, 3 * MOST)
-            waiting = await until_ended(opened, 2 * MOST + 1)
-            await call(used)
-            await asyncio.gather(*waiting)
-            async with client(address):  # the places of the others are free again
-                pass
-
-    run(server(connections_per_address=0), scenario)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 1.0)
+    async with started(server(connections_per_address=0)) as address, client(address) as used:
+        opened = await connect(address, 3 * MOST)
+        waiting = await until_ended(opened, 2 * MOST + 1)
+        await call(used)
+        await asyncio.gather(*waiting)
+        async with client(address):  # the places of the others are free again
+            pass
 
 
-def test_a_connection_without_a_call_is_closed_and_made_again_for_the_next(
+async def test_a_connection_without_a_call_is_closed_and_made_again_for_the_next(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "IDLE_S", 0.5)
-
-    async def scenario(address: str) -> None:
-        async with client(address) as channel:
-            while is_up(channel):  # noqa: ASYNC110 - gRPC has no event for it
-                await asyncio.sleep(0.05)
-            running = await watch(channel)
-            await asyncio.sleep(1.5)
-            assert is_up(channel), "a call keeps it"
-            running.cancel()
-            await call(channel)
-
-    run(server(), scenario)
+    monkeypatch.setattr(connections, "IDLE_S", 0.2)
+    async with started(server()) as address, client(address) as channel:
+        while is_up(channel):  # noqa: ASYNC110 - gRPC has no event for it
+            await asyncio.sleep(0.05)
+        running = await watch(channel)
+        await asyncio.sleep(0.6)
+        assert is_up(channel), "a call keeps it"
+        running.cancel()
+        await call(channel)
 
 
 @pytest.mark.parametrize("said", [b"", HELLO], ids=["silent", "hello"])
-def test_one_address_has_a_part_of_all_connections(server: Server, said: bytes) -> None:
-    async def scenario(address: str) -> None:
-        async with client(address) as used:
-            running = await watch(used)
-            for _ in range(3):
-                opened = await connect(address, MOST - OF_ADDRESS, said=said)
-                assert len(await until_ended(opened, MOST - 2 * OF_ADDRESS)) <= OF_ADDRESS
-                async with client(address):
-                    pass
-            assert is_up(used)
-            assert not running.done()
-
-    run(server(), scenario)
+async def test_one_address_has_a_part_of_all_connections(server: Server, said: bytes) -> None:
+    async with started(server()) as address, client(address) as used:
+        running = await watch(used)
+        for _ in range(3):
+            opened = await connect(address, MOST - OF_ADDRESS, said=said)
+            assert len(await until_ended(opened, MOST - 2 * OF_ADDRESS)) <= OF_ADDRESS
+            async with client(address):
+                pass
+        assert is_up(used)
+        assert not running.done()
 
 
-def test_a_connection_that_says_hello_and_nothing_else_is_closed_soon(
+async def test_a_connection_that_says_hello_and_nothing_else_is_closed_soon(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "FIRST_CALL_S", 0.2)
-
-    async def scenario(address: str) -> None:
-        async with client(address) as used, client(address) as busy:
-            running = await watch(busy)
-            await until_ended(await connect(address, OF_ADDRESS, said=HELLO), OF_ADDRESS)
-            assert is_up(used)
-            assert is_up(busy)
-            assert not running.done()
-
-    run(server(), scenario)
+    async with started(server()) as address, client(address) as used, client(address) as busy:
+        running = await watch(busy)
+        await until_ended(await connect(address, OF_ADDRESS, said=HELLO), OF_ADDRESS)
+        assert is_up(used)
+        assert is_up(busy)
+        assert not running.done()
 
 
-def test_a_client_may_connect_ahead_beside_a_connection_that_it_uses(
+async def test_a_client_may_connect_ahead_beside_a_connection_that_it_uses(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "FIRST_CALL_S", 0.2)
-
-    async def scenario(address: str) -> None:
-        async with client(address) as used:
-            opened = await connect(address, 3, "127.0.0.1", HELLO)  # kept, or else this end closes them
-            [ahead] = await until_ended(opened, 2)
-            await until_ended(await connect(address, 1, said=HELLO), 1)
-            assert is_up(used)
-            assert not ahead.done()
-            ahead.cancel()
-
-    run(server(), scenario)
+    async with started(server()) as address, client(address) as used:
+        opened = await connect(address, 3, "127.0.0.1", HELLO)  # kept, or else this end closes them
+        [ahead] = await until_ended(opened, 2)
+        await until_ended(await connect(address, 1, said=HELLO), 1)
+        assert is_up(used)
+        assert not ahead.done()
+        ahead.cancel()
 
 
-def test_no_connection_is_closed_while_a_call_runs_on_it(server: Server) -> None:
-    async def scenario(address: str) -> None:
-        async with client(address) as first, client(address) as second, client(address) as third:
-            running = []
-            for channel in (first, second):
-                while True:  # a connection is one too many until its call runs
-                    try:
-                        running.append(await watch(channel))
-                        break
-                    except grpc.aio.AioRpcError:
-                        await asyncio.sleep(0.05)
-            for _ in range(3):
-                await until_ended(await connect(address, 2, "127.0.0.1", HELLO), 2)
-            while is_up(third):  # noqa: ASYNC110 - gRPC has no event for it
-                await asyncio.sleep(0.05)
-            assert is_up(first)
-            assert is_up(second)
-            assert not any(each.done() for each in running)
+@BOTH
+async def test_no_connection_is_closed_while_a_call_runs_on_it(server: Server) -> None:
+    async with (
+        started(server(connections_per_address=1)) as address,
+        client(address) as first,
+        client(address) as second,
+        client(address) as third,
+    ):
+        running = []
+        for channel in (first, second):
+            while True:  # a connection is one too many until its call runs
+                try:
+                    running.append(await watch(channel))
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.05)
+        for _ in range(3):
+            await until_ended(await connect(address, 2, "127.0.0.1", HELLO), 2)
+        while is_up(third):  # noqa: ASYNC110 - gRPC has no event for it
+            await asyncio.sleep(0.05)
+        assert is_up(first)
+        assert is_up(second)
+        assert not any(each.done() for each in running)
 
-    run(server(connections_per_address=1), scenario)
 
-
-def test_a_limit_of_0_is_none(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_limit_of_0_is_none(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "FIRST_CALL_S", 0.2)
-
-    async def scenario(address: str) -> None:
-        async with contextlib.AsyncExitStack() as clients:
-            used = [await clients.enter_async_context(client(address)) for _ in range(2 * OF_ADDRESS)]
-            await until_ended(await connect(address, 1, said=HELLO), 1)
-            assert all(map(is_up, used))
-
-    run(server(connections_per_address=0), scenario)
+    async with started(server(connections_per_address=0)) as address, contextlib.AsyncExitStack() as clients:
+        used = [await clients.enter_async_context(client(address)) for _ in range(2 * OF_ADDRESS)]
+        await until_ended(await connect(address, 1, said=HELLO), 1)
+        assert all(map(is_up, used))
 
 
-def test_a_connection_that_cannot_be_looked_at_once_is_looked_at_again(
+async def test_a_connection_that_cannot_be_looked_at_once_is_looked_at_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "FIRST_CALL_S", 0.2)
@@ -292,17 +275,15 @@ def test_a_connection_that_cannot_be_looked_at_once_is_looked_at_again(
         return look(descriptor, port, now_s)
 
     monkeypatch.setattr(connections, "_connection", without_descriptors)
-
-    async def scenario(address: str) -> None:
+    async with started(server()) as address:
         opened = await connect(address, OF_ADDRESS, said=HELLO)
         await until_ended(opened, OF_ADDRESS)
 
-    run(server(), scenario)
 
-
+@BOTH
 @pytest.mark.parametrize("client_takes", ["no answers", "time for messages"])
 @pytest.mark.parametrize("method", [CHECK, WATCH])
-def test_an_address_cannot_have_all_calls(
+async def test_an_address_cannot_have_all_calls(
     server: Server, client_takes: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CALLS_OF_ADDRESS", MOST_CALLS)
@@ -315,41 +296,34 @@ def test_an_address_cannot_have_all_calls(
     for stream in streams:
         message = frame(DATA, END_STREAM, stream, bytes(5)) if client_takes == "no answers" else b""
         said += headers_of_call(stream, method) + message
-
-    async def scenario(address: str) -> None:
-        async with client(address) as used:
-            [(reader, writer)] = await connect(address, 1, said=said)
-            refused = 0
-            async for kind, flags, _, _ in frames(reader):
-                refused += kind == HEADERS and flags & END_STREAM
-                if refused == len(streams) - MOST_CALLS:
-                    break
-            await call(used)
-            writer.close()
-
-    run(server(), scenario)
+    async with started(server()) as address, client(address) as used:
+        [(reader, writer)] = await connect(address, 1, said=said)
+        refused = 0
+        async for kind, flags, _, _ in frames(reader):
+            refused += kind == HEADERS and flags & END_STREAM
+            if refused == len(streams) - MOST_CALLS:
+                break
+        await call(used)
+        writer.close()
 
 
-def test_a_call_without_a_message_ends_soon_and_gives_its_place_back(
+@BOTH
+async def test_a_call_without_a_message_ends_soon_and_gives_its_place_back(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CALLS_OF_ADDRESS", 1)
     monkeypatch.setattr(connections, "MESSAGE_S", 0.1)
-
-    async def scenario(address: str) -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
-            for method in (CHECK, WATCH):
-                assert await code_of(channel, method, None) is grpc.StatusCode.UNAVAILABLE
-            monkeypatch.setattr(connections, "MESSAGE_S", 600.0)
-            for method in (CHECK, WATCH):
-                cancelled = channel.stream_stream(method)()
-                await cancelled.wait_for_connection()
-                cancelled.cancel()
-                late = channel.stream_stream(method)(timeout=0.1)
-                assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            await until_calls_are_over(channel)
-
-    run(server(), scenario)
+    async with started(server()) as address, grpc.aio.insecure_channel(address) as channel:
+        for method in (CHECK, WATCH):
+            assert await code_of(channel, method, None) is grpc.StatusCode.UNAVAILABLE
+        monkeypatch.setattr(connections, "MESSAGE_S", 600.0)
+        for method in (CHECK, WATCH):
+            cancelled = channel.stream_stream(method)()
+            await cancelled.wait_for_connection()
+            cancelled.cancel()
+            late = channel.stream_stream(method)(timeout=0.1)
+            assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until_calls_are_over(channel)
 
 
 async def until_calls_are_over(channel: grpc.aio.Channel) -> None:
@@ -358,8 +332,9 @@ async def until_calls_are_over(channel: grpc.aio.Channel) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_call_has_one_message_which_may_be_compressed(server: Server, caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(address: str) -> None:
+@BOTH
+async def test_a_call_has_one_message_which_may_be_compressed(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    async with started(server()) as address:
         async with grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
             assert await code_of(channel, CHECK, [b"\x0a\0" * 1000]) is grpc.StatusCode.OK
             assert await code_of(channel, CHECK, [b"", b"", b""]) is grpc.StatusCode.OK, "the first one counts"
@@ -370,64 +345,53 @@ def test_a_call_has_one_message_which_may_be_compressed(server: Server, caplog: 
                 assert too_long is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
-    run(server(), scenario)
 
-
-def test_many_calls_at_once_on_a_connection_are_all_answered(server: Server) -> None:
+async def test_many_calls_at_once_on_a_connection_are_all_answered(server: Server) -> None:
     assert connections.MAX_CALLS_OF_ADDRESS > coordinator_server.MAX_STREAMS_OF_CONNECTION
-
-    async def scenario(address: str) -> None:
-        async with client(address) as channel:
-            check = channel.unary_unary(CHECK)
-            await asyncio.gather(*(check(b"") for _ in range(900)))
-
-    run(server(), scenario)
+    async with started(server()) as address, client(address) as channel:
+        check = channel.unary_unary(CHECK)
+        await asyncio.gather(*(check(b"") for _ in range(900)))
 
 
-def test_watchers_of_health_are_few_and_checks_are_always_answered(
+@BOTH
+async def test_watchers_of_health_are_few_and_checks_are_always_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "MAX_WATCHERS", 2)
-
-    async def scenario(address: str) -> None:
-        async with client(address) as channel:
-            running = [await watch(channel) for _ in range(2)]
-            assert await code_of(channel, WATCH, [b""]) is grpc.StatusCode.RESOURCE_EXHAUSTED
-            await call(channel)
-            assert not any(each.done() for each in running)
-
-    run(server(), scenario)
+    monkeypatch.setattr(connections, "MAX_WATCHERS", 2)
+    async with started(server()) as address, client(address) as channel:
+        running = [await watch(channel) for _ in range(2)]
+        assert await code_of(channel, WATCH, [b""]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await call(channel)
+        assert not any(each.done() for each in running)
 
 
-def test_a_watcher_of_health_that_takes_no_answer_holds_nothing_up(
+async def test_a_watcher_of_health_that_takes_no_answer_holds_nothing_up(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watches, written = health.BoundedHealth.Watch, asyncio.Event()
+    watches, written = connections.BoundedHealth.Watch, asyncio.Event()
 
     async def noted(self: Any, request: Any, context: Any) -> None:
         asyncio.get_running_loop().call_later(0.2, written.set)  # when it waits for the client to take its answer
         await watches(self, request, context)
 
-    monkeypatch.setattr(health.BoundedHealth, "Watch", noted)
+    monkeypatch.setattr(connections.BoundedHealth, "Watch", noted)
     said = HELLO[:-9] + frame(SETTINGS, body=WINDOW.to_bytes(2, "big") + bytes(4))
     said += headers_of_call(1, WATCH) + frame(DATA, END_STREAM, 1, bytes(5))
 
-    async def whole() -> None:
-        stopped = server()
-        address = await stopped.start()
-        [(_, writer)] = await connect(address, 1, said=said)
-        await written.wait()
-        await asyncio.wait_for(stopped.stop(0.1), 60)
-        writer.close()
-
-    asyncio.run(asyncio.wait_for(whole(), 120))
+    stopped = server()
+    address = await stopped.start()
+    [(_, writer)] = await connect(address, 1, said=said)
+    await written.wait()
+    await asyncio.wait_for(stopped.stop(0.1), 60)
+    writer.close()
 
 
 @pytest.mark.parametrize(("sessions", "streams"), [(1, 1024), (1000, 4000)])
-def test_a_connection_to_a_verifier_has_streams_for_a_relay_of_all_its_sessions(
+async def test_a_connection_to_a_verifier_has_streams_for_a_relay_of_all_its_sessions(
     sessions: int, streams: int, folder: Path
 ) -> None:
-    async def scenario(address: str) -> None:
+    config = VerifierConfig(target=str(folder), listen="127.0.0.1:0", threads=1, max_sessions=sessions)
+    async with started(VerifierServer(config, SECRET)) as address:
         [(reader, writer)] = await connect(address, 1, said=HELLO)
         async for kind, _, _, body in frames(reader):
             if kind == SETTINGS:
@@ -435,9 +399,6 @@ def test_a_connection_to_a_verifier_has_streams_for_a_relay_of_all_its_sessions(
                 assert MAX_STREAMS.to_bytes(2) + streams.to_bytes(4) in settings
                 break
         writer.close()
-
-    config = VerifierConfig(target=str(folder), listen="127.0.0.1:0", threads=1, max_sessions=sessions)
-    run(VerifierServer(config, SECRET), scenario)
 
 
 def test_connections_are_looked_at_when_no_descriptor_is_left() -> None:
