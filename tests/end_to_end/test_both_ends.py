@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.own_drafter import load_own_drafter
@@ -74,24 +72,21 @@ OWN: dict[str, Callable[[Any], OwnDrafter]] = {
 }
 
 
-async def texts(client: Any, prompts: Sequence[Any], sampling: Sampling) -> list[tuple[int, ...]]:
-    return [(await client.complete(prompt.text, sampling)).ids for prompt in prompts]
-
-
-@pytest.mark.parametrize("own", OWN)
-async def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, own) -> None:
+async def test_no_drafter_beside_the_target_changes_a_text(serving, edge, prompts, drafting) -> None:
     """Not one of its session's, for which it always drafts, and not one of an edge that drafts itself."""
 
-    chosen = prompts(1)[:1]
-    async with drafting(OWN[own]) as (address, served):
-        async with edge(address, drafter="none", drafts_here=0) as client:
-            expected = [await texts(client, chosen, sampling) for sampling in WAYS.values()]
-        assert served.status().verified_here == 0
-        async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
-            assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
-        assert served.status().verified_here > 0 or own in NEVER_VERIFIED
-        async with edge(address, drafter="general") as client:
-            assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
+    async def texts(client: Any) -> list[tuple[int, ...]]:
+        return [(await client.complete(prompts(1)[0].text, sampling)).ids for sampling in WAYS.values()]
+
+    async with serving() as address, edge(address, drafter="none", drafts_here=0) as client:
+        expected = await texts(client)
+    for name, own in OWN.items():
+        async with drafting(own) as (address, served):
+            async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
+                assert await texts(client) == expected, name
+            assert served.status().verified_here > 0 or name in NEVER_VERIFIED
+            async with edge(address, drafter="general") as client:
+                assert await texts(client) == expected, name
 
 
 async def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts, drafting) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from outrider.proto.types import CloudFrame, Commit, Continue, DraftToken, EdgeF
 UNTIL_DRAFTED = Patience(math.inf, 4)
 QUICKLY = RetryRules(0.02, 0.1, 30.0)
 WAYS = {"greedy": Sampling(max_tokens=20), "sampled": Sampling(max_tokens=20, temperature=1.0, seed=20260)}
+LONG = Sampling(max_tokens=60, temperature=1.0, seed=9)
 TURNS = (" And then", "\nSo, as I said,", " which")
 
 
@@ -158,9 +160,8 @@ def test_a_verifiers_command_drafts_with_what_its_options_name(serving, edge, pr
     assert re.search("drafts beside its target with general@[0-9a-z]+ in 1 threads", verifier.errors)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting, way) -> None:
-    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=40, temperature=WAYS[way].temperature, seed=9)
+async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting) -> None:
+    prompt, sampling = prompts(1)[0].text, replace(LONG, max_tokens=40)
     async with (
         drafting(general, min_step_s=0.05) as (address, served),
         LinkProcess(to=address, shape=LinkShape.of(rtt_ms=500)) as link,
@@ -186,12 +187,10 @@ async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(
 # === failover ===================================================================================================
 
 
-@pytest.mark.parametrize("way", WAYS)
 async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
-    serving, edge, prompts, drafting, relay, way
+    serving, edge, prompts, drafting, relay
 ) -> None:
-    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=60, temperature=WAYS[way].temperature, seed=9)
-    frames, got = Frames(), []
+    prompt, frames, got = prompts(1)[0].text, Frames(), []
     async with (
         drafting(general, name="with", min_step_s=0.02) as (one, _),
         serving(name="without", min_step_s=0.02) as two,
@@ -206,7 +205,7 @@ async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
             retry=QUICKLY,
         ) as client,
     ):
-        async for event in client.generate(prompt, sampling, observer=frames):
+        async for event in client.generate(prompt, LONG, observer=frames):
             got += getattr(event, "ids", ())
             if len(got) > 6 and not first.cuts:
                 first.cut()
@@ -214,7 +213,7 @@ async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
                 second.cut()
             finished = event
         async with edge(two, drafter="none") as plain:
-            whole = await plain.complete(prompt, sampling)
+            whole = await plain.complete(prompt, LONG)
     assert tuple(got) == whole.ids
     assert finished.statistics.resumes == 2
     assert [opened.verifier for opened, _ in frames.streams] == ["with", "without", "with"]
@@ -326,21 +325,18 @@ class OtherVersion:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("way", WAYS)
-async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_text(
-    edge, prompts, drafting, way
-) -> None:
-    prompt, sampling = prompts(1)[1].text, Sampling(max_tokens=60, temperature=WAYS[way].temperature, seed=9)
+async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_text(edge, prompts, drafting) -> None:
+    prompt = prompts(1)[1].text
 
     def own(target: Any) -> OwnDrafter:
         return OwnDrafter(OtherVersion(load_own_drafter("code", target).drafter), target.vocab_size)
 
     async with drafting(own) as (address, _):
         async with edge(address, drafter="none", drafts_here=0) as client:
-            expected = await client.complete(prompt, sampling)
+            expected = await client.complete(prompt, LONG)
         frames = Frames()
         async with edge(address, drafter="general", drafts_here=6, patience=Patience(math.inf, 6)) as client:
-            found = await client.complete(prompt, sampling, observer=frames)
+            found = await client.complete(prompt, LONG, observer=frames)
     assert found.ids == expected.ids
     assert frames.streams[0][0].drafter_here == "general@0-older"
     statistics = found.statistics
@@ -349,10 +345,7 @@ async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_te
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(
-    edge, prompts, drafting, way
-) -> None:
+async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(edge, prompts, drafting) -> None:
     """The edge's drafter breaks in mid-text; what both propose is the edge's, since that comes first."""
     never = threading.Event()
 
@@ -360,7 +353,7 @@ async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_
         slow = Watched(general(target).drafter, lambda proposed: never.wait(0.015))
         return OwnDrafter(slow, target.vocab_size)
 
-    prompt, sampling = prompts(1)[0].text, Sampling(max_tokens=36, temperature=WAYS[way].temperature, seed=9)
+    prompt, sampling = prompts(1)[0].text, replace(LONG, max_tokens=36)
     async with drafting(own) as (address, _):
         async with edge(address, drafter="none", drafts_here=0) as client:
             expected = await client.complete(prompt, sampling)

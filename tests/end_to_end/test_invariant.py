@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -30,6 +31,7 @@ PROCESSED = Sampling(
     logit_bias=((265, 1.5),),
 )
 ALL_SAMPLING = {"greedy": GREEDY, "sampled": SAMPLED, "processed": PROCESSED}
+BOTH_WAYS = (GREEDY, SAMPLED)
 EOS = 1
 HELD_ON = replace(SAMPLED, min_tokens=14, logit_bias=((EOS, 11.0),))
 
@@ -49,44 +51,42 @@ async def texts(client: Any, prompts: list[Any], sampling: Sampling) -> list[tup
 
 @pytest.mark.parametrize("name", ALL_SAMPLING)
 async def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(serving, edge, prompts, name) -> None:
-    chosen, sampling = prompts(1), ALL_SAMPLING[name]
+    of_domains = {"greedy": slice(0, 2), "sampled": slice(2, 4), "processed": slice(1, 3)}
+    chosen, sampling = prompts(1)[of_domains[name]], ALL_SAMPLING[name]
     async with serving() as address:
         async with edge(address, drafter="none") as client:
             expected = await texts(client, chosen, sampling)
         for drafter in drafters().values():
             async with edge(address, drafter=drafter) as client:
                 assert await texts(client, chosen, sampling) == expected
-    assert len({len(text) for text in expected} | {0}) > 1
+    assert all(expected)
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts, sampling) -> None:
-    chosen = prompts(1)[:1]
+async def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts) -> None:
+    prompt = prompts(1)[0]
     patiences = [Patience(0.0), Patience(0.02, 4), Patience(math.inf, 3), None]
     async with serving() as address:
         async with edge(address, drafter="none") as client:
-            expected = await texts(client, chosen, sampling)
+            expected = {way: (await client.complete(prompt.text, way)).ids for way in BOTH_WAYS}
         steps = {}
-        for window in (1, 4, 64):
-            for patience in patiences:
-                async with edge(address, drafter="general", window=window, patience=patience) as client:
-                    completions = [await client.complete(p.text, sampling) for p in chosen]
-                assert [c.ids for c in completions] == expected
-                steps[window, patience] = sum(c.statistics.steps for c in completions)
+        for (i, window), (j, patience) in itertools.product(enumerate((1, 4, 64)), enumerate(patiences)):
+            way = BOTH_WAYS[(i + j) % 2]
+            async with edge(address, drafter="general", window=window, patience=patience) as client:
+                completion = await client.complete(prompt.text, way)
+            assert completion.ids == expected[way]
+            steps[window, patience] = completion.statistics.steps
     # The knobs do something, only not to the text; how many drafts come in time, a busy machine decides.
-    assert steps[64, patiences[2]] < len(expected[0])
+    assert steps[64, patiences[2]] < len(expected[GREEDY])
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(
-    serving, edge, prompts, sampling
-) -> None:
-    chosen, short = prompts(4), replace(sampling, max_tokens=12)
+async def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving, edge, prompts) -> None:
+    ways = itertools.cycle(replace(way, max_tokens=12) for way in BOTH_WAYS)
+    chosen = list(zip(prompts(4), ways, strict=False))
     async with serving() as address, edge(address, drafter="general") as client:
-        alone = await texts(client, chosen, short)
-        together = await asyncio.gather(*(client.complete(prompt.text, short) for prompt in chosen))
+        alone = [(await client.complete(prompt.text, way)).ids for prompt, way in chosen]
+        together = await asyncio.gather(*(client.complete(prompt.text, way) for prompt, way in chosen))
     assert [completion.ids for completion in together] == alone
     assert any(completion.statistics.accepted for completion in together)
 
@@ -111,7 +111,7 @@ async def test_a_text_held_on_by_min_tokens_is_the_same_with_drafts_and_ends_onl
 async def test_the_text_survives_streams_cut_at_random_points(serving, edge, relay, prompts, sampling) -> None:
     """Two verifiers behind relays; every few commits all streams break, and the edge goes on at the other one."""
 
-    chosen, dice = prompts(1)[:2], random.Random(5)
+    chosen, dice = prompts(1)[:1], random.Random(5)
     async with serving(name="a") as first, serving(name="b") as second:
         async with edge(first, drafter="none") as client:
             expected = await texts(client, chosen, sampling)
@@ -134,7 +134,7 @@ async def test_the_text_survives_streams_cut_at_random_points(serving, edge, rel
                                 two.cut()
                                 until_cut = dice.randint(1, 5)
                         assert tuple(got) == text
-    assert resumes >= 8
+    assert resumes >= 4
 
 
 def client_length(client: Any, prompt: Any) -> int:
@@ -175,14 +175,13 @@ async def test_other_seeds_give_other_texts(serving, edge, prompts) -> None:
 
 
 @pytest.mark.parametrize("exact", ["auto", "tiles"])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-async def test_bfloat16_keeps_its_bytes_too(serving, edge, prompts, sampling, exact) -> None:
-    chosen = prompts(1)[2:]
+async def test_bfloat16_keeps_its_bytes_too(serving, edge, prompts, exact) -> None:
+    chosen = list(zip(prompts(1)[2:], BOTH_WAYS, strict=True))
     async with serving(dtype="bfloat16", exact=exact) as address:
         async with edge(address, drafter="none") as client:
-            expected = await texts(client, chosen, sampling)
+            expected = [(await client.complete(prompt.text, way)).ids for prompt, way in chosen]
         async with edge(address, drafter="general") as client:
-            drafted = await texts(client, chosen, sampling)
-            together = await asyncio.gather(*(client.complete(prompt.text, sampling) for prompt in chosen))
+            drafted = [(await client.complete(prompt.text, way)).ids for prompt, way in chosen]
+            together = await asyncio.gather(*(client.complete(prompt.text, way) for prompt, way in chosen))
     assert drafted == expected
     assert [completion.ids for completion in together] == expected

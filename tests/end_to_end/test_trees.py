@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -38,14 +37,14 @@ async def test_the_text_is_the_same_with_trees_and_with_chains(serving, edge, pr
     async with serving() as address:
         async with edge(address, drafter="none") as client:
             expected = await texts(client, chosen, sampling)
-        beside = {}
-        for trees in (False, True):
-            async with edge(address, drafter="general", chains=not trees, patience=WAITS) as client:
-                done = [await client.complete(prompt.text, sampling) for prompt in chosen]
-            assert [each.ids for each in done] == expected
-            beside[trees] = sum(each.statistics.verified_beside for each in done)
-    assert beside[False] == 0
-    assert beside[True] >= 4
+        async with edge(address, drafter="general", patience=WAITS) as client:
+            done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+        assert [each.ids for each in done] == expected
+        assert sum(each.statistics.verified_beside for each in done) >= 4
+        async with edge(address, drafter="general", chains=True, patience=WAITS) as client:
+            chain = await client.complete(chosen[0].text, sampling)
+    assert chain.ids == expected[0]
+    assert chain.statistics.verified_beside == 0
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
@@ -70,8 +69,7 @@ async def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, re
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
-def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, prompts, monkeypatch, name) -> None:
+async def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, prompts, monkeypatch) -> None:
     read: list[int] = []
     really = Drafting._take_idle
 
@@ -80,17 +78,12 @@ def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, p
         really(drafting, done)
 
     monkeypatch.setattr(Drafting, "_take_idle", take_idle)
-    sampling = ALL_SAMPLING[name]
-
-    async def main() -> None:
-        chosen = prompts(1)[:2]
-        async with serving() as address:
-            async with edge(address, drafter="none") as client:
-                expected = await texts(client, chosen, sampling)
-            async with edge(address, drafter="general,ngram", patience=WAITS) as client:
-                done = [await client.complete(prompt.text, sampling) for prompt in chosen]
-        assert [each.ids for each in done] == expected
-        assert sum(each.statistics.verified_beside for each in done) >= 4
-
-    asyncio.run(main())
+    chosen, sampling = prompts(1)[:2], ALL_SAMPLING["sampled"]
+    async with serving() as address:
+        async with edge(address, drafter="none") as client:
+            expected = await texts(client, chosen, sampling)
+        async with edge(address, drafter="general,ngram", patience=WAITS) as client:
+            done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    assert [each.ids for each in done] == expected
+    assert sum(each.statistics.verified_beside for each in done) >= 4
     assert sum(read) > 0, "an idle drafter has read chains"
