@@ -1,4 +1,4 @@
-"""The benchmark's record: JSON both ways, and one clear line for every field that is wrong."""
+"""The benchmark's links, runs and record: JSON both ways, and one clear line for every field that is wrong."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.bench import environment as environments
+from outrider.bench.bench_settings import LinkListSettings
 from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun, Span
+from outrider.bench.benchmark.measure import Measured, run_of
 from outrider.bench.environment import environment
-from outrider.bench.links import LinkRecord
+from outrider.bench.links import LinkRecord, links_of
 from outrider.bench.record import from_json, save, to_json
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import read_text
+from outrider.deploy.built_in_prompts import Prompt
 from outrider.proto.errors import ConfigError
 
 
@@ -139,3 +142,58 @@ def test_a_wrong_field_is_named(benchmark, path, value, message) -> None:
 def test_a_wrong_metric_is_refused_before_it_is_written(benchmark) -> None:
     with pytest.raises(ValidationError, match=r"seconds\n.*should be a finite number"):
         replace(benchmark.runs[0], seconds=float("inf"))
+
+
+# --- runs ---
+
+
+TRACED = LinkRecord(105.0, trace="step")
+
+
+def text(began: float, tokens: int, per_token_s: float) -> Measured:
+    arrivals = tuple((n + 1) * per_token_s for n in range(tokens))
+    return Measured(Prompt("1", "x"), began, tuple(range(tokens)), arrivals)
+
+
+def test_on_a_link_that_changes_the_arrivals_of_the_longest_text_are_kept() -> None:
+    run = run_of("cloud", TRACED, [text(10, 2, 0.5), text(20, 3, 0.25), text(30, 3, 9.0)], None)
+    assert run.arrivals_s == (0.25, 0.5, 0.75)
+
+
+def test_on_other_links_and_in_parallel_no_arrivals_are_kept() -> None:
+    assert run_of("cloud", LinkRecord(30.0), [text(10, 2, 0.5)], None).arrivals_s is None
+    together = [text(10, 2, 0.5), text(10, 3, 0.5)]  # the later ones do not meet the trace from its beginning
+    assert run_of("cloud", TRACED, together, None, sessions=2).arrivals_s is None
+
+
+def test_sequential_texts_take_the_sum_of_their_times_and_parallel_ones_the_longest() -> None:
+    texts = [text(10, 2, 0.5), text(100, 4, 0.5)]
+    assert run_of("cloud", LinkRecord(30.0), texts, None).seconds == 3.0
+    at_once = [text(10, 2, 0.5), text(10.5, 4, 0.5)]
+    assert run_of("cloud", LinkRecord(30.0), at_once, None, sessions=2).seconds == 2.5
+
+
+# --- links ---
+
+
+def options(**given: tuple[float | str, ...]) -> LinkListSettings:
+    """Return the default options with one round trip, but for those given."""
+    return LinkListSettings(**{"rtt": (2.0,), **given})
+
+
+def test_a_benchmark_may_have_traces_alone() -> None:
+    (link,) = links_of(options(rtt=(), trace=("step",), jitter=(1.5,)))
+    assert link.trace is not None
+    assert link.record.trace == "step"
+    assert link.shape_at(0.0).jitter_s == pytest.approx(0.0015)
+
+
+def test_fixed_links_come_before_traces() -> None:
+    links = links_of(options(rtt=(0.0, 60.0), trace=("wifi",)))
+    assert [link.label for link in links] == ["0 ms", "60 ms", "trace wifi"]
+
+
+def test_a_list_of_another_length_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="has 2 entries where --rtt has 3") as refused:
+        links_of(options(rtt=(1.0, 2.0, 3.0), up=(1.0, 2.0)))
+    assert refused.value.field == "up"

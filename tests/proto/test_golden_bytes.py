@@ -1,8 +1,10 @@
-"""Messages travel as before: their bytes are those recorded once, of every message with all its fields."""
+"""Messages travel as before, by their bytes recorded once, and the generated code is that of the contract."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from golden_messages import EXAMPLES
 
 from outrider.proto import types as t
+from outrider.proto.v1 import decoding_pb2
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_bytes.json").read_text())
 
@@ -47,3 +50,24 @@ def test_the_examples_set_every_field_of_every_message():
     assert len(messages) > 20
     wanted = {(kind.__name__, entry.name) for kind in messages for entry in fields(kind)}
     assert set().union(*(fields_with_values(example.message) for example in EXAMPLES.values())) == wanted
+
+
+# --- the generated code ---
+
+
+ROOT = Path(decoding_pb2.__file__).parents[3]
+CONTRACT = "outrider/proto/v1/decoding.proto"
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    pytest.importorskip("grpc_tools", reason="needs grpcio-tools: pip install --group dev")
+    folder = tmp_path_factory.mktemp("generated")
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", f"--python_out={folder}", f"--pyi_out={folder}"]
+    subprocess.run([*command, CONTRACT], cwd=ROOT, check=True, timeout=120)
+    return folder / "outrider/proto/v1"
+
+
+@pytest.mark.parametrize("name", ["decoding_pb2.py", "decoding_pb2.pyi"])
+def test_regenerating_the_contract_gives_the_committed_file(generated, name):
+    assert (generated / name).read_text() == (ROOT / "outrider/proto/v1" / name).read_text()

@@ -1,4 +1,4 @@
-"""Share of the battery that is left, as Linux reports it."""
+"""Options of an edge that its machine or its verifier decide: the battery, steering, drafts made elsewhere."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import math
 from pathlib import Path
 
 import pytest
+from scripted_cloud import scripted_client
 
+from outrider.cloud.models.family_index import target_folder, tokenizer_file
+from outrider.deploy.cli import parse
 from outrider.edge import EdgeConfig
 from outrider.edge.battery import Battery
 from outrider.proto.errors import ConfigError
+from outrider.proto.policy import FixedSteering, PricedSteering
+from outrider.proto.policy.steering_rate import ALL, FIRST
+from outrider.proto.types import CommittedToken, Open, Sampling
 
 
 def supply(folder: Path, name: str, **files: str) -> None:
@@ -69,3 +75,51 @@ def test_a_charge_that_is_no_share_is_refused(battery: float) -> None:
     with pytest.raises(ConfigError, match="is not") as caught:
         EdgeConfig(coordinator="127.0.0.1:1", battery=battery)
     assert caught.value.field == "battery"
+
+
+# --- steering ---
+
+
+WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
+
+
+def test_vectors_are_requested_by_what_pays_or_all_or_none_and_no_other_way():
+    assert EdgeConfig(**WHERE).steering == "auto"
+    chosen = EdgeConfig(**WHERE).steering_policy(64, ((1, 0.1),))
+    assert isinstance(chosen, PricedSteering)
+    assert chosen.rate == FIRST
+    fixed = EdgeConfig(**WHERE, steering="on").steering_policy(64, ())
+    assert isinstance(fixed, FixedSteering)
+    assert fixed.rate == ALL
+    assert EdgeConfig(**WHERE, steering="off").steering_policy(64, ()) is None
+    with pytest.raises(ConfigError, match="steering: 'maybe' is none of auto, on, off"):
+        EdgeConfig(**WHERE, steering="maybe")
+
+
+# --- drafts made at the verifier ---
+
+
+FILE = tokenizer_file(target_folder("reference"))
+
+
+@pytest.mark.parametrize("drafts", [None, 0, 8])
+async def test_the_open_asks_for_what_the_option_says(drafts: int | None) -> None:
+    opened: list[Open] = []
+
+    def script(frame: Open) -> list[CommittedToken]:
+        opened.append(frame)
+        return [CommittedToken(5), CommittedToken(6)]
+
+    client, channels = scripted_client(FILE, drafts_here=drafts)
+    channels.script = script
+    async with client:
+        await client.complete([3, 4], Sampling(max_tokens=2))
+    assert [frame.drafts_here for frame in opened] == [drafts]
+
+
+def test_the_verifier_decides_unless_the_option_is_set() -> None:
+    arguments = ["edge", "--verifier", "127.0.0.1:1", "--model", "m"]
+    assert parse(arguments)(EdgeConfig).drafts_here is None
+    assert parse([*arguments, "--drafts-here", "0"])(EdgeConfig).drafts_here == 0
+    with pytest.raises(ConfigError, match="drafts_here: -1 is below 0"):
+        EdgeConfig(**WHERE, drafts_here=-1)
