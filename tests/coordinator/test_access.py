@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -22,6 +23,7 @@ from outrider.proto.errors import ConfigError, PermissionDenied, ResourceExhaust
 from outrider.proto.lease import verify_lease
 from outrider.proto.plumbing.access import Key, Keys, secret_sha256
 from outrider.proto.rpc_errors import from_rpc_error
+from outrider.proto.testing import write_keys
 from outrider.proto.types import LeaseRequest, SessionReport
 
 SECRET = b"0123456789abcdef"
@@ -38,15 +40,12 @@ Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    path = tmp_path / "keys.toml"
-    tables = [
+    return write_keys(
+        tmp_path / "keys.toml",
         Key("alice", secret_sha256("alices"), max_sessions=2, tokens_per_minute=600),
         Key("bob", secret_sha256("bobs")),
         Key("root", secret_sha256("roots"), admin=True),
-    ]
-    path.write_text("\n".join(key.toml() for key in tables))
-    path.chmod(0o600)
-    return path
+    )
 
 
 def as_client(call: Any, secret: str) -> CoordinatorClient:
@@ -60,20 +59,19 @@ def ask(session: str, **fields: Any) -> LeaseRequest:
 # --- keys ---
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("secret", [None, "", "wrong", "alices "])
 async def test_without_a_known_key_nothing_is_answered_and_the_error_says_how_to_give_one(
-    coordinating: Coordinating, keys: Path, method: str, secret: str | None
+    coordinating: Coordinating, keys: Path
 ) -> None:
     async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
-        metadata = () if secret is None else (("authorization", f"Bearer {secret}x"),)
-        unary = call.channel.unary_unary(f"/{codec.CONTROL_SERVICE}/{method}")
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await unary(METHODS[method], metadata=metadata, timeout=10)
-        error = from_rpc_error(refusal.value)
-        assert isinstance(error, Unauthenticated)
-        assert error.field == "api_key"
-        assert "--api-key-file" in str(error) or "operator" in str(error)
+        for method, secret in itertools.product(METHODS, (None, "", "wrong", "alices ")):
+            metadata = () if secret is None else (("authorization", f"Bearer {secret}x"),)
+            unary = call.channel.unary_unary(f"/{codec.CONTROL_SERVICE}/{method}")
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await unary(METHODS[method], metadata=metadata, timeout=10)
+            error = from_rpc_error(refusal.value)
+            assert isinstance(error, Unauthenticated)
+            assert error.field == "api_key"
+            assert "--api-key-file" in str(error) or "operator" in str(error)
 
 
 async def test_nothing_of_a_request_is_read_before_its_key(coordinating: Coordinating, keys: Path) -> None:

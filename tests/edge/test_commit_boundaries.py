@@ -140,7 +140,7 @@ def test_a_stop_string_is_the_reason_whatever_ends_its_commit(cloud, early, end,
     assert got == cloud.decode(ids, stop=stop, **end)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_text_is_the_same_wherever_its_commits_are_cut(cloud, data) -> None:
     written = data.draw(st.text(alphabet="ab c\n🦉é", min_size=1, max_size=24), label="written")

@@ -112,13 +112,13 @@ def texts(draw) -> tuple[Tokenizer, tuple[int, ...]]:
     return tokenizer, tuple(draw(st.lists(st.integers(0, tokenizer.get_vocab_size()), max_size=40)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(texts())
 def test_what_streams_is_what_the_tokenizer_decodes_from_all_at_once(text) -> None:
     assert streamed(*text)[0] == whole(*text)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(texts(), st.lists(st.text("ab \né日.", min_size=1, max_size=3), min_size=1, max_size=2), st.integers(0, 8))
 def test_the_first_token_that_completes_a_stop_string_ends_the_text(text, stops, early) -> None:
     tokenizer, tokens = text
@@ -128,7 +128,7 @@ def test_the_first_token_that_completes_a_stop_string_ends_the_text(text, stops,
     assert stream.stopped == (expected is not None)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(texts(), st.integers(0, 40))
 def test_a_text_that_begins_inside_a_character_begins_with_the_whole_character(text, split) -> None:
     tokenizer, tokens = text
@@ -139,7 +139,7 @@ def test_a_text_that_begins_inside_a_character_begins_with_the_whole_character(t
     assert streamed(tokenizer, after, before=before)[0] == expected
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(texts())
 def test_a_token_begins_where_the_text_before_it_ends(text) -> None:
     tokenizer, tokens = text

@@ -80,39 +80,34 @@ async def ask(address: str, credentials: grpc.ChannelCredentials | None, name: s
             return f"failed: {error.code().name} {error.details()}"
 
 
-def asked(tls: ServerTls | None, client: ClientTls | None) -> str:
-    async def whole() -> str:
-        async with server(tls) as address:
-            credentials = ClientCredentials(client).current() if client is not None else None
-            return await ask(address, credentials, client.server_name if client is not None else "")
-
-    return asyncio.run(asyncio.wait_for(whole(), 120))
+async def asked(tls: ServerTls | None, client: ClientTls | None) -> str:
+    async with server(tls) as address:
+        credentials = ClientCredentials(client).current() if client is not None else None
+        return await ask(address, credentials, client.server_name if client is not None else "")
 
 
 # --- handshakes ---
 
 
-def test_a_client_that_trusts_the_authority_is_served_and_need_not_say_who_it_is(issued):
-    assert asked(serving(issued), ClientTls(issued.ca)) == "nobody"
+async def test_a_client_that_trusts_the_authority_is_served_and_need_not_say_who_it_is(issued):
+    assert await asked(serving(issued), ClientTls(issued.ca)) == "nobody"
 
 
-def test_a_proxy_of_the_environment_takes_no_part_on_this_machine(monkeypatch):
+async def test_a_proxy_of_the_environment_takes_no_part_on_this_machine(monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name)
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
-    async def whole() -> list[str]:
-        async with server(None) as address:
-            with open_blocking_channel(address, OPTIONS, None) as channel:
-                call = channel.unary_unary("/test/Who")
-                return [await ask(address, None), (await asyncio.to_thread(call, b"", timeout=10)).decode()]
-
-    assert asyncio.run(asyncio.wait_for(whole(), 120)) == ["nobody", "nobody"]
+    async with server(None) as address:
+        with open_blocking_channel(address, OPTIONS, None) as channel:
+            call = channel.unary_unary("/test/Who")
+            assert await asyncio.to_thread(call, b"", timeout=10) == b"nobody"
+        assert await ask(address, None) == "nobody"
 
 
-def test_under_mutual_tls_the_server_knows_its_client(issued):
-    assert asked(serving(issued, mutual=True), with_own(issued)) == "edge"
+async def test_under_mutual_tls_the_server_knows_its_client(issued):
+    assert await asked(serving(issued, mutual=True), with_own(issued)) == "edge"
 
 
 async def test_a_blocking_channel_speaks_tls_too(issued):
@@ -126,38 +121,38 @@ async def test_a_blocking_channel_speaks_tls_too(issued):
         assert await asyncio.to_thread(call) == b"nobody"
 
 
-def test_mutual_tls_refuses_a_client_without_certificate_and_names_the_options(issued):
-    said = asked(serving(issued, mutual=True), ClientTls(issued.ca))
+async def test_mutual_tls_refuses_a_client_without_certificate_and_names_the_options(issued):
+    said = await asked(serving(issued, mutual=True), ClientTls(issued.ca))
     assert said.startswith("failed")
     assert "--tls-cert" in explain(said)
 
 
-def test_a_clients_certificate_of_another_authority_is_refused(issued, strangers):
+async def test_a_clients_certificate_of_another_authority_is_refused(issued, strangers):
     own = replace(with_own(strangers), ca=issued.ca)
-    said = asked(serving(issued, mutual=True), own)
+    said = await asked(serving(issued, mutual=True), own)
     assert said.startswith("failed")
     assert "--tls-cert" in explain(said)
 
 
 @pytest.mark.parametrize("ca", ["strangers", "public"])
-def test_a_server_of_another_authority_is_refused_and_the_option_named(issued, strangers, ca):
-    said = asked(serving(issued), ClientTls(PUBLIC if ca == "public" else strangers.ca))
+async def test_a_server_of_another_authority_is_refused_and_the_option_named(issued, strangers, ca):
+    said = await asked(serving(issued), ClientTls(PUBLIC if ca == "public" else strangers.ca))
     assert said.startswith("failed")
     assert "--tls-ca" in explain(said)
 
 
-def test_a_certificate_for_another_name_is_refused_and_the_option_named_helps(issued):
-    said = asked(serving(issued), ClientTls(issued.ca, server_name="elsewhere.example"))
+async def test_a_certificate_for_another_name_is_refused_and_the_option_named_helps(issued):
+    said = await asked(serving(issued), ClientTls(issued.ca, server_name="elsewhere.example"))
     assert said.startswith("failed")
     assert "--tls-server-name" in explain(said)
-    assert asked(serving(issued), ClientTls(issued.ca, server_name="localhost")) == "nobody"
+    assert await asked(serving(issued), ClientTls(issued.ca, server_name="localhost")) == "nobody"
 
 
-def test_plain_text_and_tls_do_not_mix_and_either_side_says_so(issued):
-    to_tls = asked(serving(issued), None)
+async def test_plain_text_and_tls_do_not_mix_and_either_side_says_so(issued):
+    to_tls = await asked(serving(issued), None)
     assert to_tls.startswith("failed")
     assert "--tls-ca" in explain(to_tls)
-    to_plain = asked(None, ClientTls(issued.ca))
+    to_plain = await asked(None, ClientTls(issued.ca))
     assert to_plain.startswith("failed")
     assert "does not speak TLS" in explain(to_plain)
 
@@ -198,17 +193,14 @@ async def test_a_replaced_certificate_is_served_to_new_connections_and_old_ones_
         assert await before.unary_unary("/test/Who")(b"", timeout=10) == b"nobody"
 
 
-def test_a_broken_replacement_leaves_the_old_certificate_and_is_logged_once(tmp_path, caplog):
+async def test_a_broken_replacement_leaves_the_old_certificate_and_is_logged_once(tmp_path, caplog):
     mine = issue(tmp_path, HOSTS)
     trusting = ClientCredentials(ClientTls(mine.ca)).current()
 
-    async def whole() -> None:
-        async with server(serving(mine)) as address:
-            mine.server_cert.write_text("nonsense")
-            for _ in range(3):
-                assert await ask(address, trusting) == "nobody"
-
-    asyncio.run(whole())
+    async with server(serving(mine)) as address:
+        await asyncio.to_thread(mine.server_cert.write_text, "nonsense")
+        for _ in range(3):
+            assert await ask(address, trusting) == "nobody"
     assert caplog.text.count("stay as they were") == 1
 
 

@@ -124,7 +124,7 @@ def test_what_is_no_call_stays_text_to_the_last_character(name, text) -> None:
     assert parsed(name, [text]) == WrittenAnswer(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     case=st.sampled_from([*((name, text) for name, text, *_ in TEXTS), *PLAIN]),
     places=st.lists(st.integers(0, 400), max_size=12),
@@ -136,7 +136,7 @@ def test_a_text_means_the_same_however_it_is_cut(case, places) -> None:
     assert parsed(name, list(text)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMATS)),
     tokens=st.lists(
