@@ -248,27 +248,6 @@ USUAL = View(
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("survival", (0.05, 0.2, 0.5, 1.0)),
-        ("acceptance", (0.1, 0.5, 0.8, 0.95)),
-        ("drafting_s", (0.02, 0.005, 0.002, 0.0)),
-        ("row_s", (0.02, 0.005, 0.001, 0.0)),
-        ("byte_s", (0.01, 0.002, 0.0002, 0.0)),
-    ],
-)
-@pytest.mark.parametrize("in_flight", [0, 1, 5])
-@pytest.mark.parametrize("goal", Goal)
-def test_the_window_widens_with_what_a_draft_is_worth_and_narrows_with_its_price(
-    name: str, values: tuple[float, ...], in_flight: int, goal: Goal
-) -> None:
-    view = replace(USUAL, in_flight=in_flight, goal=goal)
-    counts = [more(Window(), replace(view, **{name: value})) for value in values]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1]
-
-
 def defined(rule: Window, view: View) -> int:
     """Count one draft after the other, each by its own worth, as the docstring of the rule says."""
     if not view.step_s:
@@ -317,18 +296,6 @@ def test_the_window_decides_as_it_is_defined() -> None:
     assert min(seen.values()) > 500
 
 
-@pytest.mark.parametrize("round_trip_s", [0.0, 0.03, 0.2])
-@pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.95])
-def test_where_steps_are_to_be_few_drafts_go_at_least_as_far(round_trip_s: float, acceptance: float) -> None:
-    view = replace(USUAL, round_trip_s=round_trip_s, acceptance=acceptance)
-    assert more(Window(), replace(view, goal=Goal.EFFICIENCY)) >= more(Window(), view)
-
-
-def test_where_steps_are_to_be_few_drafts_go_further_on_a_long_link() -> None:
-    view = replace(USUAL, round_trip_s=0.3, drafting_s=0.005)
-    assert more(Window(), replace(view, goal=Goal.EFFICIENCY)) > more(Window(), view)
-
-
 def test_where_drafting_and_verifying_alternate_the_window_is_the_fastest() -> None:
     """Against every fixed length: rounds of step + round trip + drafting, which give 1 + a + a^2 + … tokens."""
     for acceptance, drafting_s, round_trip_s in itertools.product((0.4, 0.6, 0.8, 0.9), (0.001, 0.003), (0.0, 0.01)):
@@ -362,16 +329,6 @@ def test_one_draft_is_always_made_when_none_is_in_flight_however_dear() -> None:
     assert more(Window(), replace(dear, in_flight=1, survival=0.02)) == 0
 
 
-@pytest.mark.parametrize("step_s", [0.0, 0.03])
-@pytest.mark.parametrize("most", [1, 5, 64])
-def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
-    free = View(0, 1.0, 0.995, 0.0, step_s, 0.0, 99.0, 0.0, 0.0, Goal.EFFICIENCY)
-    counts = [more(Window(max_tokens=most), replace(free, in_flight=n)) for n in range(most + 3)]
-    assert counts[0] <= most
-    assert all(n + count <= max(n, most) for n, count in enumerate(counts))
-    assert counts[most:] == [0, 0, 0]
-
-
 @pytest.mark.parametrize("acceptance", [0.5, 0.8, 0.95, 0.99])
 def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> None:
     """All drafts up to the first uncovered one are made if they pay together, else none."""
@@ -385,20 +342,6 @@ def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> Non
     assert counts == [*itertools.takewhile(bool, counts), *[0] * counts.count(0)], "the more is covered the less pays"
     assert counts[-1] == 0 or acceptance == 0.99
     assert counts[0] > 0
-
-
-def test_before_anything_is_measured_a_few_drafts_are_made() -> None:
-    unknown = View(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
-    first = more(Window(), unknown)
-    assert 1 < first < 64
-    assert more(Window(), replace(unknown, in_flight=first)) == 0
-
-
-def test_a_draft_that_is_asked_for_in_pieces_goes_as_far_as_at_once() -> None:
-    whole, piecewise = more(Window(), USUAL), 0
-    while more(Window(), replace(USUAL, in_flight=piecewise, survival=0.8**piecewise)) > 0:
-        piecewise += 1
-    assert piecewise == whole
 
 
 def test_a_fixed_window_is_what_it_says() -> None:
