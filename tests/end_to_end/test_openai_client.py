@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from command_processes import free_port
-from openai import APIError, AsyncOpenAI, OpenAI
+from fleets import fleet
+from openai import APIError, AsyncOpenAI
 
 from outrider.cloud.models.family_index import chat_template_json, target_folder
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.http_server import Daemon
@@ -137,39 +136,6 @@ def test_a_chat_is_rendered_by_the_targets_template_and_streamed_in_openais_chun
     at.run(main())
 
 
-def test_the_blocking_client_works_too(at) -> None:
-    async def main() -> None:
-        expected = await at.client.complete(PROMPT, max_tokens=12)
-
-        def blocking() -> tuple[str, str, list[str]]:
-            with OpenAI(base_url=f"{at.url}/v1", api_key="unused") as openai:
-                asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-                whole = openai.completions.create(**asked).choices[0].text
-                streamed = "".join(c.choices[0].text for c in openai.completions.create(**asked, stream=True))
-                return whole, streamed, [model.id for model in openai.models.list()]
-
-        assert await asyncio.to_thread(blocking) == (expected.text, expected.text, [MODEL])
-
-    at.run(main())
-
-
-def test_stop_strings_that_span_tokens_are_never_shown(at) -> None:
-    async def main() -> None:
-        whole = await at.client.complete(PROMPT, max_tokens=60)
-        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
-        for where in (9, 25, 41):
-            stop = whole.text[where : where + 7]
-            expected = whole.text[: whole.text.index(stop)]
-            answer = await at.openai.completions.create(**asked, stop=[stop, "never said"])
-            assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
-            pieces = [
-                c.choices[0].text async for c in await at.openai.completions.create(**asked, stop=stop, stream=True)
-            ]
-            assert "".join(pieces) == expected
-
-    at.run(main())
-
-
 def test_choices_follow_the_seed_one_by_one_and_a_drawn_seed_repeats_the_text(at) -> None:
     async def main() -> None:
         asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20}
@@ -283,6 +249,7 @@ def test_every_chunk_says_what_became_of_the_drafts(at) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_session_at_the_verifier(at, stream) -> None:
     async def main() -> None:
+        await at.until(lambda: at.verifier.status().sessions == 0)
         free = at.verifier.status().kv_pages_free
         asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "stream": stream}
         request = asyncio.create_task(at.openai.completions.create(**asked, extra_body={"ignore_eos": True}))
@@ -347,22 +314,15 @@ async def test_a_verifier_that_dies_is_a_503_until_another_is_there(tokenizer_fi
         await at.verifier.stop(0)
 
 
-async def test_chat_template_and_context_length_come_with_the_lease(tokenizer_file, tmp_path) -> None:
-    secret = b"a secret of the two of them"
-    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=secret)
+async def test_chat_template_and_context_length_come_with_the_lease(tmp_path) -> None:
     template = chat_template_json(MODEL)
-    fixed = StaticVerifier(
-        "verifier", await verifier.start(), MODEL, tokenizer_file.read_text(), chat_template_json=template
-    )
-    coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=secret, listen="127.0.0.1:0", verifiers=(fixed,)))
-    edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
-    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
-    url = await daemon.start()
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=60) as openai:
-        assert (await openai.models.retrieve(MODEL)).max_model_len == verifier.rules.context_length
-        answer = await openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
-    assert answer.usage.completion_tokens == 4
-    assert daemon.cloud.served.ready.chat_template == template
-    await daemon.stop()
-    await coordinator.stop(0)
-    await verifier.stop(0)
+    async with fleet("verifier", chat_template_json=template) as found:
+        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), found.client(tmp_path))
+        url = await daemon.start()
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=60) as openai:
+            context_length = found.verifiers["verifier"].rules.context_length
+            assert (await openai.models.retrieve(MODEL)).max_model_len == context_length
+            answer = await openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
+        assert answer.usage.completion_tokens == 4
+        assert daemon.cloud.served.ready.chat_template == template
+        await daemon.stop()

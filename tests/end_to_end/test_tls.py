@@ -22,7 +22,7 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVer
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.deploy.certs import Issued, issue
 from outrider.edge import Client, EdgeConfig
-from outrider.proto.errors import ConfigError, OutriderError, Unauthenticated
+from outrider.proto.errors import ConfigError, Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.plumbing.tls import ClientTls, ServerTls
 
@@ -142,24 +142,6 @@ def test_a_session_with_every_secret_logs_none_at_the_lowest_level(
     secrets += [part for token in tokens for part in token.decode().split(".")]
     secrets += [PROMPT.strip()]
     assert [secret for secret in secrets if secret in said] == []
-
-
-async def test_an_edge_without_certificate_or_with_a_wrong_authority_learns_the_option(
-    issued: Issued, keys: Path, verifier: VerifierActor, tmp_path: Path
-) -> None:
-    async with fleet(issued, verifier, api_keys=keys) as running:
-        strangers = issue(tmp_path / "strangers", ("localhost",))
-        for fields, option in (
-            ({"tls_cert": None, "tls_key": None}, "--tls-cert"),
-            ({"tls_ca": strangers.ca}, "--tls-ca"),
-            ({"tls_ca": None, "tls_cert": None, "tls_key": None}, "--tls-ca"),
-            ({"tls_server_name": "elsewhere.example"}, "--tls-server-name"),
-        ):
-            client = Client(edge(issued, running, tmp_path, **fields))
-            with pytest.raises(OutriderError, match=option) as refusal:
-                await client.prepare()
-            assert "outrider doctor" in str(refusal.value)
-            await client.close()
 
 
 async def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchanged(
