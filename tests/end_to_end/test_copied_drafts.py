@@ -47,15 +47,21 @@ async def test_a_prediction_changes_the_speed_of_a_text_and_not_the_text(serving
             plain, streamed, _ = await written(client, **sampling)
             assert (await written(client, prediction=plain, **sampling))[0] == plain
         async with edge(address, drafter="general", patience=PATIENT) as client:
-            special = client.encode("<|endoftext|><|user|>") * 300
-            hostile = (plain[:20] + special[:4]) * 30
-            for prediction in (edited(plain), "", special, hostile, "ß" * 5000):
-                assert (await written(client, prediction=prediction, **sampling))[0] == plain
+            assert (await written(client, prediction=edited(plain), **sampling))[0] == plain
             copied, statistics, right = await written(client, prediction=plain, **sampling)
             assert copied == plain
             assert right.hits > 0.5 * TOKENS
             assert statistics.steps < 0.8 * streamed.steps, "how far depends on when the drafts come"
             assert (await written(client, **sampling))[2].compared == 0  # nothing to copy from any more
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+async def test_a_useless_or_hostile_prediction_leaves_the_text_as_it_is(serving, edge) -> None:
+    async with serving() as address, edge(address, drafter="general", patience=PATIENT) as client:
+        plain, _, _ = await written(client, **AT_RANDOM)
+        special = client.encode("<|endoftext|><|user|>") * 300
+        for prediction in ("", special, (plain[:20] + special[:4]) * 30, "ß" * 5000):
+            assert (await written(client, prediction=prediction, **AT_RANDOM))[0] == plain
 
 
 @pytest.mark.usefixtures("all_drafts_pay")

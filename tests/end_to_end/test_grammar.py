@@ -66,32 +66,34 @@ async def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_wi
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("name", sorted(FORMATS))
-async def test_a_required_call_is_one_by_its_schema_whatever_is_drafted(name, serving, edge) -> None:
+async def test_a_required_call_is_one_by_its_schema_whatever_is_drafted(serving, edge) -> None:
     rules = CallRules([CallableFunction("save", SCHEMA, strict=True)], must_call=True, max_calls=1)
-    calls = Grammar(GrammarKind.LARK, grammar_of(name, rules))
-    free = Grammar(GrammarKind.LARK, grammar_of(name, replace(rules, must_call=False)))
-    wanted = [
-        (PROMPTS[0], Sampling(max_tokens=80, grammar=calls)),
-        (PROMPTS[1], Sampling(max_tokens=80, grammar=calls, temperature=1.0, seed=3)),
-        (PROMPTS[1], Sampling(max_tokens=12, grammar=free)),
-    ]
-
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = [await client.complete(*each) for each in wanted]
-            control = await client.complete(PROMPTS[0], max_tokens=12)
-        patience = Patience(math.inf, 3)
-        async with edge(address, drafter="general", window=4, patience=patience) as client:
-            drafted = await asyncio.gather(*(client.complete(*each) for each in wanted))
-    assert [each.ids for each in drafted] == [each.ids for each in expected]
-    assert sum(each.statistics.verified for each in drafted)
-    for each in drafted[:2]:
-        (call,) = read_calls(name, each.text).calls
-        assert call.name == "save"
-        jsonschema.validate(json.loads(call.arguments), SCHEMA)
-    assert not read_calls(name, control.text).calls
-    assert drafted[2].text == read_calls(name, drafted[2].text).text, "a free text is its own"
+    patience = Patience(math.inf, 3)
+    async with (
+        serving() as address,
+        edge(address, drafter="none") as plain,
+        edge(address, drafter="general", window=4, patience=patience) as drafting,
+    ):
+        control = await plain.complete(PROMPTS[0], max_tokens=12)
+        for name in FORMATS:
+            calls = Grammar(GrammarKind.LARK, grammar_of(name, rules))
+            free = Grammar(GrammarKind.LARK, grammar_of(name, replace(rules, must_call=False)))
+            wanted = [
+                (PROMPTS[0], Sampling(max_tokens=80, grammar=calls)),
+                (PROMPTS[1], Sampling(max_tokens=80, grammar=calls, temperature=1.0, seed=3)),
+                (PROMPTS[1], Sampling(max_tokens=12, grammar=free)),
+            ]
+            expected, drafted = [
+                await asyncio.gather(*(client.complete(*each) for each in wanted)) for client in (plain, drafting)
+            ]
+            assert [each.ids for each in drafted] == [each.ids for each in expected]
+            assert sum(each.statistics.verified for each in drafted)
+            for each in drafted[:2]:
+                (call,) = read_calls(name, each.text).calls
+                assert call.name == "save"
+                jsonschema.validate(json.loads(call.arguments), SCHEMA)
+            assert not read_calls(name, control.text).calls
+            assert drafted[2].text == read_calls(name, drafted[2].text).text, "a free text is its own"
 
 
 def read_calls(name: str, text: str) -> WrittenAnswer:

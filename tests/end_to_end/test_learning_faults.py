@@ -39,23 +39,17 @@ def poisoned(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(edge, tmp_path, temperature) -> None:
+async def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(serving, edge, tmp_path) -> None:
     bad = poisoned(tmp_path / "bad")
-    sampling = Sampling(max_tokens=48, temperature=temperature, seed=7)
-
-    async def main() -> list[int]:
-        async with VerifierServerAt() as address:
-            texts = []
-            for drafter in ("none", "general", str(bad)):
-                async with edge(address, drafter=drafter) as client:
-                    done = await client.complete(PROMPT, sampling)
-                    texts.append(done.ids)
-                    assert (done.statistics.drafted > 0) == (drafter != "none")
-        assert texts[0] == texts[1] == texts[2]
-        return texts[0]
-
-    ids = asyncio.run(main())
+    sampling, texts = Sampling(max_tokens=48, temperature=1.0, seed=7), []
+    async with serving() as address:
+        for drafter in ("none", "general", str(bad)):
+            async with edge(address, drafter=drafter) as client:
+                done = await client.complete(PROMPT, sampling)
+                texts.append(done.ids)
+                assert (done.statistics.drafted > 0) == (drafter != "none")
+    ids = texts[0]
+    assert texts == [ids] * 3
     prompt = Tokenizer.from_file(str(bad / "tokenizer.json")).encode(PROMPT).ids
     text = ShadowText(np.array([*prompt, *ids]), len(prompt), ProposalRule(sampling, prompt_length=len(prompt)))
     good, worse = (
@@ -65,20 +59,7 @@ def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(edge, tmp
     assert worse < good, "it is poisoned indeed"
 
 
-class VerifierServerAt:
-    """A verifier of the embedded target, with what it teaches."""
-
-    def __init__(self, sink: KeptLessons | None = None) -> None:
-        self.server = VerifierServer(VerifierConfig(threads=1, learn=sink is not None), sink=sink)
-
-    async def __aenter__(self) -> str:
-        return await self.server.start()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.server.stop(0)
-
-
-def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge) -> None:
+async def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge) -> None:
     kept = KeptLessons()
 
     async def text(client, meanwhile=None) -> list[int]:
@@ -90,18 +71,15 @@ def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge)
                 meanwhile = await meanwhile()
         return ids
 
-    async def main() -> list[int]:
-        first, second = VerifierServerAt(kept), VerifierServerAt(kept)
-        async with second as there:
-            async with edge(there, drafter="general", share_texts=False) as client:
-                expected = await text(client)
-            assert not kept.records, "nobody agreed"
-            async with first as here, edge(here, there, drafter="general", share_texts=True) as client:
-                assert await text(client, lambda: first.server.stop(0)) == expected
-                await asyncio.to_thread(kept.wait_for, 1)  # what the second one judged
-        return expected
-
-    expected = asyncio.run(main())
+    first, second = (VerifierServer(VerifierConfig(threads=1, learn=True), sink=kept) for _ in range(2))
+    here, there = await first.start(), await second.start()
+    async with edge(there, drafter="general", share_texts=False) as client:
+        expected = await text(client)
+    assert not kept.records, "nobody agreed"
+    async with edge(here, there, drafter="general", share_texts=True) as client:
+        assert await text(client, lambda: first.stop(0)) == expected
+        await asyncio.to_thread(kept.wait_for, 1)  # what the second one judged
+    await second.stop(0)
     records = kept.records
     package = find_package("general")
     drafter = OnnxDrafter(package, threads=1)
@@ -111,8 +89,8 @@ def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge)
         check_record(record, package)
         assert record.tokenizer_sha256 == package.tokenizer_sha256
         generated = record.tokens[record.first_generated - record.start :].tolist()
-        first = max(0, record.start - record.first_generated)
-        assert generated == expected[first : first + len(generated)]
+        at = max(0, record.start - record.first_generated)
+        assert generated == expected[at : at + len(generated)]
         judge.take(record)
     assert judge.test is not None
     assert judge.test.texts <= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TEXT = "def main(argv):\n    for each in argv:\n        print(each)\n" * 6
 CLOSE = 2e-4
 
 
+@cache
 def plain(prompt: tuple[int, ...]) -> list[float]:
     """Log probabilities of the tokens after the first, by transformers alone."""
     model = load_model(str(resolve_target(MODEL)), MODEL, device="cpu", dtype="float32")

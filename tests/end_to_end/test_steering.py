@@ -102,13 +102,14 @@ def edge(address, target, drafter, **config):
 
 async def texts_of(client, observer=None):
     """(tokens, statistics) of every prompt and sampling."""
-    found = []
-    for prompt in PROMPTS:
-        for sampling in SAMPLINGS:
-            events = client.generate(prompt, sampling, observer=observer)
-            completion = await client.collect(prompt, events)
-            found.append((completion.ids, completion.statistics))
-    return found
+    found = await asyncio.gather(
+        *(
+            client.collect(prompt, client.generate(prompt, sampling, observer=observer))
+            for prompt in PROMPTS
+            for sampling in SAMPLINGS
+        )
+    )
+    return [(completion.ids, completion.statistics) for completion in found]
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +283,8 @@ async def test_a_drafter_that_cannot_take_its_vectors_costs_drafts_and_no_text(
     def steer(self, vector, since):
         raise Internal("no more of that")
 
-    frames = Frames()
-    async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+    frames, waits = Frames(), {"steering": "on", "patience": UNTIL_DRAFTED}
+    async with serving(target, projection[0]) as address, edge(address, target, package, **waits) as client:
         monkeypatch.setattr(OnnxState, "steer", steer)
         found = await texts_of(client, frames)
     assert [tokens for tokens, _ in found] == expected
