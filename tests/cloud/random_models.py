@@ -15,31 +15,35 @@ from outrider.proto.testing import word_tokenizer
 # Shape of a model of transformers that costs next to nothing.
 VOCAB = 97
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "eos_token_id": 2}
+
+
+def architectures(positions: int) -> dict[str, dict[str, Any]]:
+    """Return configs of small models by transformers' name of the architecture, with room for so many positions."""
+    small = SMALL | {"max_position_embeddings": positions}
+    heads = small | {"head_dim": 8}
+    return {
+        "llama": small,
+        "qwen2": small,
+        "qwen3": heads,
+        "mistral": small | {"sliding_window": 8},
+        "gemma2": heads | {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+        "gemma3_text": heads | {"sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
+        "phi3": small,
+        "gpt_neox": {k: v for k, v in small.items() if k != "num_key_value_heads"},
+        "gpt2": GPT2 | {"n_positions": positions},
+    }
+
+
 # Shape of a Llama for the byte tokenizer, wide enough for blocks of weights of few bits.
 BYTE_LLAMA: dict[str, Any] = {
-    "vocab_size": 258,
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+    "vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 128, "initializer_range": 0.15,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 def save_random_model(folder: Path, architecture: str, **config: Any) -> Any:

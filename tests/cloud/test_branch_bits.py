@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from random_models import SMALL, VOCAB, save_random_model
+from random_models import VOCAB, architectures, save_random_model
 
 from outrider.cloud.target.backend import StepRow, VerificationBranch
 from outrider.cloud.target.branch_cache import BranchCache
@@ -17,22 +17,8 @@ from outrider.cloud.target.target import SessionRows, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, Sampling, token_ids
 
-torch.set_num_threads(1)
-
-LONG = SMALL | {"max_position_embeddings": 512}
-HEADS = LONG | {"head_dim": 8}
-ARCHITECTURES = {
-    "llama": LONG,
-    "qwen2": LONG,
-    "qwen3": HEADS,
-    "mistral": LONG | {"sliding_window": 8},
-    "gemma2": HEADS | {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
-    "gemma3_text": HEADS | {"sliding_window": 40, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
-    "phi3": LONG,
-    "gpt_neox": {k: v for k, v in LONG.items() if k != "num_key_value_heads"},
-    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 2},
-}
-
+ARCHITECTURES = architectures(positions=512)
+ARCHITECTURES["gemma3_text"] |= {"sliding_window": 40}
 FAR = {f"{name} far": ARCHITECTURES[name] | {"max_position_embeddings": 1024} for name in ("qwen3", "gemma2")}
 
 

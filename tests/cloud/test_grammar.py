@@ -34,7 +34,7 @@ from tiny_grammars import EOS, PIECES, PROMPT, VOCAB, matcher_of, tiny_tokenizer
 
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher, Grammars
 from outrider.cloud.grammar.grammar_trial import GrammarTrial, TooCostly
-from outrider.cloud.target.distribution import VerificationInput, adjusted_logits, processed_logits
+from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampler
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -43,8 +43,6 @@ from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import CommittedToken, Draft, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
 from outrider.proto.v1 import decoding_pb2 as pb
-
-torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 HASH = "0" * 64
@@ -431,34 +429,9 @@ def mask_allows(grammars: Grammars, grammar: Grammar, text: list[int]) -> bool:
     return bool(matcher.consume_tokens(text))
 
 
-def test_a_resumed_text_is_allowed_what_the_uninterrupted_one_is(real):
-    grammar, rng, text = REAL["schema"], random.Random(1), []
-    matcher = real.begin(grammar).result()
-    for _ in range(25):
-        here = matcher.ask((), lambda: None).result().tokens
-        assert (real.begin(grammar, text).result().ask((), lambda: None).result().tokens == here).all()
-        may = [token for token in np.flatnonzero(here[0]).tolist() if token not in REAL_EOS]
-        if not may:
-            break
-        text.append(rng.choice(may))
-        matcher.advance((text[-1],))
-    assert len(text) > 5
-
-
 def test_tokens_that_the_tokenizer_does_not_have_are_never_allowed(real):
     for grammar in REAL.values():
         assert not real.begin(grammar).result().ask((), lambda: None).result().tokens[:, 8192:].any()
-
-
-def test_a_complete_grammar_leaves_only_the_end(real):
-    matcher = real.begin(Grammar(GrammarKind.REGEX, "yes")).result()
-    for _ in range(4):
-        row = matcher.ask((), lambda: None).result().tokens[0]
-        may = set(np.flatnonzero(row).tolist())
-        if may & REAL_EOS:
-            break
-        matcher.advance((max(may),))
-    assert may == set(REAL_EOS)
 
 
 # === short lists with masks =====================================================================================
@@ -494,18 +467,6 @@ def test_short_lists_are_exact_where_all_likely_tokens_are_forbidden(kept):
             assert allowed[row, token.id]
             logp = scores[row] - torch.logsumexp(scores[row], dim=-1)
             assert token.logp == pytest.approx(float(logp[token.id]), abs=1e-6)
-
-
-def test_a_forbidden_token_has_no_chance_and_a_single_allowed_one_is_certain():
-    logits = torch.full((1, WIDE), -30.0)
-    logits[0, 11] = 30.0
-    allowed = np.zeros((1, WIDE), bool)
-    allowed[0, 900] = True
-    for temperature in (0.0, 1.0, 50.0):
-        session = VerificationInput(Sampling(temperature=temperature), [3], 1, (), allowed)
-        (got,) = Sampler(CPU).sample(logits, [session])
-        assert got.tokens == (CommittedToken(900, 0.0),)
-    assert int(torch.isfinite(adjusted_logits(logits, session)).sum()) == 1
 
 
 # === what is refused ============================================================================================
@@ -576,12 +537,6 @@ def test_what_makes_no_sense_is_refused_by_name_before_it_travels(make, field):
     with pytest.raises(InvalidArgument) as refused:
         make()
     assert refused.value.field == field
-
-
-@pytest.mark.parametrize("grammar", [None, *REAL.values()])
-def test_a_grammar_travels_whole(grammar):
-    frame = Open("m", HASH, (1,), Sampling(grammar=grammar), "s")
-    assert codec.decode_edge_frame(codec.encode_edge_frame(frame)) == frame
 
 
 def test_a_kind_of_grammar_that_nobody_knows_is_refused_by_name():
@@ -690,13 +645,3 @@ def test_what_is_wrong_is_refused_in_the_child_and_leaves_it_alive(trial):
     child = trial._child
     trial.check(GRAMMAR)
     assert trial._child is child
-
-
-def test_a_matcher_answers_in_another_thread_and_says_when():
-    grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
-    matcher = grammars.begin(GRAMMAR).result()
-    answered = threading.Event()
-    assert matcher.ask((0,), answered.set).result(timeout=60).block == (0,)
-    assert answered.wait(60)
-    assert not matcher.busy
-    grammars.close()

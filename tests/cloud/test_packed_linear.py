@@ -22,10 +22,6 @@ from outrider.cloud.target.packed_linear import (
 )
 from outrider.cloud.target.target import SessionRows, Target, load_model, load_target
 from outrider.cloud.testing import save_tiny_target
-from outrider.proto.types import Sampling
-from research.text_writer import TextRequest, TextWriter
-
-torch.set_num_threads(1)
 
 DTYPES = [torch.float32, torch.bfloat16]
 PROMPTS = ["def add(a, b):\n", "The river was", "Q: What is 7 times 8?\nA:", "## Installation\n\n"]
@@ -306,15 +302,6 @@ def packed_and_plain():
 def encoded():
     tokenizer = load_tokenizer(resolve_target("reference"))
     return [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
-
-
-def test_greedy_texts_are_the_same_packed_and_plain(packed_and_plain):
-    requests = [TextRequest(prompt, Sampling(temperature=0.0, max_tokens=24)) for prompt in encoded()]
-    packed, plain = (
-        TextWriter(target, at_once=at_once).write(requests)
-        for target, at_once in zip(packed_and_plain, (4, 1), strict=True)
-    )
-    assert [text.transcript for text in packed] == [text.transcript for text in plain]
 
 
 @pytest.mark.parametrize("rows", [1, 5, 17, 33])
