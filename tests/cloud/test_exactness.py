@@ -29,8 +29,6 @@ from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
-torch.set_num_threads(1)
-
 VOCAB = 4
 LENGTH = 3
 PROMPT = (1, 0, 1)

@@ -18,8 +18,6 @@ from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.shortlist import SMALLEST_VOCAB
 from outrider.proto.types import BOUNDS, DraftToken, Sampling
 
-torch.set_num_threads(1)
-
 VOCABS = (64, 2 * SMALLEST_VOCAB)  # whole rows, and a short list
 EXTREMES: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0, 0.0, BOUNDS["temperature"].low, BOUNDS["temperature"].high),

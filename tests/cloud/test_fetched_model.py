@@ -144,9 +144,7 @@ INTERRUPTED = (
 
 
 @pytest.mark.parametrize(("said", "free"), [(SPACE, 1 << 40), (INTERRUPTED, 1 << 10)])
-def test_a_disk_that_is_full_for_pip_is_told_from_a_missing_network(
-    said, free, model, targets, tmp_path, monkeypatch
-) -> None:
+def test_a_disk_that_is_full_for_pip_is_told_from_a_missing_network(said, free, model, targets, tmp_path, monkeypatch):
     pip_is(f"echo '{said}' >&2; exit 1", tmp_path, monkeypatch)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert "make room, or name other folders in TMPDIR and XDG_CACHE_HOME" in refused(Unavailable, targets)

@@ -10,7 +10,6 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import tiny_grammars
-import torch
 from table_target import HASH, TableBackend
 from tiny_grammars import EOS, PROMPT, VOCAB
 
@@ -21,8 +20,6 @@ from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import Outbox, Slot, Slots
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
-
-torch.set_num_threads(1)
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a|b|ab|ba|bab|aab|abba")
 MOST = 5  # tokens that a word and its EOS take

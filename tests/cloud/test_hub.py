@@ -97,7 +97,7 @@ def test_the_hub_is_not_asked_for_what_is_here(name, hub: Hub, tmp_path, monkeyp
     assert hub.asked == []
 
 
-@pytest.mark.parametrize("name", ["nosuch", "a..b/c--d"])
+@pytest.mark.parametrize("name", ["nosuch", "a..b/c--d", "./not-here", "~/no such folder"])
 def test_a_name_that_can_be_none_of_the_hub_is_refused_with_what_there_is(name, monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(NotFound) as refused:

@@ -77,9 +77,7 @@ def test_a_record_survives_its_encoding(record: LessonRecord) -> None:
 
 
 @given(records(), st.data())
-def test_bytes_that_were_changed_are_refused_or_make_a_record_that_fits_together(
-    record: LessonRecord, data: st.DataObject
-) -> None:
+def test_bytes_that_were_changed_are_refused_or_make_a_record_that_fits_together(record, data) -> None:
     encoded = bytearray(record.encode())
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))

@@ -52,7 +52,6 @@ def test_auto_drafts_where_there_are_a_drafter_and_a_core(monkeypatch) -> None:
     monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: 1)
     assert local_source(config, OTHERS) is None
     source = local_source(config, FACTS)
-    assert source is not None
     source.stop()
     assert local_source(replace(config, draft_here="off"), FACTS) is None
 
@@ -68,7 +67,6 @@ def test_auto_does_without_a_named_drafter_of_another_tokenizer_and_says_so(monk
 
 def test_on_drafts_without_a_core_and_refuses_where_there_is_no_drafter() -> None:
     source = local_source(VerifierConfig(draft_here="on"), FACTS)
-    assert source is not None
     source.stop()
     with pytest.raises(ConfigError, match=r"draft_here.*--draft-with"):
         local_source(VerifierConfig(draft_here="on"), OTHERS)

@@ -94,6 +94,12 @@ class Bench:
             if self.engine.failed or not (self.engine.slots.num_running or self.engine.inbox):
                 return
 
+    def write(self, sessions: int, steps: int = 10_000) -> None:
+        """Let as many sessions decode."""
+        for key in range(sessions):
+            self.open(key)
+        self.run(steps)
+
     @property
     def corrupted(self) -> float | None:
         """Sessions that ended since there was no number to draw from."""
@@ -109,6 +115,9 @@ class Bench:
         item = self.boxes[key].items.queue[-1]
         return item.finish if isinstance(item, Commit) else item
 
+    def ends(self, sessions: int) -> list[type]:
+        return [type(self.end(key)) for key in range(sessions)]
+
 
 @pytest.fixture
 def bench() -> Bench:
@@ -119,9 +128,7 @@ def bench() -> Bench:
 def texts() -> dict[int, list[int]]:
     """Texts of sessions 0 to 7 where nothing fails."""
     healthy = Bench()
-    for key in range(8):
-        healthy.open(key)
-    healthy.run()
+    healthy.write(8)
     return {key: healthy.text(key) for key in range(8)}
 
 
@@ -140,8 +147,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
         bench.engine.turn()
     bench.fails(lambda _: True)
     bench.run()
-    for key in range(5):
-        assert isinstance(bench.end(key), Unavailable), "the edge resumes"
+    assert bench.ends(5) == [Unavailable] * 5, "the edge resumes"
     assert bench.engine.failed
     assert bench.failures == 1
     assert bench.engine.slots.num_running == bench.engine.slots.num_parked == 0
@@ -160,10 +166,11 @@ def test_a_lone_session_is_not_blamed_for_a_target_that_fails_for_everybody(benc
     assert bench.engine.failed
 
 
-def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def broken(*_: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+
+def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch) -> None:
     monkeypatch.setattr(bench.target.pool, "slots_of", broken)
     first, second = bench.open(0), bench.open(1)
     bench.run()
@@ -173,25 +180,18 @@ def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch
 
 
 def test_sessions_are_told_of_a_device_on_which_not_even_pages_can_be_given_back(bench, monkeypatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    for key in range(3):
-        bench.open(key)
-    bench.run(steps=2)
+    bench.write(3, steps=2)
     bench.fails(lambda _: True)
     monkeypatch.setattr(bench.target.pool, "slots_of", broken)
     bench.run()
     assert bench.engine.failed
     assert bench.failures == 1
-    assert [type(bench.end(key)) for key in range(3)] == [Unavailable] * 3
+    assert bench.ends(3) == [Unavailable] * 3
     assert bench.engine.backend.capacity.used_pages == 0
 
 
 def test_an_outbox_that_fails_keeps_no_other_session_from_being_told(bench, monkeypatch) -> None:
-    for key in range(3):
-        bench.open(key)
-    bench.run(steps=2)
+    bench.write(3, steps=2)
     bench.fails(lambda _: True)
     monkeypatch.setattr(bench.boxes[1], "put", lambda _: 1 // 0)
     bench.run()
@@ -203,9 +203,7 @@ def test_an_outbox_that_fails_keeps_no_other_session_from_being_told(bench, monk
 def test_a_target_that_says_no_numbers_to_anybody_gives_no_text(bench) -> None:
     forward = bench.target.forward
     bench.target.forward = lambda batch: torch.full_like(forward(batch), math.nan)
-    for key in range(3):
-        bench.open(key)
-    bench.run()
+    bench.write(3)
     assert bench.engine.failed
     for key in range(3):
         assert bench.text(key) == []
@@ -220,7 +218,7 @@ def test_texts_of_several_keys_that_fail_in_a_row_fail_the_verifier(bench) -> No
         bench.open(key, KeyLimit(f"key {key}"), prompt=(10 + key,))
         bench.run()
     assert bench.engine.failed
-    assert [type(bench.end(key)) for key in range(MAX_IN_A_ROW)] == [Internal, Internal, Unavailable]
+    assert bench.ends(MAX_IN_A_ROW) == [Internal, Internal, Unavailable]
 
 
 @pytest.mark.parametrize("limit", [KeyLimit("one key"), None])
@@ -231,7 +229,7 @@ def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, l
         if key % 2:  # two at a time
             bench.run()
     assert not bench.engine.failed
-    assert {type(bench.end(key)) for key in range(2 * MAX_IN_A_ROW)} == {Internal}
+    assert {*bench.ends(2 * MAX_IN_A_ROW)} == {Internal}
 
 
 def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -> None:
@@ -245,12 +243,9 @@ def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -
 
 def test_planning_that_fails_for_everybody_fails_the_verifier(bench, monkeypatch) -> None:
     monkeypatch.setattr(VerifierSession, "ready_at", lambda *_: 1 // 0)
-    for key in range(3):
-        bench.open(key)
-    bench.run()
+    bench.write(3)
     assert bench.engine.failed
-    for key in range(3):
-        assert isinstance(bench.end(key), Unavailable)
+    assert bench.ends(3) == [Unavailable] * 3
 
 
 def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, monkeypatch) -> None:
@@ -265,13 +260,10 @@ def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, mon
         return plan(candidates, *rest)
 
     monkeypatch.setattr(type(bench.engine.batching), "plan", lambda _, *arguments: together_only(*arguments))
-    for key in range(3):
-        bench.open(key)
-    bench.run()
+    bench.write(3)
     assert bench.engine.failed
     assert calls <= 4 * MAX_IN_A_ROW
-    for key in range(3):
-        assert isinstance(bench.end(key), Unavailable)
+    assert bench.ends(3) == [Unavailable] * 3
 
 
 # === a session's own ==============================================================================================
@@ -374,9 +366,7 @@ def test_planning_that_fails_for_one_session_ends_it_alone(bench, texts, monkeyp
     ready_at = VerifierSession.ready_at
     broken = lambda session, *costs: 1 // (session.id != "s1") and ready_at(session, *costs)  # noqa: E731
     monkeypatch.setattr(VerifierSession, "ready_at", broken)
-    for key in range(3):
-        bench.open(key)
-    bench.run()
+    bench.write(3)
     assert isinstance(bench.end(1), Internal)
     assert (bench.text(0), bench.text(2)) == (texts[0], texts[2])
     assert not bench.engine.failed
@@ -426,9 +416,7 @@ def test_a_defect_in_an_admission_is_answered_and_keeps_nobody_else_out(bench, t
         return 1 // 0 if key == 1 else admit(key, *rest)
 
     monkeypatch.setattr(bench.engine.sessions, "admit", broken)
-    for key in range(2):
-        bench.open(key)
-    bench.run()
+    bench.write(2)
     assert isinstance(bench.end(1), Internal)
     assert bench.text(0) == texts[0]
 
@@ -509,9 +497,7 @@ def test_drafts_that_make_steps_fail_make_nobody_elses_smaller(bench, texts) -> 
 
 
 def test_sessions_beyond_the_limit_take_turns(bench) -> None:
-    for key in range(6):
-        bench.open(key)
-    bench.run(steps=1)
+    bench.write(6, steps=1)
     bench.engine.batching.limit.fail(6, 4)
     bench.run(steps=8)
     done = [len(bench.text(key)) for key in range(6)]

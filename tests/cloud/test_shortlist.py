@@ -15,8 +15,6 @@ from outrider.cloud.target.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
 from outrider.proto.types import DraftToken, Sampling, token_ids
 
-torch.set_num_threads(1)
-
 VOCAB = 1100  # no multiple of the blocks
 EVERY = np.arange(VOCAB)
 ROWS = 6

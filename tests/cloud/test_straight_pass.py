@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_models import SMALL, VOCAB, save_random_model
+from random_models import SMALL, VOCAB, architectures, save_random_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -16,20 +16,7 @@ from outrider.cloud.target.recorded.straight_pass import own_pass, straight_pass
 from outrider.cloud.target.target import SessionRows, load_model, load_target
 from outrider.cloud.testing import tiny_llama
 
-torch.set_num_threads(1)
-
-HEADS = SMALL | {"head_dim": 8, "query_pre_attn_scalar": 8}
-ARCHITECTURES = {
-    "llama": SMALL | {"attention_bias": True},
-    "qwen2": SMALL,
-    "qwen3": HEADS,
-    "mistral": SMALL | {"sliding_window": 8},
-    "gemma2": HEADS | {"sliding_window": 8, "attn_logit_softcapping": 5.0},
-    "gemma3_text": HEADS | {"sliding_window": 8, "sliding_window_pattern": 2},
-    "phi3": SMALL,
-    "gpt_neox": {name: size for name, size in SMALL.items() if name != "num_key_value_heads"},
-    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
-}
+ARCHITECTURES = architectures(positions=256) | {"llama": SMALL | {"attention_bias": True}}
 CLOSE = {"float32": 1e-6, "bfloat16": 2e-2}  # relative; the bits of rounding may differ where products are joined
 
 
@@ -112,8 +99,9 @@ def test_a_pass_takes_fewer_calls(folder):
     assert straight.calls < 0.85 * own.calls
 
 
-def test_a_loaded_target_taps_its_layers_in_the_straight_pass(folder):
-    written, straight = (load_target(folder, kv_tokens=256, straight=straight) for straight in (False, True))
+def test_a_loaded_target_taps_its_layers_in_the_straight_pass(tmp_path):
+    save_random_model(tmp_path, "qwen3", **ARCHITECTURES["qwen3"])
+    written, straight = (load_target(str(tmp_path), kv_tokens=256, straight=straight) for straight in (False, True))
     assert written.straight is None
     assert straight.straight is not None
     got = []
