@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
+import random
 import socket
 import threading
 import time
 from dataclasses import replace
+from functools import partial, wraps
 
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.serving import decode_streams
@@ -26,6 +28,7 @@ from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     LeaseExpired,
     NotFound,
@@ -44,14 +47,13 @@ from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.streams import send_bytes
 from outrider.proto.types import (
     PROTOCOL_VERSION,
+    Branch,
     Cancel,
     Commit,
-    CommittedToken,
     Continue,
     Draft,
     DraftToken,
     FinishReason,
-    Goal,
     Goaway,
     Grammar,
     GrammarKind,
@@ -66,14 +68,13 @@ from outrider.proto.types import (
 )
 from outrider.proto.v1 import decoding_pb2 as pb
 
-torch.set_num_threads(1)
-
 CONTEXT = 4096
 SECRET = b"a secret of the test"
 PROMPT = (5,)  # one token, so that the verifier's patience holds from the first step on
 START = len(PROMPT)
 FOREVER = Patience(math.inf, 1000)
 EXPECTED_TOKENS = 20
+OLD = PROTOCOL_VERSION - 1
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 
@@ -147,6 +148,10 @@ class Bench:
         check = health_pb2_grpc.HealthStub(self.channel).Check
         return (await check(health_pb2.HealthCheckRequest())).status
 
+    def metric(self, name, **labels):
+        whose = {"model_name": "tiny", "verifier": "verifier", **labels}
+        return self.server._engine.metrics.registry.get_sample_value(f"outrider:verifier_{name}", whose)
+
     def stream(self, lease=b""):
         return RawStream(self.channel, lease)
 
@@ -164,11 +169,15 @@ class Bench:
     def lease(self, *, session="s", model="tiny", verifier="verifier", seconds=60.0, secret=SECRET, **key):
         return sign_lease(LeaseClaim(verifier, model, session, time.time() + seconds, **key), secret)
 
-    async def text(self, **changes):
-        stream = self.stream(changes.get("lease", b""))
-        await stream.send(self.open(**changes))
+    async def begin(self, frame, *later):
+        """A stream that `frame` has opened."""
+        stream = self.stream(frame.lease)
+        await stream.send(frame, *later)
         await stream.opened()
-        return await stream.rest()
+        return stream
+
+    async def text(self, **changes):
+        return await (await self.begin(self.open(**changes))).rest()
 
     async def until(self, condition, seconds=60.0):
         end = time.monotonic() + seconds
@@ -192,6 +201,22 @@ def run(folder, scenario, *, secret=b"", options=(), **changes):
             await server.stop(0.2)
 
     return asyncio.run(main())
+
+
+def verifier(**config):
+    """Run a test, a coroutine, with the bench of a verifier of its own."""
+
+    def decorate(test):
+        @wraps(test)
+        def run_test(folder, **fixtures):
+            run(folder, partial(test, **fixtures), **config)
+
+        names = ["folder", *list(inspect.signature(test).parameters)[1:]]
+        fixtures = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        run_test.__signature__ = inspect.Signature(fixtures)
+        return run_test
+
+    return decorate
 
 
 async def error_beside_a_right_text(bench, expected, *frames, secret=b""):
@@ -218,72 +243,55 @@ def raw_open(bench, **fields):
     return wire.SerializeToString()
 
 
+def draft(chain, start, tokens, **more):
+    return Draft(chain, start, tuple(map(DraftToken, tokens)), **more)
+
+
 def waiting(bench, **changes):
     """An Open that the verifier waits with."""
     return bench.open(patience=FOREVER, **changes)
 
 
+def wire_draft(**fields):
+    return pb.EdgeFrame(draft=pb.Draft(**fields)).SerializeToString()
+
+
 BAD_INPUT = {
-    "empty prompt": ([lambda b: raw_open(b, prompt=[])], InvalidArgument, "open.prompt"),
-    "prompt too long": ([lambda b: b.open(prompt=(5,) * CONTEXT)], PromptTooLong, "open.prompt"),
-    "unknown prompt token": ([lambda b: b.open(prompt=(5, VOCAB))], UnknownToken, "open.prompt"),
-    "huge prompt token": ([lambda b: raw_open(b, prompt=[1 << 31])], InvalidArgument, "open.prompt"),
-    "unknown committed token": ([lambda b: b.open(committed=(VOCAB,))], UnknownToken, "open.committed"),
-    "other tokenizer": ([lambda b: b.open(tokenizer_sha256="0" * 64)], TokenizerMismatch, "open.tokenizer_sha256"),
-    "no tokenizer": ([lambda b: raw_open(b, tokenizer_sha256="")], InvalidArgument, "open.tokenizer_sha256"),
-    "unknown model": ([lambda b: b.open(model="another")], NotFound, "open.model"),
-    "other protocol": (
-        [lambda b: b.open(protocol_version=PROTOCOL_VERSION - 1)],
-        UnsupportedProtocol,
-        "open.protocol_version",
-    ),
-    "malformed bytes": ([b"\xff\xff\xff"], InvalidArgument, "frame"),
-    "empty frame": ([b""], InvalidArgument, "frame.body"),
-    "malformed bytes later": ([waiting, b"\xff\xff\xff"], InvalidArgument, "frame"),
-    "draft first": ([Draft(0, START, tuple(map(DraftToken, (5,))))], InvalidArgument, "frame.open"),
-    "cancel first": ([Cancel()], InvalidArgument, "frame.open"),
-    "open twice": ([waiting, waiting], InvalidArgument, "frame.open"),
-    "draft inside the prompt": (
-        [waiting, Draft(0, START - 1, tuple(map(DraftToken, (5,))))],
-        InvalidArgument,
-        "draft.start",
-    ),
-    "draft of an unknown token": (
-        [waiting, Draft(0, START, tuple(map(DraftToken, (VOCAB,))))],
-        UnknownToken,
-        "draft.tokens",
-    ),
-    "draft beyond the context": (
-        [waiting, Draft(0, CONTEXT + 64, tuple(map(DraftToken, (5,))))],
-        InvalidArgument,
-        "draft.start",
-    ),
-    "chain number beyond those of edges": (
-        [waiting, pb.EdgeFrame(draft=pb.Draft(chain=1 << 31, start=START, tokens=[5])).SerializeToString()],
-        InvalidArgument,
-        "draft.chain",
-    ),
-    "flood in one frame": (
-        [waiting, Draft(0, START, tuple(map(DraftToken, (5,) * 65)))],
-        ResourceExhausted,
-        "draft.tokens",
-    ),
-    "session name": ([lambda b: raw_open(b, session="a b")], InvalidArgument, "open.session"),
-    "bad report": (
-        [waiting, pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString()],
-        InvalidArgument,
-        "report.acceptance",
-    ),
+    "empty prompt": (lambda b: raw_open(b, prompt=[]), InvalidArgument, "open.prompt"),
+    "prompt too long": (lambda b: b.open(prompt=(5,) * CONTEXT), PromptTooLong, "open.prompt"),
+    "unknown prompt token": (lambda b: b.open(prompt=(5, VOCAB)), UnknownToken, "open.prompt"),
+    "huge prompt token": (lambda b: raw_open(b, prompt=[1 << 31]), InvalidArgument, "open.prompt"),
+    "unknown committed token": (lambda b: b.open(committed=(VOCAB,)), UnknownToken, "open.committed"),
+    "other tokenizer": (lambda b: b.open(tokenizer_sha256="0" * 64), TokenizerMismatch, "open.tokenizer_sha256"),
+    "no tokenizer": (lambda b: raw_open(b, tokenizer_sha256=""), InvalidArgument, "open.tokenizer_sha256"),
+    "unknown model": (lambda b: b.open(model="another"), NotFound, "open.model"),
+    "other protocol": (lambda b: b.open(protocol_version=OLD), UnsupportedProtocol, "open.protocol_version"),
+    "malformed bytes": (b"\xff\xff\xff", InvalidArgument, "frame"),
+    "empty frame": (b"", InvalidArgument, "frame.body"),
+    "draft first": (draft(0, START, (5,)), InvalidArgument, "frame.open"),
+    "cancel first": (Cancel(), InvalidArgument, "frame.open"),
+    "session name": (lambda b: raw_open(b, session="a b"), InvalidArgument, "open.session"),
 }
+BAD_LATER = {
+    "malformed bytes": (b"\xff\xff\xff", InvalidArgument, "frame"),
+    "open twice": (waiting, InvalidArgument, "frame.open"),
+    "draft inside the prompt": (draft(0, START - 1, (5,)), InvalidArgument, "draft.start"),
+    "draft of an unknown token": (draft(0, START, (VOCAB,)), UnknownToken, "draft.tokens"),
+    "draft beyond the context": (draft(0, CONTEXT + 64, (5,)), InvalidArgument, "draft.start"),
+    "unknown chain": (wire_draft(chain=1 << 31, start=START, tokens=[5]), InvalidArgument, "draft.chain"),
+    "flood in one frame": (draft(0, START, (5,) * 65), ResourceExhausted, "draft.tokens"),
+    "bad report": (
+        pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString(), InvalidArgument, "report.acceptance",
+    ),
+}  # fmt: skip
 
 
-def test_bad_input_ends_its_own_stream_with_the_status_and_field_and_no_other(folder, expected):
-    async def scenario(bench):
-        for name, (frames, kind, field) in BAD_INPUT.items():
-            error = await error_beside_a_right_text(bench, expected, *frames)
+@verifier()
+async def test_bad_input_ends_its_own_stream_with_the_status_and_field_and_no_other(bench, expected):
+    for before, cases in ((), BAD_INPUT), ((waiting,), BAD_LATER):
+        for name, (frame, kind, field) in cases.items():
+            error = await error_beside_a_right_text(bench, expected, *before, frame)
             assert (type(error), error.field) == (kind, field), name
-
-    run(folder, scenario)
 
 
 BAD_LEASES = {
@@ -297,172 +305,86 @@ BAD_LEASES = {
 }
 
 
-def test_a_lease_that_is_not_for_this_stream_is_refused(folder, expected):
-    async def scenario(bench):
-        for name, (lease, kind) in BAD_LEASES.items():
-            frame = bench.open(lease=lease(bench))
-            error = await error_beside_a_right_text(bench, expected, frame, secret=SECRET)
-            assert (type(error), error.field) == (kind, "open.lease"), name
-
-    run(folder, scenario, secret=SECRET)
+@verifier(secret=SECRET)
+async def test_a_lease_that_is_not_for_this_stream_is_refused(bench, expected):
+    for name, (lease, kind) in BAD_LEASES.items():
+        frame = bench.open(lease=lease(bench))
+        error = await error_beside_a_right_text(bench, expected, frame, secret=SECRET)
+        assert (type(error), error.field) == (kind, "open.lease"), name
 
 
-def test_the_status_code_and_the_trailing_metadata_are_the_contracts_own(folder):
-    async def scenario(bench):
-        call = bench.channel.stream_stream(codec.DECODE_METHOD)()
-        await call.write(codec.encode_edge_frame(bench.open(prompt=(VOCAB,))))
-        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        metadata = dict(await call.trailing_metadata())
-        detail = pb.ErrorDetail.FromString(metadata["outrider-error-bin"])
-        assert (detail.kind, detail.field) == ("UnknownToken", "open.prompt")
-        assert (await call.details()).startswith("open.prompt: ")
-
-    run(folder, scenario)
+@verifier()
+async def test_a_text_equals_the_rule_computed_by_transformers_alone(bench, expected):
+    assert await bench.text() == (expected, FinishReason.LENGTH)
+    assert await bench.text(drafting=False) == (expected, FinishReason.LENGTH)
+    assert await bench.text(committed=expected[:7]) == (expected[7:], FinishReason.LENGTH)
 
 
-def test_a_text_equals_the_rule_computed_by_transformers_alone(folder, expected):
-    async def scenario(bench):
-        assert await bench.text() == (expected, FinishReason.LENGTH)
-        assert await bench.text(drafting=False) == (expected, FinishReason.LENGTH)
-        assert await bench.text(committed=expected[:7]) == (expected[7:], FinishReason.LENGTH)
-
-    run(folder, scenario)
-
-
-def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(
-            waiting(bench),
-            Draft(0, START, tuple(map(DraftToken, (*expected[:5], (expected[5] + 1) % VOCAB))), complete=True),
-        )
-        await stream.opened()
-        commit = await stream.receive()
-        assert (token_ids(commit.tokens), commit.accepted, commit.verified) == (expected[:6], 5, 6)
-        assert all(token.logp is not None for token in commit.tokens)
-        await stream.send(Draft(1, START + 6, tuple(map(DraftToken, expected[6:9], (0.5, 0.5, 0.5))), complete=True))
-        commit = await stream.receive()
-        assert (token_ids(commit.tokens), commit.accepted, commit.chain) == (expected[6:10], 3, 1)
-        assert 0 < commit.reward <= 1
-        assert commit.timing.echo == 2
-        assert commit.timing.hold_s > 0
-        await stream.send(Report(False))
-        assert await stream.rest() == (expected[10:], FinishReason.LENGTH)
-        assert await stream.receive() is None
-
-    run(folder, scenario)
+@verifier()
+async def test_right_drafts_are_accepted_and_wrong_ones_are_not(bench, expected):
+    chain = draft(0, START, (*expected[:5], (expected[5] + 1) % VOCAB), complete=True)
+    stream = await bench.begin(waiting(bench), chain)
+    commit = await stream.receive()
+    assert (token_ids(commit.tokens), commit.accepted, commit.verified) == (expected[:6], 5, 6)
+    assert all(token.logp is not None for token in commit.tokens)
+    await stream.send(Draft(1, START + 6, tuple(map(DraftToken, expected[6:9], (0.5, 0.5, 0.5))), complete=True))
+    commit = await stream.receive()
+    assert (token_ids(commit.tokens), commit.accepted, commit.chain) == (expected[6:10], 3, 1)
+    assert 0 < commit.reward <= 1
+    assert commit.timing.echo == 2
+    assert commit.timing.hold_s > 0
+    await stream.send(Report(False))
+    assert await stream.rest() == (expected[10:], FinishReason.LENGTH)
+    assert await stream.receive() is None
 
 
-def test_the_edge_gets_goal_and_limits_and_log_probabilities_only_where_it_asks(folder, expected):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(bench.open(drafting=False, logp=False, max_drafts=3))
-        opened = await stream.opened()
-        assert (opened.goal, opened.max_drafts) == (Goal.EFFICIENCY, 3)
-        commit = await stream.receive()
-        assert commit.tokens == tuple(map(CommittedToken, expected[: len(commit.tokens)]))
-
-    run(folder, scenario, goal=Goal.EFFICIENCY)
-
-
-def test_a_session_waits_for_a_full_kv_cache_and_its_text_is_the_same(folder, expected):
-    async def scenario(bench):
-        first, second = bench.stream(), bench.stream()
-        await first.send(waiting(bench))
-        await first.opened()
-        await second.send(bench.open(session="second"))
-        await second.opened()
-        early = asyncio.create_task(second.rest())
-        assert not (await asyncio.wait([early], timeout=0.2))[0], "there are pages for one text alone"
-        await first.send(Report(False))
-        assert await first.rest() == (expected, FinishReason.LENGTH)
-        assert await early == (expected, FinishReason.LENGTH)
-        assert await bench.text() == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario, kv_tokens=32, page_size=16)
+@verifier(kv_tokens=32, page_size=16)
+async def test_a_session_waits_for_a_full_kv_cache_and_its_text_is_the_same(bench, expected):
+    first = await bench.begin(waiting(bench))
+    second = await bench.begin(bench.open(session="second"))
+    early = asyncio.create_task(second.rest())
+    assert not (await asyncio.wait([early], timeout=0.2))[0], "there are pages for one text alone"
+    await first.send(Report(False))
+    assert await first.rest() == (expected, FinishReason.LENGTH)
+    assert await early == (expected, FinishReason.LENGTH)
+    assert await bench.text() == (expected, FinishReason.LENGTH)
 
 
-def test_a_text_that_fills_a_cache_of_the_size_of_the_context_is_served(folder):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(bench.open(sampling=Sampling(max_tokens=1000, ignore_eos=True)))
-        assert (await stream.opened()).max_tokens == 31
-        tokens, finish = await stream.rest()
-        assert (len(tokens), finish) == (31, FinishReason.LENGTH)
-
-    run(folder, scenario, kv_tokens=32, page_size=16)
-
-
-def test_drafts_up_to_the_end_of_the_context_stay_inside_the_reserved_pages(folder):
-    async def scenario(bench):
-        sampling = Sampling(max_tokens=1000, ignore_eos=True)
-        plain, _ = await bench.text(sampling=sampling)
-        stream = bench.stream()
-        patience = Patience(5.0, 1)
-        await stream.send(
-            bench.open(sampling=sampling, patience=patience), Draft(0, START, tuple(map(DraftToken, (*plain, 5, 5))))
-        )
-        await stream.opened()
-        assert await stream.rest() == (plain, FinishReason.LENGTH)
-
-    run(folder, scenario, kv_tokens=32, page_size=16)
+@verifier(kv_tokens=32, page_size=16)
+async def test_drafts_up_to_the_end_of_the_context_stay_inside_the_reserved_pages(bench):
+    sampling = Sampling(max_tokens=1000, ignore_eos=True)
+    plain, _ = await bench.text(sampling=sampling)
+    assert len(plain) == 31, "the cache holds as much as the context"
+    frame = bench.open(sampling=sampling, patience=Patience(5.0, 1))
+    stream = await bench.begin(frame, draft(0, START, (*plain, 5, 5)))
+    assert await stream.rest() == (plain, FinishReason.LENGTH)
 
 
-def test_one_session_too_many_is_refused_with_a_time_to_retry(folder, expected):
-    async def scenario(bench):
-        streams = [bench.stream() for _ in range(3)]
-        for i, stream in enumerate(streams[:2]):
-            await stream.send(waiting(bench, session=f"s{i}"))
-            await stream.opened()
-        await streams[2].send(bench.open())
-        error = await streams[2].error()
-        assert type(error) is ResourceExhausted
-        assert error.retry_after_s > 0
-        streams[0].call.cancel()
-        await bench.until(lambda: bench.server.status().sessions == 1)
-        assert await bench.text() == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario, max_sessions=2)
+@verifier(max_sessions=2)
+async def test_one_session_too_many_is_refused_with_a_time_to_retry(bench, expected):
+    streams = [await bench.begin(waiting(bench, session=f"s{i}")) for i in range(2)]
+    late = bench.stream()
+    await late.send(bench.open())
+    error = await late.error()
+    assert type(error) is ResourceExhausted
+    assert error.retry_after_s > 0
+    streams[0].call.cancel()
+    await bench.until(lambda: bench.server.status().sessions == 1)
+    assert await bench.text() == (expected, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("how", ["cancel", "finish", "error"])
-def test_whatever_ends_a_stream_its_pages_are_free_again(how, folder):
-    async def scenario(bench):
-        before = bench.server.status().kv_pages_free
-        stream = bench.stream()
-        await stream.send(waiting(bench))
-        await stream.opened()
-        await bench.until(lambda: bench.server.status().kv_pages_free < before)
-        if how == "cancel":
-            stream.call.cancel()
-        elif how == "finish":
-            await stream.send(Report(False))
-            await stream.rest()
-        else:
-            await stream.send(b"\xff")
-            assert await stream.error() is not None
-        await bench.until(lambda: bench.server.status().kv_pages_free == before)
-        await bench.until(lambda: bench.server.status().sessions == 0)
-
-    run(folder, scenario)
-
-
-def test_a_client_that_sends_no_more_is_not_waited_for(folder, expected):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(waiting(bench))
-        await stream.call.done_writing()
-        await stream.opened()
-        assert await stream.rest() == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario)
+@verifier()
+async def test_a_client_that_sends_no_more_is_not_waited_for(bench, expected):
+    stream = bench.stream()
+    await stream.send(waiting(bench))
+    await stream.call.done_writing()
+    await stream.opened()
+    assert await stream.rest() == (expected, FinishReason.LENGTH)
 
 
 def test_draining_sends_goaway_and_admits_nobody_and_the_text_goes_on_elsewhere(folder, expected):
     async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(waiting(bench), Draft(0, START, tuple(map(DraftToken, expected[:3])), complete=True))
-        await stream.opened()
+        stream = await bench.begin(waiting(bench), draft(0, START, expected[:3], complete=True))
         tokens = token_ids((await stream.receive()).tokens)
         draining = asyncio.create_task(bench.server.drain())
         assert isinstance(await stream.receive(), Goaway)
@@ -485,101 +407,90 @@ def test_draining_sends_goaway_and_admits_nobody_and_the_text_goes_on_elsewhere(
     assert run(folder, elsewhere) == (expected[len(tokens) :], FinishReason.LENGTH)
 
 
-def test_stopping_tells_running_sessions_that_they_may_resume(folder):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(waiting(bench))
-        await stream.opened()
-        stopping = asyncio.create_task(bench.server.stop(0.0))
-        error = await stream.error()
-        await stopping
-        return error
-
-    assert isinstance(run(folder, scenario), Unavailable)
+@verifier()
+async def test_stopping_tells_running_sessions_that_they_may_resume(bench):
+    stream = await bench.begin(waiting(bench))
+    stopping = asyncio.create_task(bench.server.stop(0.0))
+    assert isinstance(await stream.error(), Unavailable)
+    await stopping
 
 
-def test_a_key_has_no_more_texts_than_it_may_and_its_place_lasts_as_long_as_a_text(folder, expected):
-    async def scenario(bench):
-        async def begin(session, key="alice", **changes):
-            lease = bench.lease(session=session, key=key, max_sessions=1)
-            stream = bench.stream(lease)
-            await stream.send(bench.open(session=session, lease=lease, **changes))
-            return stream
+@verifier(secret=SECRET)
+async def test_a_key_has_no_more_texts_than_it_may_and_its_place_lasts_as_long_as_a_text(bench, expected):
+    async def begin(session, key="alice", **changes):
+        lease = bench.lease(session=session, key=key, max_sessions=1)
+        stream = bench.stream(lease)
+        await stream.send(bench.open(session=session, lease=lease, **changes))
+        return stream
 
-        first = await begin("first", patience=FOREVER)  # reported or not, it goes on
-        await first.opened()
-        refused = await (await begin("second")).error()
-        assert isinstance(refused, ResourceExhausted)
-        assert (refused.field, refused.retry_after_s > 0) == ("api_key", True)
-        others = await begin("other", key="bob")
-        await others.opened()
-        assert await others.rest() == (expected, FinishReason.LENGTH)
-        back = await begin("first", patience=FOREVER)  # in another stream
-        await back.opened()
-        back.call.cancel()
-        await bench.until(lambda: bench.server.status().sessions == 0)
-        kept = await begin("kept", keep_s=60.0)
-        await kept.opened()
-        assert await kept.rest() == (expected, FinishReason.LENGTH)
-        second = await begin("second", patience=FOREVER)
-        await second.opened()
-        await kept.send(Continue(START, ()))
-        refused = await kept.error()
-        assert (type(refused), refused.field) == (ResourceExhausted, "api_key")
-
-    run(folder, scenario, secret=SECRET)
+    first = await begin("first", patience=FOREVER)  # reported or not, it goes on
+    await first.opened()
+    refused = await (await begin("second")).error()
+    assert isinstance(refused, ResourceExhausted)
+    assert (refused.field, refused.retry_after_s > 0) == ("api_key", True)
+    others = await begin("other", key="bob")
+    await others.opened()
+    assert await others.rest() == (expected, FinishReason.LENGTH)
+    back = await begin("first", patience=FOREVER)  # in another stream
+    await back.opened()
+    back.call.cancel()
+    await bench.until(lambda: bench.server.status().sessions == 0)
+    kept = await begin("kept", keep_s=60.0)
+    await kept.opened()
+    assert await kept.rest() == (expected, FinishReason.LENGTH)
+    second = await begin("second", patience=FOREVER)
+    await second.opened()
+    await kept.send(Continue(START, ()))
+    refused = await kept.error()
+    assert (type(refused), refused.field) == (ResourceExhausted, "api_key")
 
 
-def test_a_stream_without_a_lease_takes_no_place(folder, expected):
-    async def scenario(bench):
-        idle = [bench.stream() for _ in range(40)]
-        for error in await asyncio.gather(*(stream.error() for stream in idle)):
-            assert isinstance(error, Unauthenticated)
-        assert not len(bench.server._streams._half_open)
-        lease = bench.lease()
-        assert await bench.text(lease=lease) == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario, secret=SECRET, max_sessions=1)
+@verifier(secret=SECRET, max_sessions=1)
+async def test_a_stream_without_a_lease_takes_no_place(bench, expected):
+    idle = [bench.stream() for _ in range(40)]
+    for error in await asyncio.gather(*(stream.error() for stream in idle)):
+        assert isinstance(error, Unauthenticated)
+    assert not len(bench.server._streams._half_open)
+    lease = bench.lease()
+    assert await bench.text(lease=lease) == (expected, FinishReason.LENGTH)
 
 
-def test_half_open_streams_are_few_of_a_lease_and_keep_neither_texts_nor_health_out(folder, expected):
-    async def scenario(bench):
-        lease = bench.lease(session="idle")
-        idle = [bench.stream(lease) for _ in range(40)]
-        for stream in idle:
-            await stream.call.wait_for_connection()
-        await bench.until(lambda: len(bench.server._streams._half_open) == 2)
-        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
-        assert await bench.text(session="s", lease=bench.lease()) == (expected, FinishReason.LENGTH)
-        await bench.until(lambda: sum(stream.call.done() for stream in idle) == 38)
-        for stream in idle:
-            if stream.call.done():
-                refused = await stream.error()
-                assert isinstance(refused, ResourceExhausted)
-                assert refused.retry_after_s > 0
-        metrics = bench.server._engine.metrics.registry
-        whose = {"model_name": "tiny", "verifier": "verifier"}
-        assert metrics.get_sample_value("outrider:verifier_refused_half_open_total", whose) == 38
-        for stream in idle:
-            stream.call.cancel()
-        await bench.until(lambda: not len(bench.server._streams._half_open))
-
-    run(folder, scenario, secret=SECRET, max_sessions=2)
+async def check_that_some_are_refused_for_a_while(streams):
+    for stream in streams:
+        if stream.call.done():
+            refused = await stream.error()
+            assert isinstance(refused, ResourceExhausted)
+            assert refused.retry_after_s > 0
 
 
-def test_an_address_has_no_more_half_open_streams_than_sessions_come_back_at_once(folder, expected):
-    async def scenario(bench):
-        idle = [bench.stream() for _ in range(60)]
-        for stream in idle:
-            await stream.call.wait_for_connection()
-        await bench.until(lambda: len(bench.server._streams._half_open) == 2 * 2 + 16)
-        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
-        for stream in idle:
-            stream.call.cancel()
-        await bench.until(lambda: not len(bench.server._streams._half_open))
-        assert await bench.text() == (expected, FinishReason.LENGTH)
+@verifier(secret=SECRET, max_sessions=2)
+async def test_half_open_streams_are_few_of_a_lease_and_keep_neither_texts_nor_health_out(bench, expected):
+    lease = bench.lease(session="idle")
+    idle = [bench.stream(lease) for _ in range(40)]
+    for stream in idle:
+        await stream.call.wait_for_connection()
+    await bench.until(lambda: len(bench.server._streams._half_open) == 2)
+    assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+    assert await bench.text(session="s", lease=bench.lease()) == (expected, FinishReason.LENGTH)
+    await bench.until(lambda: sum(stream.call.done() for stream in idle) == 38)
+    await check_that_some_are_refused_for_a_while(idle)
+    assert bench.metric("refused_half_open_total") == 38
+    for stream in idle:
+        stream.call.cancel()
+    await bench.until(lambda: not len(bench.server._streams._half_open))
 
-    run(folder, scenario, max_sessions=2)
+
+@verifier(max_sessions=2)
+async def test_an_address_has_no_more_half_open_streams_than_sessions_come_back_at_once(bench, expected):
+    idle = [bench.stream() for _ in range(60)]
+    for stream in idle:
+        await stream.call.wait_for_connection()
+    await bench.until(lambda: len(bench.server._streams._half_open) == 2 * 2 + 16)
+    assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+    for stream in idle:
+        stream.call.cancel()
+    await bench.until(lambda: not len(bench.server._streams._half_open))
+    assert await bench.text() == (expected, FinishReason.LENGTH)
 
 
 class EndlessGrammars:
@@ -594,91 +505,63 @@ class EndlessGrammars:
 
 
 @pytest.mark.parametrize("sessions", ["one", "many"])
-def test_streams_that_wait_for_a_grammar_are_as_few_as_the_sessions_of_their_key(sessions, folder, expected):
-    async def scenario(bench):
-        bench.server._streams._grammars.close()
-        bench.server._streams._grammars = EndlessGrammars()
-        sampling = Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT))
-        streams = []
-        for i in range(8):
-            session = "s" if sessions == "one" else f"s{i}"
-            lease = bench.lease(session=session, key="mallory", max_sessions=2)
-            streams.append(bench.stream(lease))
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                await streams[-1].send(bench.open(session=session, lease=lease, sampling=sampling))
-        await bench.until(lambda: sum(stream.call.done() for stream in streams) == 6)
-        assert len(bench.server._streams._half_open) == 2
-        for stream in streams:
-            if stream.call.done():
-                refused = await stream.error()
-                assert isinstance(refused, ResourceExhausted)
-                assert refused.retry_after_s > 0
-        lease = bench.lease(session="other", key="alice")
-        assert await bench.text(session="other", lease=lease) == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario, secret=SECRET, max_sessions=8)
+@verifier(secret=SECRET, max_sessions=8)
+async def test_streams_that_wait_for_a_grammar_are_as_few_as_the_sessions_of_their_key(bench, sessions, expected):
+    bench.server._streams._grammars.close()
+    bench.server._streams._grammars = EndlessGrammars()
+    sampling = Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT))
+    streams = []
+    for i in range(8):
+        session = "s" if sessions == "one" else f"s{i}"
+        lease = bench.lease(session=session, key="mallory", max_sessions=2)
+        streams.append(bench.stream(lease))
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await streams[-1].send(bench.open(session=session, lease=lease, sampling=sampling))
+    await bench.until(lambda: sum(stream.call.done() for stream in streams) == 6)
+    assert len(bench.server._streams._half_open) == 2
+    await check_that_some_are_refused_for_a_while(streams)
+    lease = bench.lease(session="other", key="alice")
+    assert await bench.text(session="other", lease=lease) == (expected, FinishReason.LENGTH)
 
 
-def test_a_stream_that_is_refused_costs_no_task_and_few_lines_of_the_log(folder, monkeypatch, caplog):
+@verifier(secret=SECRET)
+async def test_a_stream_that_is_refused_costs_no_task_and_few_lines_of_the_log(bench, monkeypatch, caplog):
     def never(*_):
         raise AssertionError("something is made for it")
 
-    async def scenario(bench):
-        monkeypatch.setattr(decode_streams, "StreamOutbox", never)
-        began = time.monotonic()
-        for _ in range(40):
-            assert isinstance(await bench.stream().error(), Unauthenticated)
-        lines = [record for record in caplog.records if "refused" in record.message]
-        assert 1 <= len(lines) <= 2 + time.monotonic() - began
-        assert len(lines) < 40
-        metrics = bench.server._engine.metrics.registry
-        whose = {"model_name": "tiny", "verifier": "verifier", "error": "Unauthenticated"}
-        assert metrics.get_sample_value("outrider:verifier_refused_sessions_total", whose) == 40
-
-    run(folder, scenario, secret=SECRET)
+    monkeypatch.setattr(decode_streams, "StreamOutbox", never)
+    began = time.monotonic()
+    for _ in range(40):
+        assert isinstance(await bench.stream().error(), Unauthenticated)
+    lines = [record for record in caplog.records if "refused" in record.message]
+    assert 1 <= len(lines) <= 2 + time.monotonic() - began
+    assert len(lines) < 40
+    assert bench.metric("refused_sessions_total", error="Unauthenticated") == 40
 
 
-def test_watchers_of_health_are_few_and_checks_are_always_answered(folder):
-    async def scenario(bench):
-        watch = health_pb2_grpc.HealthStub(bench.channel).Watch
-        watchers = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHERS)]
-        for watcher in watchers:
-            assert (await watcher.read()).status == health_pb2.HealthCheckResponse.SERVING
-        one_more = watch(health_pb2.HealthCheckRequest())
-        assert await one_more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
-        for watcher in watchers:
-            watcher.cancel()
-
-    run(folder, scenario)
+@verifier()
+async def test_watchers_of_health_are_few_and_checks_are_always_answered(bench):
+    watch = health_pb2_grpc.HealthStub(bench.channel).Watch
+    watchers = [watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHERS)]
+    for watcher in watchers:
+        assert (await watcher.read()).status == health_pb2.HealthCheckResponse.SERVING
+    one_more = watch(health_pb2.HealthCheckRequest())
+    assert await one_more.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+    for watcher in watchers:
+        watcher.cancel()
 
 
-def test_a_lease_that_runs_out_sends_goaway(folder):
-    async def scenario(bench):
-        lease = bench.lease(seconds=0.3)
-        stream = bench.stream(lease)
-        await stream.send(waiting(bench, lease=lease))
-        await stream.opened()
-        goaway = await stream.receive()
-        assert isinstance(goaway, Goaway)
-        assert "lease" in goaway.reason
-        await bench.until(lambda: bench.server.status().sessions == 0)
-
-    run(folder, scenario, secret=SECRET)
-
-
-def test_a_client_that_does_not_read_is_dropped_and_others_go_on(folder, expected):
-    async def scenario(bench):
-        lazy = bench.stream()
-        await lazy.send(bench.open(sampling=Sampling(max_tokens=4000, ignore_eos=True), session="lazy"))
-        await bench.until(lambda: bench.server.status().sessions == 1)
-        assert await bench.text() == (expected, FinishReason.LENGTH)
-        await bench.until(lambda: bench.server.status().sessions == 0, 30)
-        assert await bench.text() == (expected, FinishReason.LENGTH)
-        error = await lazy.error()
-        assert isinstance(error, Unavailable), "a client that comes back may resume"
-
-    run(folder, scenario, stall_s=0.4, options=SMALL_WINDOW)
+@verifier(stall_s=0.4, options=SMALL_WINDOW)
+async def test_a_client_that_does_not_read_is_dropped_and_others_go_on(bench, expected):
+    lazy = bench.stream()
+    await lazy.send(bench.open(sampling=Sampling(max_tokens=4000, ignore_eos=True), session="lazy"))
+    await bench.until(lambda: bench.server.status().sessions == 1)
+    assert await bench.text() == (expected, FinishReason.LENGTH)
+    await bench.until(lambda: bench.server.status().sessions == 0, 30)
+    assert await bench.text() == (expected, FinishReason.LENGTH)
+    error = await lazy.error()
+    assert isinstance(error, Unavailable), "a client that comes back may resume"
 
 
 def test_a_client_that_goes_while_a_commit_waits_for_room_leaves_no_traceback(folder, expected, caplog):
@@ -698,66 +581,93 @@ def test_a_client_that_goes_while_a_commit_waits_for_room_leaves_no_traceback(fo
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-def test_a_flood_of_chains_neither_grows_nor_stops_anything(folder, expected):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(waiting(bench))
-        await stream.opened()
-        reading = asyncio.create_task(stream.rest())
-        await stream.send(*(Draft(chain, START, tuple(map(DraftToken, (5, 5, 5)))) for chain in range(1500)))
-        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
-        await stream.send(Report(False))
-        assert await reading == (expected, FinishReason.LENGTH)
+@verifier()
+async def test_a_flood_of_chains_neither_grows_nor_stops_anything(bench, expected):
+    stream = await bench.begin(waiting(bench))
+    reading = asyncio.create_task(stream.rest())
+    await stream.send(*(draft(chain, START, (5, 5, 5)) for chain in range(1500)))
+    assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
+    await stream.send(Report(False))
+    assert await reading == (expected, FinishReason.LENGTH)
 
-    run(folder, scenario)
+
+@verifier()
+async def test_random_drafts_and_branches_never_change_the_text_of_their_own_session(bench, expected):
+    """Whatever its chains say, and whether they contradict themselves."""
+    rng = random.Random(21)
+
+    def nearly(tokens):
+        return tuple(token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in tokens)
+
+    for number in range(40):
+        drafts = []
+        for _ in range(rng.randrange(1, 12)):
+            at = rng.randrange(17)
+            ahead = expected[at : at + rng.randrange(1, 9)]
+            beside = tuple(
+                Branch(START + at + i, nearly(ahead[i : i + rng.randrange(1, 4)]))
+                for i in range(len(ahead))
+                if rng.random() < 0.4
+            )
+            drafts.append(draft(rng.randrange(3), START + at, nearly(ahead), branches=beside))
+        stream, trees = bench.stream(), rng.random() < 0.8
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # the text may end before all are written
+            await stream.send(bench.open(patience=Patience(0.002, 4), trees=trees, session=f"s{number}"), *drafts)
+        await stream.opened()
+        assert await stream.rest() == (expected, FinishReason.LENGTH)
+
+
+@verifier()
+async def test_a_defect_in_reading_a_stream_ends_that_stream_alone(bench, expected, monkeypatch, caplog):
+    right = codec.decode_edge_frame
+
+    def defective(data, *bounds):
+        if b"defective" in data:
+            raise KeyError("a defect")
+        return right(data, *bounds)
+
+    monkeypatch.setattr(codec, "decode_edge_frame", defective)
+    for frames in ([bench.open(session="defective")], [waiting(bench), Cancel("defective")]):
+        assert isinstance(await error_beside_a_right_text(bench, expected, *frames), Internal)
+    assert sum("a stream cannot be read" in record.message for record in caplog.records) == 2
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_draft_that_no_edge_sends_ends_its_stream_though_it_is_passed_over(ended, folder, expected):
+@verifier()
+async def test_a_draft_that_no_edge_sends_ends_its_stream_though_it_is_passed_over(bench, ended, expected):
     """It is of an earlier turn, or comes after the text's end."""
     huge = pb.EdgeFrame(draft=pb.Draft(chain=0, start=START, tokens=[5] * 100_000)).SerializeToString()
-
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(bench.open(keep_s=60.0))
-        await stream.opened()
-        await stream.rest()
-        if not ended:
-            await stream.send(Continue(START, (), chain=1, sampling=Sampling(max_tokens=3000, ignore_eos=True)))
-            await stream.receive()
-        await stream.send(huge)
-        error = await stream.error()
-        assert (type(error), error.field) == (InvalidArgument, "frame.draft")
-        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario)
+    stream = await bench.begin(bench.open(keep_s=60.0))
+    await stream.rest()
+    if not ended:
+        await stream.send(Continue(START, (), chain=1, sampling=Sampling(max_tokens=3000, ignore_eos=True)))
+        await stream.receive()
+    await stream.send(huge)
+    error = await stream.error()
+    assert (type(error), error.field) == (InvalidArgument, "frame.draft")
+    assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("state", ["waiting for its text", "with its text ended", "with its next text begun"])
 @pytest.mark.parametrize("first", [b"", codec.encode_edge_frame(Cancel())])
-def test_a_second_open_ends_its_stream_at_once_and_is_not_decoded(state, first, folder, expected, monkeypatch):
+@verifier()
+async def test_a_second_open_ends_its_stream_at_once_and_is_not_decoded(bench, state, first, expected, monkeypatch):
     decoded = []
     decode = codec.decode_edge_frame
     monkeypatch.setattr(codec, "decode_edge_frame", lambda data, *limits: decoded.append(data) or decode(data, *limits))
-
-    async def scenario(bench):
-        stream = bench.stream()
-        opening = waiting(bench) if state == "waiting for its text" else bench.open(keep_s=60.0)
-        await stream.send(opening)
-        await stream.opened()
-        if opening.keep_s:
-            await stream.rest()
-        if state == "with its next text begun":
-            await stream.send(Continue(START, (), chain=1, sampling=Sampling(max_tokens=3000, ignore_eos=True)))
-            assert isinstance(await stream.receive(), Commit), "a kept session goes on"
-        second = first + codec.encode_edge_frame(bench.open())
-        await stream.send(second)
-        error = await stream.error()
-        assert (type(error), error.field) == (InvalidArgument, "frame.open")
-        assert (second in decoded) == bool(first), "one behind another kind of frame shows only then"
-        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
-
-    run(folder, scenario)
+    opening = waiting(bench) if state == "waiting for its text" else bench.open(keep_s=60.0)
+    stream = await bench.begin(opening)
+    if opening.keep_s:
+        await stream.rest()
+    if state == "with its next text begun":
+        await stream.send(Continue(START, (), chain=1, sampling=Sampling(max_tokens=3000, ignore_eos=True)))
+        assert isinstance(await stream.receive(), Commit), "a kept session goes on"
+    second = first + codec.encode_edge_frame(bench.open())
+    await stream.send(second)
+    error = await stream.error()
+    assert (type(error), error.field) == (InvalidArgument, "frame.open")
+    assert (second in decoded) == bool(first), "one behind another kind of frame shows only then"
+    assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
 
 
 def test_other_texts_go_on_while_a_large_frame_is_decoded(folder, expected, monkeypatch):
@@ -786,60 +696,24 @@ def test_other_texts_go_on_while_a_large_frame_is_decoded(folder, expected, monk
     run(folder, scenario)
 
 
-def test_a_long_prompt_does_not_stall_a_session_that_decodes(folder):
-    async def scenario(bench):
-        busy, long = bench.stream(), bench.stream()
-        await busy.send(bench.open(sampling=Sampling(max_tokens=3000, ignore_eos=True), drafting=False))
-        await busy.opened()
-        await busy.receive()
-        await long.send(bench.open(prompt=(7,) * 1500, session="long", drafting=False))
-        await long.opened()
-        first = asyncio.create_task(long.receive())
-        between = 0
-        while not first.done():
-            await busy.receive()
-            between += 1
-        assert between >= 15, "some 1500 / 16 steps lie between, each with a commit of the other"
-        return token_ids((await first).tokens) + (await long.rest())[0]
-
-    chunked = run(folder, scenario, prefill_chunk=16)
-
-    async def alone(bench):
-        return (await bench.text(prompt=(7,) * 1500, drafting=False))[0]
-
-    assert chunked == run(folder, alone)
+def fail(batch):
+    raise RuntimeError("no memory")
 
 
-def failing(target, times):
-    """Makes the next `times` steps of `target` fail."""
-    right, left = target.forward, iter(range(times))
-
-    def forward(batch):
-        if next(left, None) is None:
-            return right(batch)
-        raise RuntimeError("no memory")
-
-    target.forward = forward
-
-
-def test_a_target_that_always_fails_makes_the_verifier_say_that_it_is_down(folder):
-    async def scenario(bench):
-        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
-        stream = bench.stream()
-        await stream.send(waiting(bench))
-        await stream.opened()
-        failing(bench.server._backend.target, 1000)
-        await stream.send(Report(False))
-        assert isinstance(await stream.error(), Unavailable)
-        await bench.until(lambda: bench.failures == [bench.server])
-        assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
-        status = bench.server.status()
-        assert (status.state, status.sessions) == ("down", 0)
-        late = bench.stream()
-        await late.send(waiting(bench))
-        assert isinstance(await late.error(), Unavailable)
-
-    run(folder, scenario)
+@verifier()
+async def test_a_target_that_always_fails_makes_the_verifier_say_that_it_is_down(bench):
+    assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+    stream = await bench.begin(waiting(bench))
+    bench.server._backend.target.forward = fail
+    await stream.send(Report(False))
+    assert isinstance(await stream.error(), Unavailable)
+    await bench.until(lambda: bench.failures == [bench.server])
+    assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+    status = bench.server.status()
+    assert (status.state, status.sessions) == ("down", 0)
+    late = bench.stream()
+    await late.send(waiting(bench))
+    assert isinstance(await late.error(), Unavailable)
 
 
 def test_a_verifier_beyond_loopback_needs_a_secret(folder):
@@ -877,117 +751,14 @@ def test_a_taken_port_is_a_config_error(folder):
 # === silent streams and late ones ===============================================================================
 
 
-def test_a_ping_is_answered_at_once_with_the_epoch_of_the_open_while_the_text_waits(folder):
-    async def scenario(bench):
-        stream = bench.stream()
-        await stream.send(waiting(bench, epoch=4))
-        assert (await stream.opened()).epoch == 4
-        for number in (1, 2):
-            await stream.send(Ping(number))
-            assert await stream.receive() == Pong(number, 4), "its patience is infinite and no draft ever came"
-        return True
-
-    assert run(folder, scenario)
-
-
-def test_a_ping_is_answered_while_a_step_runs_and_a_grammar_is_compiled(folder):
-    class Slow:
-        async def matcher(self, grammar, committed, owner):
-            await asyncio.Event().wait()  # never done
-
-        def close(self):
-            pass
-
-    async def scenario(bench):
-        bench.server._streams._grammars.close()
-        bench.server._streams._grammars = Slow()
-        stuck, released = threading.Event(), threading.Event()
-        bench.server._engine.inbox.post(lambda: (stuck.set(), released.wait(60)))
-        await asyncio.to_thread(stuck.wait)
-        try:
-            stream = bench.stream()
-            sampling = Sampling(max_tokens=2, grammar=Grammar(GrammarKind.JSON_OBJECT))
-            await stream.send(bench.open(sampling=sampling), Ping(7))
-            return await stream.receive()
-        finally:
-            released.set()
-
-    assert run(folder, scenario) == Pong(7)
-
-
-def test_answers_to_pings_do_not_pile_up_before_a_client_that_reads_none(folder):
-    async def scenario(bench):
-        outbox = StreamOutbox(asyncio.get_running_loop())
-        for number in range(10_000):
-            outbox.answer(Ping(number))
-        return outbox.unread()
-
-    assert run(folder, scenario) <= 65
-
-
-def test_a_late_open_of_an_older_stream_does_not_take_the_session_from_a_newer_one(folder, expected):
-    async def scenario(bench):
-        newer, older = bench.stream(), bench.stream()
-        await newer.send(waiting(bench, epoch=1))
-        await newer.opened()
-        await older.send(bench.open(epoch=0))
-        error = await older.error()
-        await newer.send(Draft(0, START, (), complete=True))
-        first = await newer.receive()
-        assert isinstance(first, Commit), "it goes on"
-        assert token_ids(first.tokens) == expected[:1]
-        following = bench.stream()
-        await following.send(bench.open(epoch=2))
-        await following.opened()
-        assert isinstance(await newer.error(), Unavailable), "a later stream takes it"
-        assert await following.rest() == (expected, FinishReason.LENGTH)
-        return error
-
-    error = run(folder, scenario)
-    assert isinstance(error, FailedPrecondition)
-    assert error.field == "open.epoch"
-
-
-def test_the_session_of_another_key_is_not_taken_over_by_whoever_knows_its_name(folder, expected):
-    async def scenario(bench):
-        victim, thief = (bench.stream(bench.lease(key=key)) for key in ("alice", "mallory"))
-        await victim.send(waiting(bench, lease=bench.lease(key="alice")))
-        await victim.opened()
-        epoch = 1 << 31
-        await thief.send(bench.open(lease=bench.lease(key="mallory", epoch=epoch), epoch=epoch))
-        await thief.opened()
-        assert await thief.rest() == (expected, FinishReason.LENGTH), "a text of its own"
-        await victim.send(Draft(0, START, (), complete=True))
-        assert token_ids((await victim.receive()).tokens) == expected[:1], "it goes on"
-        again = bench.stream(bench.lease(key="alice", epoch=1))
-        await again.send(bench.open(lease=bench.lease(key="alice", epoch=1), epoch=1))
-        await again.opened()
-        assert await again.rest() == (expected, FinishReason.LENGTH), "its own edge may take it"
-
-    run(folder, scenario, secret=SECRET)
-
-
-def test_a_coordinator_tells_the_text_of_a_key_from_another_of_that_name(folder, expected):
-    async def scenario(bench):
-        streams = {}
-        for key, epoch in (("alice", 0), ("mallory", 7)):
-            lease = bench.lease(key=key, epoch=epoch)
-            streams[key] = bench.stream(lease)
-            await streams[key].send(waiting(bench, lease=lease, epoch=epoch))
-            await streams[key].opened()
-        report = verifier_report(bench.server)
-        assert (report["admitted"], report["ends_texts_of_keys"]) == ({"alice/s": 0, "mallory/s": 7}, True)
-        bench.server.send_away(frozenset({"mallory/s", "bob/s"}))
-        assert isinstance(await streams["mallory"].error(), Unavailable)
-        await streams["alice"].send(Draft(0, START, (), complete=True))
-        assert token_ids((await streams["alice"].receive()).tokens) == expected[:1], "it goes on"
-        bench.server.send_away(frozenset({"s"}))  # as a coordinator of an older release says
-        assert isinstance(await streams["alice"].error(), Unavailable)
-
-    run(folder, scenario, secret=SECRET)
-
-
-# === an engine that stands still ================================================================================
+@verifier()
+async def test_a_ping_is_answered_at_once_with_the_epoch_of_the_open_while_the_text_waits(bench):
+    stream = bench.stream()
+    await stream.send(waiting(bench, epoch=4))
+    assert (await stream.opened()).epoch == 4
+    for number in (1, 2):
+        await stream.send(Ping(number))
+        assert await stream.receive() == Pong(number, 4), "its patience is infinite and no draft ever came"
 
 
 @contextlib.contextmanager
@@ -1002,85 +773,132 @@ def standing_still(server):
         released.set()
 
 
+@verifier()
+async def test_a_ping_is_answered_while_a_step_runs_and_a_grammar_is_compiled(bench):
+    bench.server._streams._grammars.close()
+    bench.server._streams._grammars = EndlessGrammars()
+    with standing_still(bench.server):
+        stream, sampling = bench.stream(), Sampling(max_tokens=2, grammar=Grammar(GrammarKind.JSON_OBJECT))
+        await stream.send(bench.open(sampling=sampling), Ping(7))
+        assert await stream.receive() == Pong(7)
+
+
+@verifier()
+async def test_answers_to_pings_do_not_pile_up_before_a_client_that_reads_none(bench):
+    outbox = StreamOutbox(asyncio.get_running_loop())
+    for number in range(10_000):
+        outbox.answer(Ping(number))
+    assert outbox.unread() <= 65
+
+
+@verifier()
+async def test_a_late_open_of_an_older_stream_does_not_take_the_session_from_a_newer_one(bench, expected):
+    newer, older = await bench.begin(waiting(bench, epoch=1)), bench.stream()
+    await older.send(bench.open(epoch=0))
+    error = await older.error()
+    assert isinstance(error, FailedPrecondition)
+    assert error.field == "open.epoch"
+    await newer.send(Draft(0, START, (), complete=True))
+    assert token_ids((await newer.receive()).tokens) == expected[:1], "it goes on"
+    following = await bench.begin(bench.open(epoch=2))
+    assert isinstance(await newer.error(), Unavailable), "a later stream takes it"
+    assert await following.rest() == (expected, FinishReason.LENGTH)
+
+
+@verifier(secret=SECRET)
+async def test_the_session_of_another_key_is_not_taken_over_by_whoever_knows_its_name(bench, expected):
+    victim = await bench.begin(waiting(bench, lease=bench.lease(key="alice")))
+    epoch = 1 << 31
+    thief = await bench.begin(bench.open(lease=bench.lease(key="mallory", epoch=epoch), epoch=epoch))
+    assert await thief.rest() == (expected, FinishReason.LENGTH), "a text of its own"
+    await victim.send(Draft(0, START, (), complete=True))
+    assert token_ids((await victim.receive()).tokens) == expected[:1], "it goes on"
+    again = await bench.begin(bench.open(lease=bench.lease(key="alice", epoch=1), epoch=1))
+    assert await again.rest() == (expected, FinishReason.LENGTH), "its own edge may take it"
+
+
+@verifier(secret=SECRET)
+async def test_a_coordinator_tells_the_text_of_a_key_from_another_of_that_name(bench, expected):
+    streams = {}
+    for key, epoch in (("alice", 0), ("mallory", 7)):
+        lease = bench.lease(key=key, epoch=epoch)
+        streams[key] = await bench.begin(waiting(bench, lease=lease, epoch=epoch))
+    report = verifier_report(bench.server)
+    assert (report["admitted"], report["ends_texts_of_keys"]) == ({"alice/s": 0, "mallory/s": 7}, True)
+    bench.server.send_away(frozenset({"mallory/s", "bob/s"}))
+    assert isinstance(await streams["mallory"].error(), Unavailable)
+    await streams["alice"].send(Draft(0, START, (), complete=True))
+    assert token_ids((await streams["alice"].receive()).tokens) == expected[:1], "it goes on"
+    bench.server.send_away(frozenset({"s"}))  # as a coordinator of an older release says
+    assert isinstance(await streams["alice"].error(), Unavailable)
+
+
+# === an engine that stands still ================================================================================
+
+
 def hasty(server, **rules):
     """Let the verifier judge its engine by short bounds."""
     server._health._judge = HealthJudge(server._engine.heart, HealthRules(hung_s=2.0, **rules), 0.5, time.monotonic())
 
 
-def test_a_hung_engine_sends_its_sessions_away_and_disturbs_none_when_it_wakes(folder, expected):
-    async def scenario(bench):
-        server, stream = bench.server, bench.stream()
-        hasty(server)
-        await stream.send(waiting(bench))
-        await stream.opened()
-        with standing_still(server):
-            error = await asyncio.wait_for(stream.error(), 50)
-            assert isinstance(error, Unavailable), "it can be resumed elsewhere"
-            assert "stands still" in error.message
-            await bench.until(lambda: server.status().state == "sick", 50)
-            assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
-            refused = bench.stream()
-            await refused.send(bench.open(session="other"))
-            assert isinstance(await refused.error(), Unavailable)
-            assert bench.failures == []
-        await bench.until(lambda: server.status().state == "ready", 50)
-        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
-        await bench.until(lambda: server.status().sessions == 0, 50)
-        fenced = server._engine.metrics.registry.get_sample_value(
-            "outrider:verifier_fenced_sessions_total", {"model_name": "tiny", "verifier": "verifier"}
-        )
-        return fenced, await bench.text()
-
-    assert run(folder, scenario) == (1.0, (expected, FinishReason.LENGTH))
+@verifier()
+async def test_a_hung_engine_sends_its_sessions_away_and_disturbs_none_when_it_wakes(bench, expected):
+    server = bench.server
+    hasty(server)
+    stream = await bench.begin(waiting(bench))
+    with standing_still(server):
+        error = await asyncio.wait_for(stream.error(), 50)
+        assert isinstance(error, Unavailable), "it can be resumed elsewhere"
+        assert "stands still" in error.message
+        await bench.until(lambda: server.status().state == "sick", 50)
+        assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        refused = bench.stream()
+        await refused.send(bench.open(session="other"))
+        assert isinstance(await refused.error(), Unavailable)
+        assert bench.failures == []
+    await bench.until(lambda: server.status().state == "ready", 50)
+    assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+    await bench.until(lambda: server.status().sessions == 0, 50)
+    assert bench.metric("fenced_sessions_total") == 1
+    assert await bench.text() == (expected, FinishReason.LENGTH)
 
 
-def test_an_engine_that_has_hung_for_good_ends_the_process(folder):
-    async def scenario(bench):
-        hasty(bench.server, lost_s=1.0)
-        with standing_still(bench.server):
-            await bench.until(lambda: bench.failures, 50)
-            await asyncio.sleep(1.1)
-            return bench.failures == [bench.server], await bench.health()
-
-    assert run(folder, scenario) == (True, health_pb2.HealthCheckResponse.NOT_SERVING), "once"
+@verifier()
+async def test_an_engine_that_has_hung_for_good_ends_the_process(bench):
+    hasty(bench.server, lost_s=1.0)
+    with standing_still(bench.server):
+        await bench.until(lambda: bench.failures, 50)
+        await asyncio.sleep(1.1)
+        assert bench.failures == [bench.server], "once"
+        assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 # === an event loop that stands still ============================================================================
 
 
-def sick(server):
-    return server._engine.metrics.registry.get_sample_value(
-        "outrider:verifier_sick", {"model_name": "tiny", "verifier": "verifier"}
-    )
+@verifier()
+async def test_a_call_that_blocks_the_event_loop_is_shown_and_ends_the_process(bench, caplog):
+    server = bench.server
+    server._health._loop._hung_s = server._health._loop._lost_s = 1.0
 
+    def block_in_a_handler():
+        end = time.monotonic() + 50
+        while not (bench.failures and bench.metric("sick")) and time.monotonic() < end:
+            time.sleep(0.01)
 
-def test_a_call_that_blocks_the_event_loop_is_shown_and_ends_the_process(folder, caplog):
-    async def scenario(bench):
-        server = bench.server
-        server._health._loop._hung_s = server._health._loop._lost_s = 1.0
-
-        def block_in_a_handler():
-            end = time.monotonic() + 50
-            while not (bench.failures and sick(server)) and time.monotonic() < end:
-                time.sleep(0.01)
-
-        block_in_a_handler()
-        return bench.failures == [server], sick(server)
-
-    assert run(folder, scenario) == (True, 1.0)
+    block_in_a_handler()
+    assert (bench.failures, bench.metric("sick")) == ([server], 1.0)
     [line] = [record.getMessage() for record in caplog.records if "stands still, in" in record.getMessage()]
     assert "block_in_a_handler" in line
 
 
-def test_an_event_loop_that_goes_on_again_is_well(folder):
-    async def scenario(bench):
-        server, loop = bench.server, bench.server._health._loop
-        loop._hung_s = 1.0
-        end = time.monotonic() + 50
-        while not sick(server) and time.monotonic() < end:
-            time.sleep(0.01)  # noqa: ASYNC251 - the blocking call that is tested
-        assert loop.hung
-        await bench.until(lambda: not sick(server), 50)
-        return loop.hung, bench.failures, await bench.health()
-
-    assert run(folder, scenario) == (False, [], health_pb2.HealthCheckResponse.SERVING)
+@verifier()
+async def test_an_event_loop_that_goes_on_again_is_well(bench):
+    loop = bench.server._health._loop
+    loop._hung_s = 1.0
+    end = time.monotonic() + 50
+    while not bench.metric("sick") and time.monotonic() < end:
+        time.sleep(0.01)  # noqa: ASYNC251 - the blocking call that is tested
+    assert loop.hung
+    await bench.until(lambda: not bench.metric("sick"), 50)
+    assert (loop.hung, bench.failures, await bench.health()) == (False, [], health_pb2.HealthCheckResponse.SERVING)

@@ -41,49 +41,15 @@ _FINE = {200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 431}
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 _PIECES = (
-    *(
-        b"\r\n",
-        b"\n",
-        b": ",
-        b" ",
-        b"\0",
-        b"\xff",
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b'"',
-        b"\\ud800",
-        b"\\u0000",
-        b"1e999",
-        b"-1",
-    ),
-    *(b"null", b"true", b"NaN", b"[[[[[[[[", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n", b"0\r\n\r\n"),
-    *(
-        b"Expect: 100-continue\r\n",
-        b"Host: localhost\r\n",
-        b"HTTP/1.0",
-        b"Origin: null\r\n",
-        b"Connection: keep-alive\r\n",
-    ),
-    *(
-        b'"n": 3, ',
-        b'"stream": true, ',
-        b'"stop": [""], ',
-        b'"logprobs": 1, ',
-        b'"max_tokens": 1, ',
-        b'"echo": false, ',
-    ),
-    *(
-        b'"prediction": {"type": "content", "content": "w5 w6"}, ',
-        b'"logit_bias": {"5": 1}, ',
-        b'"seed": 18446744073709551615, ',
-    ),
-    *(
-        b'"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, ',
-        b'"metadata": {"a": 1}, ',
-    ),
-)
+    b"\r\n", b"\n", b": ", b" ", b"\0", b"\xff", b"{", b"}", b"[", b"]", b'"', b"\\ud800", b"\\u0000", b"1e999",
+    b"-1", b"null", b"true", b"NaN", b"[[[[[[[[", b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n",
+    b"0\r\n\r\n", b"Expect: 100-continue\r\n", b"Host: localhost\r\n", b"HTTP/1.0", b"Origin: null\r\n",
+    b"Connection: keep-alive\r\n", b'"n": 3, ', b'"stream": true, ', b'"stop": [""], ', b'"logprobs": 1, ',
+    b'"max_tokens": 1, ', b'"echo": false, ', b'"prediction": {"type": "content", "content": "w5 w6"}, ',
+    b'"logit_bias": {"5": 1}, ', b'"seed": 18446744073709551615, ',
+    b'"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, ',
+    b'"metadata": {"a": 1}, ',
+)  # fmt: skip
 
 
 class ScriptedTexts:

@@ -81,8 +81,8 @@ def fire_at_machines(frames: int, seed: int) -> Part:
     return Part("machines", fire.frames, seconds, warm, _mib(own), dict(fire.outcomes), fire.honest.texts, [])
 
 
-async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
-    """Send damaged streams to a verifier in a process of its own, beside honest texts."""
+def hostile_streams(folder: Path, seed: int, address: str = "") -> HostileStreams:
+    """Return damaged streams, and honest texts beside them, to a verifier of a tiny target that is made in `folder`."""
     save_tiny_target(folder)
     prompts = [[3 + number, 4, 5] for number in range(CANARIES)]
     seeds = [1000 + number for number in range(CANARIES)]  # with the noise of hostile texts they might become alike
@@ -90,15 +90,20 @@ async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
     known = zip(prompts, seeds, texts, strict=True)
     canaries = [Canary(tuple(prompt), number, tuple(text)) for prompt, number, text in known]
     (own,), _ = decode_by_hand(folder, [PROMPT], [TURN.seed], TURN.max_tokens)
+    sha256 = tokenizer_hash((folder / "tokenizer.json").read_text())
+    return HostileStreams(address, str(folder), sha256, canaries, tuple(own), seed)
+
+
+async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
+    """Send damaged streams to a verifier in a process of its own, beside honest texts."""
     address, metrics = f"127.0.0.1:{free_port()}", free_port()
+    streams = hostile_streams(folder, seed, address)
     target = ("--target", str(folder), "--dtype", "float32", "--target-threads", "1", "--kv-tokens", "32768")
     place = ("--listen", address, "--metrics-listen", f"127.0.0.1:{metrics}", "--log-level", "error")
     command = Command(*place[4:], "verifier", *target, *place[:4], log=folder / "verifier.log")
     command.start()
     try:
         await asyncio.to_thread(command.line)
-        sha256 = tokenizer_hash((folder / "tokenizer.json").read_text())
-        streams = HostileStreams(address, str(folder), sha256, canaries, tuple(own), seed)
         began = time.monotonic()
         progress = asyncio.create_task(_tell(streams, frames))
         await streams.run(int(frames * WARM_FRAMES))
