@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from table_target import TableBackend
 
+from outrider.cloud.target.backend import StepRow
+from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
 from outrider.proto.errors import ResourceExhausted
+from outrider.proto.types import Sampling
 
 PAGE, LAYERS = 4, 2
 TOKENS = st.lists(st.sampled_from((1, 1, 1, 2)), max_size=11)
@@ -145,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.resize(cache, needed + ahead)
             self.contents.write(self.pool, cache, tokens)
         except ResourceExhausted:
-            assert self.pool.free_pages < self.pool.pages_for(needed + ahead)
+            assert self.pool.free_pages < max(1, self.pool.pages_for(needed + ahead))
         else:
             self.texts[cache] += tokens
             good = max(0, cache.length - drafts)
@@ -167,7 +172,7 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             self.pool.resize(cache, cache.length + more)
         except ResourceExhausted:
-            assert self.pool.free_pages < self.pool.pages_for(cache.length + more)
+            assert self.pool.free_pages < max(1, self.pool.pages_for(cache.length + more))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
@@ -206,6 +211,12 @@ class PoolMachine(RuleBasedStateMachine):
             self.contents.check(self.pool, cache, text)
 
 
+class FullPoolMachine(PoolMachine):
+    """Any order of the calls of a pool that evicts now and then."""
+
+    pages = 5
+
+
 class BigPoolMachine(PoolMachine):
     """Any order of the calls of a pool that never needs to evict."""
 
@@ -232,7 +243,7 @@ def run(machine: type[PoolMachine], examples: int = 60) -> None:
     )
 
 
-@pytest.mark.parametrize("machine", [PoolMachine, BigPoolMachine])
+@pytest.mark.parametrize("machine", [PoolMachine, FullPoolMachine, BigPoolMachine])
 def test_in_any_order_of_calls_a_session_reads_its_own_text_and_finds_what_there_is(machine) -> None:
     run(machine)
 
@@ -359,6 +370,34 @@ def test_what_a_session_holds_that_is_not_trusted_is_found_by_nobody() -> None:
     assert pool.open([1] * 10).length == 10
 
 
+def test_a_step_without_memory_for_a_shared_page_says_so_and_moves_no_other_text(monkeypatch) -> None:
+    backend = TableBackend(lambda text: (0.0,) * 5)
+    pool = backend.target.pool
+
+    def row(handle: Any, tokens: tuple[int, ...], transcript: tuple[int, ...]) -> StepRow:
+        return StepRow(handle, tokens, VerificationInput(Sampling(), list(transcript), len(transcript), ()))
+
+    text = (1, 2, 3, 4, 1, 2)
+    first, other = backend.open(), backend.open()
+    backend.reserve(first, len(text))
+    backend.reserve(other, PAGE)
+    backend.step([row(first, text, text)])
+    shares = backend.open(text[: PAGE + 1])
+    backend.truncate(shares, 2)  # inside a page that both have
+    copy, lacks = pool._copy, torch.OutOfMemoryError("no memory for a copy")
+
+    def copy_nothing(moves: dict[int, int]) -> None:
+        if moves:
+            raise lacks
+        copy(moves)
+
+    monkeypatch.setattr(pool, "_copy", copy_nothing)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        backend.step([row(shares, text[2:4], text[:4]), row(other, (3, 4, 1), (3, 4, 1))])
+    assert raised.value is lacks
+    assert (first.length, other.length) == (len(text), 0)
+
+
 @pytest.mark.parametrize("calls", range(4))
 def test_a_copy_that_fails_leaves_nothing_wrong_to_find(calls, monkeypatch) -> None:
     pool, contents = pool_of(8), Contents()
@@ -445,6 +484,9 @@ def test_growth_that_cannot_be_had_leaves_a_session_as_it_was() -> None:
     assert (cache.pages, pool.free_pages) == ([0, 1], 2)
     with pytest.raises(ValueError, match="cannot hold"):
         pool.resize(cache, 7)
+    for length in (9, -1):
+        with pytest.raises(ValueError, match="cannot truncate"):
+            cache.truncate(length)
 
 
 # === what the machine would find ===
@@ -497,6 +539,40 @@ def forget_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixTree, "closest", lambda *_: (None, 0))
 
 
+def ignore_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a page whose text has another first token."""
+    add, find = PrefixTree.add, PrefixTree.find
+
+    def masked(tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(0 if i % PAGE == 0 else token for i, token in enumerate(tokens))
+
+    monkeypatch.setattr(PrefixTree, "add", lambda tree, of, last, text, page: add(tree, of, last, masked(text), page))
+    monkeypatch.setattr(PrefixTree, "find", lambda tree, of, text, size: find(tree, of, masked(text), size))
+
+
+def take_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one position more of a page that agrees in part."""
+    closest = PrefixTree.closest
+
+    def wrong(tree: PrefixTree, isolation: str, last: CachedPage | None, text: Sequence[int]) -> Any:
+        page, agreed = closest(tree, isolation, last, text)
+        return page, min(agreed + 1, len(text), len(page.tokens)) if page is not None else 0
+
+    monkeypatch.setattr(PrefixTree, "closest", wrong)
+
+
+def remember_the_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find pages by their text still after others got their room."""
+
+    def evict(tree: PrefixTree) -> None:
+        gone = tree.next_to_evict()
+        del tree._idle[gone.key][gone]
+        del tree._by_page[gone.page]
+        tree.cached[gone.page] = False
+
+    monkeypatch.setattr(PrefixTree, "evict", evict)
+
+
 @pytest.mark.parametrize(
     ("defect", "machine"),
     [
@@ -508,9 +584,12 @@ def forget_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         (keep_what_was_truncated, BigPoolMachine),
         (lose_pages, PoolMachine),
         (forget_ends, BigPoolMachine),
+        (ignore_a_token, PoolMachine),
+        (take_one_more, BigPoolMachine),
+        (remember_the_evicted, FullPoolMachine),
     ],
 )
 def test_the_machine_finds_a_defect(defect, machine, monkeypatch) -> None:
     defect(monkeypatch)
     with pytest.raises(AssertionError):
-        run(machine)
+        run(machine, examples=400)
