@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -18,21 +17,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import logits_by_torch, open_session, run_in_chunks
-from outrider.cloud.export.graph import write_graph, write_steering_graph
-from outrider.cloud.export.model import load, load_for_export, look_at
+from outrider.cloud.export.graph import write_graph
+from outrider.cloud.export.model import load
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import biases_by, load_steering, steered_by, steering_of
 from outrider.cloud.target.projection import Projection, projection_id
@@ -43,19 +34,10 @@ from outrider.proto.errors import InvalidArgument, NotFound
 
 LAYERS, MLP, RANK, VOCABULARY, CANDIDATES = 2, 72, 8, 96, 8
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": MLP,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.15,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": MLP, "max_position_embeddings": 32,
+    "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
 SHAPE = CacheShape(layers=LAYERS, kv_heads=2, head_dim=16)
 NAMES = ["steering.0", "steering.1"]
 
@@ -116,16 +98,6 @@ def traced(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copyfile(package / "model.onnx" if mlp else package.with_name("unsteered.onnx"), graph)
 
     monkeypatch.setattr(publishing, "write_graph", write_same_graph)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(2)
-    folder = tmp_path_factory.mktemp("qwen3") / "source"
-    config = Qwen3Config(**(SIZES | {"num_hidden_layers": 1}), tie_word_embeddings=False)
-    save_drafter(Qwen3ForCausalLM(config), folder)
-    save_steering(folder, layers=1)
-    return folder
 
 
 def fixed_text() -> np.ndarray:
@@ -200,9 +172,7 @@ def test_steering_costs_one_node_a_layer_and_with_eight_bit_weights_none(package
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_folder_without_steering_gives_a_package_that_knows_nothing_of_it(
-    package: Path, llama: Path, tmp_path: Path
-) -> None:
+def test_a_folder_without_steering_gives_a_package_that_knows_nothing_of_it(package, llama, tmp_path) -> None:
     bare, out = tmp_path / "bare", tmp_path / "out"
     shutil.copytree(llama, bare, ignore=shutil.ignore_patterns("steering.*", "projection.*"))
     manifest = export_drafter(bare, out, name="tiny", target_id="big", candidates=CANDIDATES)
@@ -213,27 +183,6 @@ def test_a_folder_without_steering_gives_a_package_that_knows_nothing_of_it(
     assert "steered" not in manifest["check"]
     assert not [name for name in manifest["inputs"] if "steering" in name]
     assert manifest["version"] == manifest["files"]["model.onnx"]["sha256"][:12]
-
-
-def test_with_eight_bit_weights_vectors_give_nearly_the_logits_of_torch(qwen3: Path, tmp_path: Path) -> None:
-    model, steering = load_for_export(qwen3), steering_of(qwen3)
-    assert steering is not None
-    write_graph(model, look_at(model), CANDIDATES, tmp_path / "model.onnx", mlp=MLP)
-    write_steering_graph(steering, tmp_path / "steering.onnx")
-    expected = steered_logits_by_torch(qwen3)
-    shape = dataclasses.replace(SHAPE, layers=1)
-    np.testing.assert_allclose(steered_logits_by_package(tmp_path, shape), expected, atol=1e-4 * expected.std())
-    quantise(tmp_path / "model.onnx")
-    error = np.abs(steered_logits_by_package(tmp_path, shape) - expected).mean() / expected.std()
-    assert 1e-5 < error < 0.05  # quantised, and not too much
-
-
-@pytest.mark.usefixtures("traced")
-def test_eight_bit_weights_pass_the_check_of_steered_graphs(llama: Path, tmp_path: Path) -> None:
-    manifest = export_drafter(
-        llama, tmp_path / "out", name="tiny", target_id="big", precision="int8", candidates=CANDIDATES
-    )
-    assert 0 < manifest["check"]["steered"]["mean_kl"] < 0.01
 
 
 def test_the_manifest_describes_both_graphs_and_names_the_projection(package: Path, llama: Path) -> None:
@@ -279,9 +228,7 @@ def test_another_u_or_another_projection_is_another_version(package: Path, llama
 
 
 @pytest.mark.usefixtures("traced")
-def test_the_command_says_which_projection_the_verifier_needs(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_which_projection_the_verifier_needs(llama, tmp_path, capsys) -> None:
     options = f"--name tiny --precision int8 --candidates {CANDIDATES} --target big"
     assert main(["export", str(llama), str(tmp_path / "out"), *options.split()]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
@@ -402,69 +349,44 @@ def test_wrong_wiring_shows_while_u_is_still_zero(llama: Path, tmp_path: Path, m
     assert not out.exists()
 
 
-def remove_projection(folder: Path) -> None:
-    (folder / "projection.safetensors").unlink()
-
-
-def remove_steering(folder: Path) -> None:
-    (folder / "steering.safetensors").unlink()
-
-
-def give_another_rank(folder: Path) -> None:
-    Projection((1, 2, 3), hidden=16, rank=RANK + 1).save(folder / "projection.safetensors")
-
-
-def widen(folder: Path) -> None:
-    save_steering(folder, mlp=MLP + 1)
-
-
-def add_a_layer(folder: Path) -> None:
-    save_steering(folder, layers=LAYERS + 1)
-
-
-def skip_a_layer(folder: Path) -> None:
-    save_file({"layers.1.weight": torch.zeros(MLP, RANK)}, folder / "steering.safetensors")
-
-
-def misshape(folder: Path) -> None:
-    save_file(
-        {"layers.0.weight": torch.zeros(MLP, RANK), "layers.1.weight": torch.zeros(MLP)},
-        folder / "steering.safetensors",
+def save_tensors(**tensors: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: save_file(
+        {name.replace("_", "."): tensor for name, tensor in tensors.items()}, folder / "steering.safetensors"
     )
 
 
-def break_a_number(folder: Path) -> None:
-    broken = torch.zeros(MLP, RANK)
-    broken[1, 2] = torch.nan
-    save_file({"layers.0.weight": broken, "layers.1.weight": broken.clone()}, folder / "steering.safetensors")
-
-
-def scramble(folder: Path) -> None:
-    (folder / "steering.safetensors").write_bytes(b"no tensors")
-
-
-def give_gains_no_ages(folder: Path) -> None:
-    (folder / "training.json").write_text('{"steering_gain": {"young": 0.1}}')
+WHOLE = torch.zeros(MLP, RANK)
+BROKEN = WHOLE.clone().index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(torch.nan))
 
 
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (remove_projection, r"steering\.safetensors but no projection\.safetensors"),
-        (remove_steering, r"projection\.safetensors but no steering\.safetensors"),
-        (give_another_rank, "takes 8 numbers .* makes 9"),
-        (widen, "2 layers 73 wide, the model has 2 layers 72 wide"),
-        (add_a_layer, "3 layers 72 wide, the model has 2 layers 72 wide"),
-        (skip_a_layer, r"has layers\.1\.weight where layers\.0\.weight"),
-        (misshape, r"layers\.1\.weight has the shape \[72\]"),
-        (break_a_number, r"layers\.0\.weight has numbers that are not finite"),
-        (scramble, "no safetensors file"),
-        (give_gains_no_ages, "steering_gain must be like"),
+        (lambda it: (it / "projection.safetensors").unlink(), r"steering\.safetensors but no projection\.safetensors"),
+        (lambda it: (it / "steering.safetensors").unlink(), r"projection\.safetensors but no steering\.safetensors"),
+        (
+            lambda it: Projection((1, 2, 3), hidden=16, rank=RANK + 1).save(it / "projection.safetensors"),
+            "takes 8 numbers .* makes 9",
+        ),
+        (lambda it: save_steering(it, mlp=MLP + 1), "2 layers 73 wide, the model has 2 layers 72 wide"),
+        (lambda it: save_steering(it, layers=LAYERS + 1), "3 layers 72 wide, the model has 2 layers 72 wide"),
+        (save_tensors(layers_1_weight=WHOLE), r"has layers\.1\.weight where layers\.0\.weight"),
+        (
+            save_tensors(layers_0_weight=WHOLE, layers_1_weight=torch.zeros(MLP)),
+            r"layers\.1\.weight has the shape \[72\]",
+        ),
+        (
+            save_tensors(layers_0_weight=BROKEN, layers_1_weight=BROKEN.clone()),
+            r"layers\.0\.weight has numbers that are not finite",
+        ),
+        (lambda it: (it / "steering.safetensors").write_bytes(b"no tensors"), "no safetensors file"),
+        (
+            lambda it: (it / "training.json").write_text('{"steering_gain": {"young": 0.1}}'),
+            "steering_gain must be like",
+        ),
     ],
 )
-def test_steering_that_does_not_fit_is_refused(
-    llama: Path, tmp_path: Path, spoil: Callable[[Path], None], complaint: str
-) -> None:
+def test_steering_that_does_not_fit_is_refused(llama, tmp_path, spoil, complaint) -> None:
     source = tmp_path / "source"
     shutil.copytree(llama, source)
     spoil(source)
@@ -485,9 +407,7 @@ def ungated() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(("make", "found"), [(fused, "has a gate_up_proj"), (ungated, "has none")])
-def test_a_model_without_a_gated_up_projection_of_its_own_is_refused(
-    tmp_path: Path, make: Callable[[], PreTrainedModel], found: str
-) -> None:
+def test_a_model_without_a_gated_up_projection_of_its_own_is_refused(tmp_path, make, found) -> None:
     source = save_drafter(make(), tmp_path / "source")
     save_steering(source)
     with pytest.raises(InvalidArgument, match=found) as refused:
