@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from outrider.cloud.learning.lesson_record import LessonRecord
+from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.proto.noise import gumbel
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
+
+
+def quick_settings(folder: Path, **changes: object) -> TrainerSettings:
+    """Return settings of a trainer that is small and quick: matrices of rank 2, short batches, no warm-up."""
+    quick = {"drafter": "general", "rank": 2, "positions": 96, "texts": 4, "warm_up_steps": 1, "rate": 0.01}
+    return TrainerSettings(folder=folder, **(quick | changes))  # type: ignore[arg-type]
+
 
 LogP = Callable[[np.ndarray], np.ndarray]
 """Returns log-probabilities [vocab] after tokens [n]."""

@@ -46,6 +46,12 @@ def a_judge(current: BigramDrafter, **options: Any) -> ShadowJudge:
     return ShadowJudge(current, clock=WORK, **options)
 
 
+def a_trial(current: BigramDrafter, candidate: BigramDrafter) -> ShadowJudge:
+    judge = a_judge(current)
+    judge.begin(candidate)
+    return judge
+
+
 class BigramDrafter:
     """A drafter of a bigram model, which proposes by the shared noise; `right` of its positions follow the target."""
 
@@ -185,22 +191,19 @@ def test_a_better_candidate_passes_and_is_what_the_next_one_is_compared_with() -
     assert judge.test is None
     judge.begin(BigramDrafter(0.5))
     assert judge.candidates == 2
-    assert judge.test is not None
     assert judge.test.number == 2
 
 
 def test_a_poisoned_candidate_is_dropped_within_sixty_texts_and_never_passes() -> None:
     current = BigramDrafter(0.6)
-    judge = a_judge(current)
-    judge.begin(BigramDrafter(0.3))
+    judge = a_trial(current, BigramDrafter(0.3))
     count = judged(judge, range(60))
     assert count is not None
     assert judge.current is current
 
 
 def test_a_candidate_that_is_no_better_is_dropped_in_the_end() -> None:
-    judge = a_judge(BigramDrafter(0.6))
-    judge.begin(BigramDrafter(0.6, wrong_class_seed=1))
+    judge = a_trial(BigramDrafter(0.6), BigramDrafter(0.6, wrong_class_seed=1))
     test = judge.test
     assert test is not None
     rng = np.random.default_rng(1)
@@ -208,17 +211,14 @@ def test_a_candidate_that_is_no_better_is_dropped_in_the_end() -> None:
         assert judge.judgement() is None
         test.add(float(rng.normal(0, 0.1)), 1)
     judgement = judge.judgement()
-    assert judgement is not None
     assert (judgement.better, judgement.texts) == (False, MAX_TEXTS)
     assert "which shows nothing" in judgement.why
     assert judge.test is None
 
 
 def test_a_candidate_that_gains_is_not_dropped_while_it_may_lose_a_kind() -> None:
-    judge = a_judge(BigramDrafter(0.6))
-    judge.begin(BigramDrafter(0.6, wrong_class_seed=1))
+    judge = a_trial(BigramDrafter(0.6), BigramDrafter(0.6, wrong_class_seed=1))
     test = judge.test
-    assert test is not None
     for _ in range(MAX_TEXTS // 2):
         test.add(0.1, 1)
         test.add(-0.03, 2)
@@ -230,7 +230,6 @@ def test_a_candidate_that_gains_is_not_dropped_while_it_may_lose_a_kind() -> Non
         test.add(-0.03, 2)
         test.add(0.01, 2)
     judgement = judge.judgement()
-    assert judgement is not None
     assert (judgement.better, judgement.worse) == (False, False)
     assert "may lose in class 2" in judgement.why
 
@@ -241,13 +240,11 @@ def test_a_candidate_that_loses_a_kind_of_text_does_not_pass() -> None:
             self.right = 0.9 if rule.sampling.seed % 2 else 0.45
             return super().proposal(tokens, rule)
 
-    judge = a_judge(BigramDrafter(0.55))
-    judge.begin(Forgetful(0.5))
+    judge = a_trial(BigramDrafter(0.55), Forgetful(0.5))
     judgement = None
     for seed in range(400):
         judge.take(text(seed, prompt_class=1 + seed % 2))
         judgement = judgement or judge.judgement()
-    assert judgement is not None
     assert not judgement.better
     assert judgement.difference > 0.05, "over all texts it gains"
     assert "of class 1" in judgement.why
@@ -274,10 +271,8 @@ def end_of(judge: ShadowJudge, seeds: range) -> Judgement | None:
 
 
 def test_a_candidate_that_is_better_in_all_kinds_passes() -> None:
-    judge = a_judge(BigramDrafter(0.55))
-    judge.begin(Specialist(0.75, 0.9))
+    judge = a_trial(BigramDrafter(0.55), Specialist(0.75, 0.9))
     judgement = end_of(judge, range(400))
-    assert judgement is not None
     assert judgement.better
 
 
@@ -292,16 +287,13 @@ def test_a_kind_that_traffic_had_before_the_trial_is_waited_for() -> None:
     for judge in (forgetful, mindful):
         assert end_of(judge, range(0, 120, 2)) is None, "only texts of class 1"
     lost = end_of(forgetful, range(1, 401, 2))
-    assert lost is not None
     assert not lost.better
     kept = end_of(mindful, range(1, 401, 2))
-    assert kept is not None
     assert kept.better
     # Negative control: a judge that has seen no other kind lets the first one pass.
     fresh = a_judge(BigramDrafter(0.55))
     fresh.begin(Specialist(0.9, 0.45))
     passed = end_of(fresh, range(0, 120, 2))
-    assert passed is not None
     assert passed.better
 
 
@@ -320,10 +312,8 @@ def test_a_rare_kind_and_one_that_has_faded_are_not_waited_for() -> None:
 
 
 def test_a_candidate_that_drafts_more_slowly_never_passes_however_much_it_hits() -> None:
-    judge = a_judge(BigramDrafter(0.5))
-    judge.begin(BigramDrafter(1.0, token_s=[0.0012]))
+    judge = a_trial(BigramDrafter(0.5), BigramDrafter(1.0, token_s=[0.0012]))
     judgement = end_of(judge, range(400))
-    assert judgement is not None
     assert not judgement.better
     assert judgement.worse, "training goes back, since its weights are at fault"
     assert judgement.difference > 0.3
@@ -337,7 +327,6 @@ def test_a_candidate_at_the_limit_does_not_pass_and_one_below_it_does() -> None:
     assert at._verdict()[1].endswith("and may draft more slowly")
     below.begin(BigramDrafter(1.0, token_s=[0.00102]))
     judgement = end_of(below, range(300))
-    assert judgement is not None
     assert judgement.better
 
 
@@ -347,7 +336,6 @@ def test_noise_of_the_clock_neither_stops_nor_passes_a_candidate() -> None:
         judge = a_judge(BigramDrafter(0.5, token_s=list(0.001 * np.exp(rng.normal(0, 0.05, 997)))))
         judge.begin(BigramDrafter(1.0, token_s=list(mean * 0.001 * np.exp(rng.normal(0, 0.05, 991)))))
         judgement = end_of(judge, range(600))
-        assert judgement is not None
         assert judgement.better is better
 
 
@@ -367,7 +355,6 @@ def restarted(judge: ShadowJudge, current: BigramDrafter, candidate: BigramDraft
     saved = json.loads(json.dumps(judge.memory.saved()))
     memory = JudgeMemory.restored(saved, judge.memory.saved_names())
     other = a_judge(current, memory=memory, journal=TrialJournal(journal))
-    assert memory.trial is not None
     other.resume(candidate, memory.trial, TrialJournal(journal).resume(memory.trial.sequence))
     return other
 
@@ -385,7 +372,6 @@ def test_a_trial_goes_on_after_a_restart_with_the_same_numbers(tmp_path: Path) -
     judge.memory, now = before, judge.memory
     again = restarted(judge, current, candidate, journal)
     judge.memory = now
-    assert again.test is not None
     assert again.test.rows() == judge.test.rows()
     assert (again.test.number, again.test.texts, again.candidates) == (3, 30, 3)
     for seed in range(100, 140):
@@ -458,7 +444,6 @@ def test_a_text_that_came_before_the_candidate_never_judges_it() -> None:
     judge.begin(candidate)
     for record in learned:
         assert judge.take(record) is record
-    assert judge.test is not None
     assert judge.test.texts == 0
     assert candidate.opened == 0, "it is not even asked"
     judge.take(text(99))
@@ -476,16 +461,13 @@ def test_a_text_of_which_a_part_was_learned_never_judges(same: str) -> None:
     judge.take(first)
     judge.begin(BigramDrafter(1.0))
     judge.take(second)
-    assert judge.test is not None
     assert judge.test.texts == 0
 
 
 def test_a_text_judges_a_candidate_once_though_it_comes_in_parts() -> None:
-    judge = a_judge(BigramDrafter(0.5))
-    judge.begin(BigramDrafter(1.0))
+    judge = a_trial(BigramDrafter(0.5), BigramDrafter(1.0))
     judge.take(text(1, length=16))
     judge.take(text(1, length=32))
-    assert judge.test is not None
     assert judge.test.texts == 1
 
 
@@ -498,8 +480,7 @@ def test_a_record_is_judged_before_it_is_let_go() -> None:
             order.append("judged")
             return super().open(rule)
 
-    judge = a_judge(BigramDrafter(0.5))
-    judge.begin(Noting(0.6))
+    judge = a_trial(BigramDrafter(0.5), Noting(0.6))
     for seed in range(3):
         judge.take(text(seed))
         order.append("trained")
@@ -507,8 +488,7 @@ def test_a_record_is_judged_before_it_is_let_go() -> None:
 
 
 def test_two_candidates_are_not_judged_at_once() -> None:
-    judge = a_judge(BigramDrafter(0.5))
-    judge.begin(BigramDrafter(0.6))
+    judge = a_trial(BigramDrafter(0.5), BigramDrafter(0.6))
     with pytest.raises(InvalidArgument, match="one candidate at a time"):
         judge.begin(BigramDrafter(0.7))
 
@@ -522,12 +502,10 @@ def test_a_key_that_floods_has_two_shares_at_most() -> None:
         judge.take(text(seed, key="flood"))
         if seed % 10 == 0:
             judge.take(text(2000 + seed, key=f"other-{seed // 10}"))
-    assert judge.test is not None
     of_flood = judge.test.texts - 6
     assert of_flood <= 3, "of 66 texts 60 came from one key"
     alone = a_judge(BigramDrafter(0.5))
     alone.begin(BigramDrafter(0.5, wrong_class_seed=1))
     for seed in range(20):
         alone.take(text(seed, key="only"))
-    assert alone.test is not None
     assert alone.test.texts == 20, "the only key of a fleet is not held back"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lessons_for_tests import bigram_target, text_record
+from lessons_for_tests import quick_settings as settings
 from random_models import BYTE_LLAMA, save_with_byte_tokenizer
 
 from outrider.cloud.export import export_drafter
@@ -21,7 +22,6 @@ from outrider.cloud.learning.cpu_share import CpuShare
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.trainer import Trainer
-from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.models.heads import reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.drafters.packages import embedded_packages, find_package, load_package
@@ -32,17 +32,6 @@ VOCAB = 8192
 TARGET = bigram_target(VOCAB, seed=5)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def settings(folder: Path, **changes: object) -> TrainerSettings:
-    """Small and quick: two matrices' worth of rank, short batches, no warm-up."""
-    quick = {"drafter": "general", "rank": 2, "positions": 96, "texts": 4, "warm_up_steps": 1, "rate": 0.01}
-    return TrainerSettings(folder=folder, **(quick | changes))
-
-
 def records(first: int, count: int, **kind: object) -> list[LessonRecord]:
     return [text_record(TARGET, vocab=VOCAB, seed=number, length=16, **kind) for number in range(first, first + count)]
 
@@ -50,6 +39,13 @@ def records(first: int, count: int, **kind: object) -> list[LessonRecord]:
 def feed(trainer: Trainer, count: int = 6, first: int = 0, **kind: object) -> None:
     for record in records(first, count, key=f"key-{first}", **kind):
         trainer.buffer.add(trainer.decode(replace(record, model=trainer.package.target).encode()))
+
+
+def teach(trainer: Trainer, steps: int) -> Trainer:
+    for number in range(steps):
+        feed(trainer, first=10 * number)
+        trainer.step()
+    return trainer
 
 
 def publish(trainer: Trainer) -> Path:
@@ -91,9 +87,7 @@ def test_the_same_seed_and_records_make_the_same_bits_and_others_others(tmp_path
     results = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         trainer = Trainer(settings(tmp_path / name, seed=seed, loss="dvi"))
-        for number in range(3):
-            feed(trainer, first=10 * number)
-            trainer.step()
+        teach(trainer, 3)
         results.append(weights(trainer))
     assert same(results[0], results[1])
     assert not same(results[0], results[2])
@@ -105,9 +99,7 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     for killed in (False, True):
         folder = tmp_path / str(killed)
         trainer = Trainer(settings(folder, loss="dvi"))
-        for number in range(3):
-            feed(trainer, first=10 * number)
-            trainer.step()
+        teach(trainer, 3)
         trainer.save()
         if killed:
             del trainer
@@ -125,9 +117,7 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path)), 1)
     whole = trainer.save()
     saved = weights(trainer)
     cut = tmp_path / "checkpoint-00000009"
@@ -145,9 +135,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_drafter_or_loss_is_left_alone(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path)), 1)
     trainer.save()
     assert Trainer(settings(tmp_path)).state.step == 1
     for changed in (settings(tmp_path, loss="cce"), settings(tmp_path, rank=3), settings(tmp_path, drafter="code")):
@@ -155,9 +143,7 @@ def test_a_checkpoint_of_another_drafter_or_loss_is_left_alone(tmp_path: Path) -
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_three_go_back(tmp_path: Path, monkeypatch) -> None:
-    trainer = Trainer(settings(tmp_path))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path)), 1)
     folder = publish(trainer)
     published = trainer.published_matrices()
     feed(trainer, first=20)
@@ -196,9 +182,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(tmp_path: P
 
 def test_an_update_is_published_as_an_adapter_of_its_parent(tmp_path: Path) -> None:
     trainer = Trainer(settings(tmp_path))
-    for number in range(2):
-        feed(trainer, first=10 * number)
-        trainer.step()
+    teach(trainer, 2)
     package = load_package(publish(trainer))
     parent = find_package("general")
     assert package.folder == tmp_path / "drafters" / "general" / str(parent.sequence + 1)
@@ -210,9 +194,7 @@ def test_an_update_is_published_as_an_adapter_of_its_parent(tmp_path: Path) -> N
 
 
 def test_a_trainer_that_died_while_publishing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path)), 1)
     home = tmp_path / "drafters" / "general"
     left = tmp_path / "candidates" / ".1.abcdef"
     left.mkdir(parents=True)
@@ -228,9 +210,7 @@ def test_a_trainer_that_died_while_publishing_leaves_nothing_and_goes_on(tmp_pat
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 1e3])
 def test_weights_that_are_huge_or_no_numbers_are_never_published(tmp_path: Path, broken: float) -> None:
-    trainer = Trainer(settings(tmp_path, average=0.0))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path, average=0.0)), 1)
     publish(trainer)
     good = trainer.published_matrices()
     trainer._averages[1].fill_(broken)
@@ -313,9 +293,7 @@ def test_rows_have_the_noise_and_what_the_drafter_of_today_would_propose(tmp_pat
 
 def test_a_package_with_an_adapter_is_trained_on_from_it(tmp_path: Path) -> None:
     trainer = Trainer(settings(tmp_path / "one"))
-    for number in range(2):
-        feed(trainer, first=10 * number)
-        trainer.step()
+    teach(trainer, 2)
     folder = publish(trainer)
     later = Trainer(settings(tmp_path / "two", drafter=str(folder), rank=1))
     rounded = {name: b.astype(np.float16) for name, (_, b) in trainer.published_matrices().items()}
@@ -333,9 +311,7 @@ def test_a_drafter_that_knows_a_part_of_the_vocabulary_learns_and_is_published(t
     trainer = Trainer(settings(tmp_path / "state", drafter=str(tmp_path / "package")))
     fresh = records(1000, 6)
     before = hits(trainer, fresh)
-    for number in range(24):
-        feed(trainer, first=10 * number)
-        trainer.step()
+    teach(trainer, 24)
     assert hits(trainer, fresh) > before + 0.15
     assert load_package(publish(trainer)).parent == trainer.package.version
 
@@ -369,9 +345,7 @@ def test_the_share_of_a_core_is_kept_and_an_idle_trainer_may_catch_up() -> None:
 
 
 def test_the_state_of_a_checkpoint_is_plain_json_without_keys_or_texts(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path)), 1)
     state = json.loads((trainer.save() / "state.json").read_text())
     assert state["step"] == 1
     assert state["counts"]["records"] == 6
@@ -394,8 +368,6 @@ def test_a_version_may_spread_once_enough_keys_taught_it(tmp_path: Path) -> None
 
 
 def test_rehearsal_teaches_and_counts_for_no_key(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path), records(500, 4, key="corpus"))
-    feed(trainer)
-    trainer.step()
+    trainer = teach(Trainer(settings(tmp_path), records(500, 4, key="corpus")), 1)
     assert len(trainer.state.keys) == 1
     assert trainer.state.positions > trainer.state.keys.total()
