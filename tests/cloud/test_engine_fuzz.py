@@ -65,36 +65,13 @@ ENOUGH_S = 400.0
 QUICK, LONG = 10, 60
 # A seed, on average.
 LEAST = {
-    "texts": 5,
-    "texts with a grammar": 1,
-    "tokens": 60,
-    "accepted drafts": 8,
-    "vectors": 8,
-    "further turns": 3,
-    "resumes": 4,
-    "ended by a fault of its own": 1,
-    "before": 1,
-    "written": 1,
-    "sampled": 1,
-    "rows": 0.4,
-    "plan": 0.4,
-    "pages": 0.4,
-    "verifiers replaced": 0.4,
-    "drain": 0.05,
-    "preempted": 0.05,
-    "filled up": 0.1,
-    "tiles": 0.1,
-    "cached tokens": 100,
-    "verified here": 10,
-    "accepted here": 5,
-    "texts drafted here": 1,
-    "verified beside": 5,
-    "verified beside with a grammar": 1,
-    "whole source": 0.5,
-    "slow source": 0.1,
-    "failures here": 0.1,
+    "texts": 5, "texts with a grammar": 1, "tokens": 60, "accepted drafts": 8, "vectors": 8, "further turns": 3,
+    "resumes": 4, "ended by a fault of its own": 1, "before": 1, "written": 1, "sampled": 1, "rows": 0.4, "plan": 0.4,
+    "pages": 0.4, "verifiers replaced": 0.4, "drain": 0.05, "preempted": 0.05, "filled up": 0.1, "tiles": 0.1,
+    "cached tokens": 100, "verified here": 10, "accepted here": 5, "texts drafted here": 1, "verified beside": 5,
+    "verified beside with a grammar": 1, "whole source": 0.5, "slow source": 0.1, "failures here": 0.1,
     "hung here": 0.1,
-}
+}  # fmt: skip
 
 
 class Text(Simulation):
@@ -230,7 +207,6 @@ class Text(Simulation):
 
     def _check(self) -> None:
         done = self.done
-        assert done is not None
         assert self.emitted == self.edge.transcript[self.edge.prompt_length :]
         if done.error is not None:
             assert self.guilty, f"an innocent text ends with {done.error!r}"
