@@ -8,14 +8,13 @@ import shutil
 import threading
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from lessons_for_tests import bigram_target, text_record
+from lessons_for_tests import bigram_target, quick_settings, text_record
 
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning import trainer_actor as acting
@@ -23,7 +22,6 @@ from outrider.cloud.learning.learner import Learner, drafters_folder
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.record_file import read_records, write_records
 from outrider.cloud.learning.trainer_actor import TrainerActor
-from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory, TrialJournal
 from outrider.cloud.learning.version_folder import VersionFolder
 from outrider.drafters import ProposalRule
@@ -37,9 +35,7 @@ VOCAB = 8192
 TARGET = bigram_target(VOCAB, seed=5)
 
 
-def settings(folder: Path, **changes: object) -> TrainerSettings:
-    quick = {"drafter": "general", "rank": 2, "positions": 96, "texts": 4, "warm_up_steps": 1, "rate": 0.01}
-    return TrainerSettings(folder=folder, **(quick | {"min_keys": 1, "publish_every": 6} | changes))
+settings = partial(quick_settings, min_keys=1, publish_every=6)
 
 
 @cache
@@ -58,14 +54,8 @@ def take_all(learner: Learner, records: list[bytes]) -> None:
 
 def teach(learner: Learner, rounds: int, first: int = 0) -> None:
     for number in range(rounds):
-        for data in texts(first + 4 * number, 4):
-            learner.take(data)
+        take_all(learner, texts(first + 4 * number, 4))
         assert learner.step(time.time())
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_a_drafter_that_has_learned_is_published_once_fresh_texts_show_it(tmp_path: Path) -> None:
@@ -118,9 +108,7 @@ def in_trial(folder: Path, seen: int = 5) -> Learner:
     """Return a learner whose candidate has been judged on `seen` texts, of which no checkpoint knows."""
     learner = Learner(settings(folder))
     teach(learner, 6)
-    assert learner.judge.test is not None
-    for data in texts(3000, seen):
-        learner.take(data)
+    take_all(learner, texts(3000, seen))
     assert learner.judge.test.texts == seen
     return learner
 
@@ -131,11 +119,9 @@ def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_pat
     candidate = learner._candidate
     shutil.copytree(tmp_path / "on", tmp_path / "again")
     again = Learner(settings(tmp_path / "again"))
-    assert again.judge.test is not None
     assert (again.judge.test.rows(), again.judge.candidates) == (rows, number)
     assert again.judge.current.version == learner.judge.current.version
-    for data in texts(3000, 5):  # a verifier that sends them once more
-        again.take(data)
+    take_all(again, texts(3000, 5))
     assert again.judge.test.texts == 5
     for data in texts(4000, 100):
         for each in (learner, again):
@@ -151,8 +137,7 @@ def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_pat
 def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(tmp_path: Path, monkeypatch) -> None:
     learner = in_trial(tmp_path)
     monkeypatch.setattr(learner, "_decide", lambda: None)
-    for data in texts(4000, 100):
-        learner.take(data)
+    take_all(learner, texts(4000, 100))
     again = Learner(settings(tmp_path))
     assert again.judge.test is None
     assert again.trainer.state.sequence == learner._candidate.sequence
@@ -189,7 +174,6 @@ def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(tmp
     assert again.trainer.state.counts["candidates dropped"] == 1
     assert again.judge.candidates == learner.judge.candidates == 1, "the next needs as much more evidence"
     teach(again, 7, first=7000)
-    assert again.judge.test is not None
     assert again.judge.test.number == 2
 
 
@@ -261,8 +245,7 @@ def test_a_slower_candidate_of_another_graph_is_never_published(tmp_path: Path, 
     learner.judge.current = Slow(learner.judge.current, 0.001)
     teach(learner, 6)
     learner.judge._candidate = Slow(learner.judge._candidate, 0.0012)
-    for data in texts(4000, 100):
-        learner.take(data)
+    take_all(learner, texts(4000, 100))
     assert learner.trainer.state.counts["candidates dropped"] == 1
     assert not (tmp_path / "drafters" / "general").exists()
     now = learner.trainer.drafter.matrices()
@@ -361,14 +344,6 @@ def test_a_version_goes_as_a_whole_even_if_the_trainer_dies_meanwhile(tmp_path: 
 
 
 # --- around it ---
-
-
-def test_without_enough_keys_no_candidate_is_made(tmp_path: Path) -> None:
-    few, enough = (Learner(settings(tmp_path / str(keys), min_keys=keys)) for keys in (10, 9))
-    for learner in (few, enough):
-        teach(learner, 8)
-    assert few.judge.test is None
-    assert enough.judge.test is not None
 
 
 def test_rehearsal_comes_from_a_file_and_a_broken_one_is_refused(tmp_path: Path) -> None:

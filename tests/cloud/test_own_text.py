@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from lessons_for_tests import bigram_target, text_record
+from lessons_for_tests import bigram_target, quick_settings, text_record
 
 from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.learner import Learner
@@ -16,7 +16,6 @@ from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord
 from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.trainer import Trainer
-from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.packages import LearnedFrom, find_package, load_package
 from outrider.proto.errors import InvalidArgument
@@ -43,14 +42,7 @@ def text(seed: int, **options: object) -> LessonRecord:
     return text_record(TARGET, vocab=VOCAB, seed=seed, length=16, **options)  # type: ignore[arg-type]
 
 
-def settings(folder: Path, **changes: object) -> TrainerSettings:
-    quick = {"drafter": "general", "rank": 2, "positions": 96, "texts": 4, "warm_up_steps": 1, "rate": 0.01}
-    return TrainerSettings(folder=folder, **(quick | {"min_keys": 1, "publish_every": 6} | changes))  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+settings = partial(quick_settings, min_keys=1, publish_every=6)
 
 
 def test_a_record_of_tokens_alone_survives_its_encoding() -> None:
@@ -128,5 +120,4 @@ def test_what_was_learned_from_another_parent_is_left_alone(tmp_path: Path) -> N
     learner = Learner(settings(tmp_path / "here", drafter=str(newer), loss="cce"))
     assert learner.newest.folder == newer
     candidate = learner.trainer.write_candidate()
-    assert candidate is not None
     assert candidate.sequence == 2

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from lessons_for_tests import quick_settings
 
 from outrider.cloud.learning import trial
 from outrider.cloud.learning.judge import ShadowJudge
 from outrider.cloud.learning.learner import Learner
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.own_text import record_of_text
-from outrider.cloud.learning.trainer_settings import OWN, TrainerSettings
+from outrider.cloud.learning.trainer_settings import OWN
 from outrider.cloud.learning.trial import JudgeMemory, VersionWatch
 from outrider.drafters import ProposalRule
 from outrider.drafters.onnx import OnnxDrafter
@@ -25,14 +26,7 @@ from outrider.proto.types import Sampling
 HEAD = "model.lm_head.weight"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def settings(folder: Path, **changes: object) -> TrainerSettings:
-    quick = {"drafter": "general", "rank": 8, "positions": 96, "texts": 4, "warm_up_steps": 1, "rate": 0.01}
-    return TrainerSettings(folder=folder, **(quick | dict(OWN) | changes))
+settings = partial(quick_settings, **OWN | {"rank": 8})
 
 
 def texts_until(watch: VersionWatch, differences: list[float]) -> int | None:
@@ -52,7 +46,6 @@ def texts_until(watch: VersionWatch, differences: list[float]) -> int | None:
 def test_a_version_that_hits_less_is_retired_after_few_texts(loss: float, most: int) -> None:
     rng = np.random.default_rng(1)
     count = texts_until(VersionWatch("1", 1), list(np.clip(rng.normal(-loss, 0.08, 300), -1, 1)))
-    assert count is not None
     assert count <= most
 
 
@@ -68,7 +61,6 @@ def test_one_that_was_better_and_turns_worse_is_retired() -> None:
     rng = np.random.default_rng(3)
     good, bad = rng.normal(0.1, 0.05, 3 * trial.WATCHED_TEXTS), rng.normal(-0.07, 0.05, 400)
     count = texts_until(VersionWatch("1", 1), [*good, *bad])
-    assert count is not None
     assert 0 < count - len(good) < 150
     forever = VersionWatch("1", 1)
     for difference in [*good, *bad]:
@@ -79,8 +71,6 @@ def test_one_that_was_better_and_turns_worse_is_retired() -> None:
 def test_each_comparison_needs_more_evidence_than_the_one_before() -> None:
     bad = [-0.1] * 200
     first, tenth = (texts_until(VersionWatch("1", number), bad) for number in (1, 10))
-    assert first is not None
-    assert tenth is not None
     assert first < tenth
     watch = VersionWatch("1", 4)
     assert watch.next("1") is watch
@@ -173,7 +163,6 @@ def test_texts_that_were_learned_from_count_for_no_version(parent) -> None:
     judge = ShadowJudge(OnnxDrafter(find_package("swift"), threads=1), parent=parent)
     for _ in range(2):
         judge.take(record)
-    assert judge.memory.watch is not None
     assert judge.memory.watch.loses.count == 1, "the first time it is fresh"
 
 
