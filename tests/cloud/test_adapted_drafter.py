@@ -23,7 +23,6 @@ from outrider.proto.errors import ModelRefused
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, DrafterPackage]:
     """A tiny Llama, and its package in float32."""
-    torch.set_num_threads(1)
     settings = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "rope_theta": 5000.0}
     model = tiny_llama(seed=0, **settings, tie_word_embeddings=True, initializer_range=0.2, rms_norm_eps=1e-5)

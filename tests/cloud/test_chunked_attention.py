@@ -17,8 +17,6 @@ from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.passes import ROUNDED, TOGETHER
 from outrider.cloud.target.target import SessionRows, load_target
 
-torch.set_num_threads(1)
-
 KV_HEADS, SIZE = 2, 16
 LONG = SMALL | {"max_position_embeddings": 1024}
 HEADS = LONG | {"head_dim": 8, "query_pre_attn_scalar": 8}

@@ -29,7 +29,6 @@ PROMPT = (0, 5, 9)
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     model = tiny_llama(seed=4, **BYTE_LLAMA | {"num_hidden_layers": 3}, tie_word_embeddings=True)
     return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("target"))
 

@@ -10,39 +10,22 @@ import sys
 from dataclasses import replace
 
 import pytest
-import random_models
 import torch
-from random_models import VOCAB, save_random_model
+from random_models import VOCAB, architectures, save_random_model
 
 from outrider.cloud.models.family_index import embedded_targets
 from outrider.cloud.target import chunked_attention
 from outrider.cloud.target.attention import RaggedBatch
 from outrider.cloud.target.chunked_attention import ChunkedBatch
-from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.packed_linear import PACKED_ROWS
 from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target.target import SessionRows, load_target
-from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
+from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Guarantee
 
-torch.set_num_threads(1)
-
-SMALL = random_models.SMALL | {"max_position_embeddings": 128}
-HEADS = {"head_dim": 8}
-
-ARCHITECTURES = {
-    "llama": SMALL,
-    "qwen2": SMALL,
-    "qwen3": SMALL | HEADS,
-    "mistral": SMALL | {"sliding_window": 8},
-    "gemma2": SMALL | HEADS | {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
-    "gemma3_text": SMALL | HEADS | {"sliding_window": 8, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
-    "phi3": SMALL,
-    "gpt_neox": {k: v for k, v in SMALL.items() if k != "num_key_value_heads"},
-    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2},
-}
+ARCHITECTURES = architectures(positions=128)
 
 
 def save_model(folder, architecture, **changes):
@@ -100,18 +83,6 @@ def test_interleaved_sessions_in_uneven_truncated_chunks_equal_the_plain_forward
     assert (torch.cat(got_two) - plain(model, two)).abs().max() < scale
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_more_rows_than_are_folded_into_their_key_heads_equal_the_plain_forward(architecture, folders):
-    folder, model = folders(architecture)
-    target = load(folder)
-    tokens = text(8, 75)
-    a, b = target.pool.allocate(80), target.pool.allocate(80)
-    first = target.forward([SessionRows(a, tokens[:40], 40), SessionRows(b, tokens[:5], 1)])
-    rest = target.forward([SessionRows(b, tokens[5:6], 1), SessionRows(a, tokens[40:], 35)])
-    got = torch.cat([first[:40], rest[1:]])
-    assert (got - plain(model, tokens)).abs().max() < 1e-5 * max(1.0, float(plain(model, tokens).abs().max()))
-
-
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
 def test_the_sliding_window_matters_to_this_test_at_all(architecture, folders):
     _, model = folders(architecture)
@@ -133,52 +104,6 @@ def test_truncating_and_extending_equals_never_having_drafted_bit_for_bit(folder
     drafted.truncate(20)
     rest = [target.forward([SessionRows(cache, tokens[20:], 20)]) for cache in (never, drafted)]
     assert torch.equal(*rest)
-
-
-def test_a_position_cannot_be_truncated_forward_or_below_zero(folders):
-    target = load(folders("llama")[0])
-    cache = target.pool.allocate(8)
-    target.forward([SessionRows(cache, (3, 4, 5), 1)])
-    for length in (4, -1):
-        with pytest.raises(ValueError, match="cannot truncate"):
-            cache.truncate(length)
-    assert cache.length == 3
-
-
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt2"])
-def test_scattered_pages_equal_pages_side_by_side(architecture, folders):
-    target = load(folders(architecture)[0], kv_tokens=128)
-    tokens = text(4)
-    together = target.pool.allocate(40)
-    holders = [target.pool.allocate(4) for _ in range(22)]
-    assert target.pool.free_pages == 0
-    for holder in holders[::2]:
-        target.pool.release(holder)
-    scattered = target.pool.allocate(40)
-    assert together.contiguous
-    assert not scattered.contiguous
-    got = [
-        torch.cat([target.forward([SessionRows(cache, part, len(part))]) for part in (tokens[:17], tokens[17:])])
-        for cache in (together, scattered)
-    ]
-    assert torch.equal(*got)
-
-
-def test_a_session_that_is_moved_to_grow_goes_on_as_before(folders):
-    folder, model = folders("llama")
-    target, tokens = load(folder, kv_tokens=256), text(3)
-    cache = target.pool.allocate(20)
-    first = target.forward([SessionRows(cache, tokens[:20], 20)])
-    beside = [target.pool.allocate(4) for _ in range(target.pool.free_pages)]
-    before = list(cache.pages)
-    far = [holder for holder in beside if not before[0] - 5 < holder.pages[0] < before[-1] + 5]
-    for holder in far:
-        target.pool.release(holder)
-    target.pool.resize(cache, len(tokens))
-    assert cache.contiguous
-    assert not {*before} & {*cache.pages}
-    second = target.forward([SessionRows(cache, tokens[20:], len(tokens) - 20)])
-    assert torch.allclose(torch.cat([first, second]), plain(model, tokens), atol=1e-3)
 
 
 # === a row's bits ================================================================================================
@@ -223,9 +148,12 @@ def test_a_row_has_the_same_bits_in_any_pieces_and_company(architecture, dtype, 
     else:
         target = load(folders(architecture)[0], dtype=dtype, kv_tokens=2048)
     assert target.passes.guarantee is Guarantee.BYTES
-    tokens = text(5, 600 if embedded else 120)
+    tokens = text(5, 300 if embedded else 120)
     alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))[-60:]
-    for seed in range(1 if embedded else 4):
+    if not embedded and dtype == "float32":  # of more rows than are folded into their key heads
+        expected = plain(folders(architecture)[1], tokens)
+        assert (alone - expected[-60:]).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
+    for seed in range(1 if embedded else 2):
         assert torch.equal(of_one_session(target, tokens, seed, 60), alone)
 
 
@@ -239,7 +167,6 @@ def in_pieces(target, tokens, sizes):
 
 OTHER_PROCESS = """
 import sys, numpy, torch
-torch.set_num_threads(1)
 from outrider.cloud.target.target import SessionRows, load_target
 for dtype in ("float32", "bfloat16"):
     target = load_target(sys.argv[1], dtype=dtype, kv_tokens=512)
@@ -341,8 +268,7 @@ def test_rows_that_fill_up_a_pass_attend_to_nothing_and_change_nothing(folders, 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "threads", "expected"),
-    [("float32", 2, TOGETHER), ("bfloat16", 1, TOGETHER), ("bfloat16", 2, ROUNDED)],
+    ("dtype", "threads", "expected"), [("float32", 2, TOGETHER), ("bfloat16", 1, TOGETHER), ("bfloat16", 2, ROUNDED)]
 )
 def test_sessions_share_no_calls_where_attention_looks_at_the_work_of_a_thread(
     dtype, threads, expected, folders, monkeypatch
@@ -461,24 +387,49 @@ def test_a_cache_too_small_for_the_check_is_said_to_be(folders, caplog):
     assert "too small" in caplog.text
 
 
-def test_what_a_loaded_target_says_of_itself(folders):
+def test_what_a_loaded_target_says_of_itself(folders, tmp_path):
     target = load(folders("llama")[0], context_length=100)
     assert (target.vocab_size, target.context_length, target.eos_tokens) == (VOCAB, 100, frozenset({2}))
     assert target.tokenizer_sha256 == tokenizer_hash(word_tokenizer(VOCAB))
     assert load(folders("llama")[0], context_length=999).context_length == 128
     assert load(folders("llama")[0], kv_tokens=64).context_length == 64
-
-
-def test_several_eos_tokens_are_all_known(tmp_path):
     save_model(tmp_path, "llama", eos_token_id=[2, 5])
     assert load(tmp_path).eos_tokens == frozenset({2, 5})
 
 
-def test_pickled_weights_are_refused(tmp_path):
-    model = save_model(tmp_path, "llama")
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelRefused, match="safetensors") as caught:
+def pickle_weights(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def cut_weights(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+
+
+def remove_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def scale_rope_by_length(folder):
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kinds", "says"),
+    [
+        (pickle_weights, ModelRefused, "safetensors"),
+        (cut_weights, ModelRefused, "damaged or cut off"),
+        (remove_tokenizer, (NotFound, ModelRefused), "tokenizer"),
+        (scale_rope_by_length, ModelRefused, "shares a step"),
+    ],
+)
+def test_a_folder_that_is_unsafe_or_not_whole_is_refused(spoil, kinds, says, tmp_path):
+    save_model(tmp_path, "llama")
+    spoil(tmp_path)
+    with pytest.raises(kinds, match=says) as caught:
         load(tmp_path)
     assert caught.value.field == "target"
 
@@ -496,44 +447,6 @@ def test_remote_code_is_refused_and_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("target", ["/nowhere/at/all", "./not-here", "~/no such folder"])
-def test_a_folder_that_does_not_exist_is_not_found(target):
-    with pytest.raises(NotFound) as caught:
-        load(target)
-    assert caught.value.field == "target"
-
-
-def test_weights_that_are_cut_off_are_refused(tmp_path):
-    save_model(tmp_path, "llama")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:2000])
-    with pytest.raises(ModelRefused, match="damaged or cut off") as caught:
-        load(tmp_path)
-    assert caught.value.field == "target"
-
-
-def test_a_hub_name_that_cannot_be_reached_is_not_found(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound) as caught:
-        load("outrider-nobody/no-such-model")
-    assert caught.value.field == "target"
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    save_model(tmp_path, "llama")
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises((NotFound, ModelRefused)) as caught:
-        load(tmp_path)
-    assert caught.value.field == "target"
-
-
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}])
-def test_positions_that_depend_on_what_shares_a_step_are_refused(rope, tmp_path):
-    save_model(tmp_path, "llama", rope_parameters=rope)
-    with pytest.raises(ModelRefused, match="shares a step"):
-        load(tmp_path)
-
-
 def test_an_architecture_that_ignores_the_cache_is_refused(folders, monkeypatch):
     target = load(folders("llama")[0])
     right = target._run
@@ -544,58 +457,3 @@ def test_an_architecture_that_ignores_the_cache_is_refused(folders, monkeypatch)
     monkeypatch.setattr(target, "_run", one_position_too_far)
     with pytest.raises(ModelRefused, match="differs"):
         target.check()
-
-
-def test_checking_a_target_leaves_its_cache_free(folders):
-    target = load(folders("llama")[0])
-    assert target.pool.free_pages == target.pool.page_count
-    assert target.check() < 1e-5
-
-
-# === the cache by itself ========================================================================================
-
-
-def pool(tokens=64, page_size=4):
-    return PagedKVCache(tokens, page_size, torch.float32, torch.device("cpu"))
-
-
-def test_a_full_cache_refuses_with_a_time_to_retry_and_serves_again_after_a_release():
-    cache = pool()
-    first = cache.allocate(60)
-    with pytest.raises(ResourceExhausted) as caught:
-        cache.allocate(5)
-    assert caught.value.retry_after_s > 0
-    cache.release(first)
-    assert cache.allocate(64).contiguous
-
-
-def test_what_can_never_fit_is_refused_without_a_time_to_retry():
-    with pytest.raises(ResourceExhausted) as caught:
-        pool().allocate(65)
-    assert caught.value.retry_after_s == 0
-
-
-def test_pages_are_never_shared_and_all_come_back():
-    cache = pool()
-    taken = [cache.allocate(n) for n in (1, 4, 5, 9)]
-    slots = torch.cat([share.slots for share in taken])
-    assert len(set(slots.tolist())) == len(slots)
-    assert [len(share.pages) for share in taken] == [1, 1, 2, 3]
-    for share in taken:
-        cache.release(share)
-        cache.release(share)
-    assert cache.free_pages == 16
-
-
-def test_what_is_written_is_read_back_through_scattered_pages():
-    cache = pool()
-    holders = [cache.allocate(4) for _ in range(16)]
-    for holder in holders[::2]:
-        cache.release(holder)
-    share = cache.allocate(20)
-    values = torch.arange(20.0)[:, None, None].expand(20, 2, 3)
-    cache.write(0, share.slots[:20], values, -values)
-    keys, read = cache.read(0, share, 17)
-    assert not share.contiguous
-    assert torch.equal(keys, values[:17])
-    assert torch.equal(read, -values[:17])

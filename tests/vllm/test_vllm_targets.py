@@ -99,8 +99,7 @@ def test_a_state_that_cannot_be_rolled_back_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "chosen"),
-    [(torch.float32, "bfloat16"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16")],
+    ("stored", "chosen"), [(torch.float32, "bfloat16"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16")]
 )
 def test_vllm_chooses_the_type_where_none_is_named(stored, chosen, tmp_path) -> None:
     backend = load_backend(config_of(saved(tmp_path, mistral().to(stored)), engine="vllm", dtype="auto"))
