@@ -115,11 +115,12 @@ def in_trial(folder: Path, seen: int = 5) -> Learner:
 
 def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_path: Path) -> None:
     learner = in_trial(tmp_path / "on")
-    number, rows = learner.judge.candidates, learner.judge.test.rows()
+    number, known = learner.judge.candidates, vars(learner.judge.test)
     candidate = learner._candidate
     shutil.copytree(tmp_path / "on", tmp_path / "again")
     again = Learner(settings(tmp_path / "again"))
-    assert (again.judge.test.rows(), again.judge.candidates) == (rows, number)
+    assert again.judge.test is not None
+    assert (vars(again.judge.test), again.judge.candidates) == (known, number)
     assert again.judge.current.version == learner.judge.current.version
     take_all(again, texts(3000, 5))
     assert again.judge.test.texts == 5
@@ -184,7 +185,7 @@ def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(tmp_path: Path)
     shutil.copytree(whole, cut)
     (cut / "tensors.safetensors").write_bytes((cut / "tensors.safetensors").read_bytes()[:-100])
     again = Learner(settings(tmp_path))
-    assert again.judge.test.rows() == learner.judge.test.rows()
+    assert vars(again.judge.test) == vars(learner.judge.test)
     shutil.rmtree(whole)
     fresh = Learner(settings(tmp_path))
     assert fresh.judge.test is None

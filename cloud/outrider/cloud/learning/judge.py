@@ -4,6 +4,10 @@ With the shared noise a drafter's proposal at a position is a function of the te
 it would be accepted if it is the text's token. So a text with its sampling gives the hits of any drafter, whoever
 drafted it: `reading_of`. Candidate and current drafter are compared on the same tokens (`PairedTest`).
 
+A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
+One that fails in one of them needs that very test to err, so each takes all of alpha_j (`sequential.py`; Berger 1982,
+intersection of unions).
+
 A text counts only if no candidate was trained on any part of it. `ShadowJudge` sees to that: records reach training
 through `take` alone, which judges first and lets go afterwards. A candidate was made before the records that judge it
 came; a text of which anything came before, or that equals an earlier one, judges nothing.
@@ -12,10 +16,12 @@ came; a text of which anything came before, or that equals an earlier one, judge
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -32,7 +38,14 @@ from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.sequential import PaceTest, PairedTest, Verdict, candidate_error
+from outrider.proto.policy.sequential import (
+    MAX_SLOWDOWN,
+    MIN_CLASS_SHARE,
+    LossTest,
+    SignTest,
+    candidate_error,
+    clipped,
+)
 
 MAX_TOKENS = 256  # of one text
 MIN_TOKENS = 8
@@ -40,6 +53,7 @@ MAX_TEXTS = 300  # that a candidate is judged on: one that gains .02 shows it in
 MAX_DOUBTED_TEXTS = 2000  # that one is judged on which was shown to gain, and may lose in a kind of text
 KEY_WEIGHT = 2.0  # limit of a key's share of the texts, in equal shares of all keys that came
 TIMED_TOKENS = 8  # that are drafted for their time, twice
+SLOWDOWN_CLIP = 0.1  # of its logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,97 @@ def _differ_in_graph(one: Drafter, other: Drafter) -> bool:
     if not (isinstance(one, OnnxDrafter) and isinstance(other, OnnxDrafter)):
         return True
     return one.package.graph_sha256 != other.package.graph_sha256
+
+
+class Verdict(StrEnum):
+    """Outcome of a comparison so far."""
+
+    OPEN = "open"
+    BETTER = "better"
+    WORSE = "worse"
+
+
+class PairedTest(LossTest):
+    """Comparison of a candidate with its parent on texts that neither was trained on.
+
+    It ends as better if the candidate hits more over all texts and provably loses less than its `class_margin` in each
+    kind of text that is common or `kept`. It ends as worse by the mirrored test, over all texts or in one kind.
+
+    Args:
+        number: which candidate of its name it is, from 1.
+        kept: kinds of text that must be known to keep their hit rate, however rare they are.
+    """
+
+    def __init__(self, number: int = 1, kept: Collection[int] = ()) -> None:
+        super().__init__(number)
+        self._kept = frozenset(kept)
+        self._gain = SignTest()
+        self._keeps: dict[int, SignTest] = {}
+
+    def add(self, difference: float, prompt_class: int = 0) -> None:
+        over_margin = self.over_margin(difference, prompt_class)
+        super().add(difference, prompt_class)
+        self._gain.add(clipped(difference))
+        self._keeps.setdefault(prompt_class, SignTest()).add(over_margin)
+
+    @property
+    def verdict(self) -> tuple[Verdict, str]:
+        """Outcome so far, and why in a few words; a candidate that is shown to be worse somewhere is never better."""
+        hits = f"hits {self.difference:+.3f} in {self.texts} texts"
+        if self.lost:
+            return Verdict.WORSE, hits + (f" of class {self.lost_class}" if self.lost_class is not None else "")
+        if not self.gains:
+            return Verdict.OPEN, f"{hits}, which shows nothing"
+        if doubtful := self.doubtful_classes:
+            return Verdict.OPEN, f"{hits}, and may lose in {', '.join(f'class {each}' for each in sorted(doubtful))}"
+        return Verdict.BETTER, hits
+
+    @property
+    def gains(self) -> bool:
+        """Whether the candidate is shown to hit more over all texts."""
+        return self._gain.shows(candidate_error(self.number))
+
+    @property
+    def doubtful_classes(self) -> frozenset[int]:
+        """Kinds of text that may lose the margin for all that is known, and must not."""
+        common = {kind for kind, each in self._keeps.items() if each.count >= MIN_CLASS_SHARE * self.texts}
+        error = candidate_error(self.number)
+        return frozenset(
+            kind for kind in common | self._kept if kind not in self._keeps or not self._keeps[kind].shows(error)
+        )
+
+
+class PaceTest:
+    """Comparison of a version's time to draft a token with that of its parent, one ratio a text.
+
+    It bets on both sides of the limit `MAX_SLOWDOWN`, with logarithms, which noise of both times leaves in the middle.
+    """
+
+    def __init__(self) -> None:
+        self._below, self._above = SignTest(), SignTest()
+        self._logs = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Geometric mean of the ratios; 1 without any."""
+        return math.exp(self._logs / max(1, self._below.count))
+
+    def add(self, slowdown: float) -> None:
+        """Count a ratio of times, own over parent's; raises `InvalidArgument` unless it is finite and above 0."""
+        if not 0 < slowdown < math.inf:
+            raise InvalidArgument(f"must be finite and above 0, not {slowdown}", field="slowdown")
+        spare = (math.log(MAX_SLOWDOWN) - math.log(slowdown)) / SLOWDOWN_CLIP
+        self._below.add(min(1.0, max(-1.0, spare)))
+        self._above.add(min(1.0, max(-1.0, -spare)))
+        self._logs += math.log(slowdown)
+
+    def shows_kept(self, error: float) -> bool:
+        """Return whether drafting is shown to take less than the limit; wrong with a chance of `error`, ever."""
+        return self._below.shows(error)
+
+    def shows_slower(self, error: float) -> bool:
+        """Return whether drafting is shown to take more than the limit; wrong with a chance of `error`, ever."""
+        return self._above.shows(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,19 +402,13 @@ class ShadowJudge:
 
     def _verdict(self) -> tuple[Verdict, str]:
         """Return the outcome so far, and the reason for it in a few words."""
-        test, pace, error = self._test, self._pace, candidate_error(self._test.number)
-        hits = f"hits {test.difference:+.3f} in {test.texts} texts"
+        pace, error = self._pace, candidate_error(self._test.number)
         if pace is not None and pace.shows_slower(error):
             return Verdict.WORSE, f"drafting takes {pace.slowdown:.2f} times as long"
-        if test.verdict is Verdict.WORSE:
-            return Verdict.WORSE, hits + (f" of class {test.lost_class}" if test.lost_class is not None else "")
-        if not test.gains:
-            return Verdict.OPEN, f"{hits}, which shows nothing"
-        if doubtful := test.doubtful_classes:
-            return Verdict.OPEN, f"{hits}, and may lose in {', '.join(f'class {each}' for each in sorted(doubtful))}"
-        if pace is not None and not pace.shows_kept(error):
-            return Verdict.OPEN, f"{hits}, and may draft more slowly"
-        return Verdict.BETTER, hits
+        verdict, why = self._test.verdict
+        if verdict is Verdict.BETTER and pace is not None and not pace.shows_kept(error):
+            return Verdict.OPEN, f"{why}, and may draft more slowly"
+        return verdict, why
 
     def _may_count(self, key: bytes) -> bool:
         """Return whether a key has fewer texts than its share allows, so that one that floods decides nothing alone."""

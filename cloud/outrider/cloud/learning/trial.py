@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from outrider.proto.policy.sequential import CLIP, MIN_CLASS_SHARE, SignTest, candidate_error
+from outrider.proto.policy.sequential import MIN_CLASS_SHARE, SignTest, candidate_error, clipped
 
 MAX_SEEN = 1 << 17
 NAME_BYTES = 16
@@ -92,7 +92,7 @@ class VersionWatch:
 
     def add(self, difference: float) -> None:
         """Count a text: hit rate of the version less that of its parent."""
-        self.loses.add(min(1.0, max(-1.0, -difference / CLIP)))
+        self.loses.add(-clipped(difference))
         self.difference += difference
 
     @property

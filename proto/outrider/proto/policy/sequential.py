@@ -13,35 +13,30 @@ that let K grow fastest if the texts to come are like those so far: mean over me
 A drafter gets version after version, each with its own chance of an error. The j-th of them is tested with
 alpha_j = alpha 6 / (pi^2 j^2), which add up to alpha: the chance that any of them ever meets with one.
 
-A version passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
-That is `MARGIN` of its own hits or `MAX_COST` of all hits, whichever is more: to rule out a loss of .01 in a tenth of
-the texts would take hundreds of these, and it costs .001. As shares settle margins change, each before its text is bet
-on, so K bounds the chance of a kind that loses the largest of them. A version that fails in one test needs that very
-test to err, so each takes all of alpha_j (Berger 1982, intersection of unions). A version is retired if any test says
-so; there the errors add up, and alpha_j is divided: half for all texts together, and of the rest a share
-6 / (pi^2 k^2) for the k-th kind that came, fixed before its first bet.
+A version is retired if it loses over all texts, or its margin in one kind of text. That is `MARGIN` of the kind's own
+hits or `MAX_COST` of all hits, whichever is more: to rule out a loss of .01 in a tenth of the texts would take hundreds
+of these, and it costs .001. As shares settle margins change, each before its text is bet on, so K bounds the chance of
+a kind that loses the largest of them. Any of these tests may say so, so their errors add up, and alpha_j is divided:
+half for all texts together, and of the rest a share 6 / (pi^2 k^2) for the k-th kind that came, fixed before its first
+bet. That a version gains is for its trainer to show (`outrider.cloud.learning.judge`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Self
 
 from outrider.proto.errors import InvalidArgument
 
-# Chance that any version ever passes without being better or while a kind of text loses the margin, and that one which
-# is no worse anywhere is ever retired.
-ERROR = 0.01
+ERROR = 0.01  # chance that any version which is no worse anywhere is ever retired, or any that is no better passes
 MARGIN = 0.01  # limit of the loss of hit rate in a kind of text, and
 MAX_COST = 0.005  # that of its loss times its share of the texts, where it is rarer than half of them
 CLIP = 0.25  # limit of the difference of hit rates of one text, so that none weighs too much
 MAX_STAKE = 0.75
-MIN_CLASS_SHARE = 0.1  # share of texts from which on a kind of text must be known to keep its hit rate
+MIN_CLASS_SHARE = 0.1  # share of texts of a kind that is common
 MAX_SLOWDOWN = 1.05  # of drafting a token, against the version before
-_SLOWDOWN_CLIP = 0.1  # of its logarithm
 _DOUBT = 0.25  # mean square before the first text
 
 
@@ -187,89 +182,3 @@ class LossTest:
         restored._of_class = found
         restored._difference = float(difference)
         return restored
-
-
-class Verdict(StrEnum):
-    """Outcome of a comparison so far."""
-
-    OPEN = "open"
-    BETTER = "better"
-    WORSE = "worse"
-
-
-class PairedTest(LossTest):
-    """Comparison of a candidate with its parent on texts that neither was trained on.
-
-    It ends as better if the candidate hits more over all texts and provably loses less than its `class_margin` in each
-    kind of text that is common or `kept`. It ends as worse by the mirrored test, over all texts or in one kind.
-
-    Args:
-        number: which candidate of its name it is, from 1.
-        kept: kinds of text that must be known to keep their hit rate, however rare they are.
-    """
-
-    def __init__(self, number: int = 1, kept: Collection[int] = ()) -> None:
-        super().__init__(number)
-        self._kept = frozenset(kept)
-        self._gain = SignTest()
-        self._keeps: dict[int, SignTest] = {}
-
-    def add(self, difference: float, prompt_class: int = 0) -> None:
-        over_margin = self.over_margin(difference, prompt_class)
-        super().add(difference, prompt_class)
-        self._gain.add(clipped(difference))
-        self._keeps.setdefault(prompt_class, SignTest()).add(over_margin)
-
-    @property
-    def verdict(self) -> Verdict:
-        """Outcome so far; a candidate that is shown to be worse somewhere is never better."""
-        if self.lost:
-            return Verdict.WORSE
-        return Verdict.BETTER if self.gains and not self.doubtful_classes else Verdict.OPEN
-
-    @property
-    def gains(self) -> bool:
-        """Whether the candidate is shown to hit more over all texts."""
-        return self._gain.shows(candidate_error(self.number))
-
-    @property
-    def doubtful_classes(self) -> frozenset[int]:
-        """Kinds of text that may lose the margin for all that is known, and must not."""
-        common = {kind for kind, each in self._keeps.items() if each.count >= MIN_CLASS_SHARE * self.texts}
-        error = candidate_error(self.number)
-        return frozenset(
-            kind for kind in common | self._kept if kind not in self._keeps or not self._keeps[kind].shows(error)
-        )
-
-
-class PaceTest:
-    """Comparison of a version's time to draft a token with that of its parent, one ratio a text.
-
-    It bets on both sides of the limit `MAX_SLOWDOWN`, with logarithms, which noise of both times leaves in the middle.
-    """
-
-    def __init__(self) -> None:
-        self._below, self._above = SignTest(), SignTest()
-        self._logs = 0.0
-
-    @property
-    def slowdown(self) -> float:
-        """Geometric mean of the ratios; 1 without any."""
-        return math.exp(self._logs / max(1, self._below.count))
-
-    def add(self, slowdown: float) -> None:
-        """Count a ratio of times, own over parent's; raises `InvalidArgument` unless it is finite and above 0."""
-        if not 0 < slowdown < math.inf:
-            raise InvalidArgument(f"must be finite and above 0, not {slowdown}", field="slowdown")
-        spare = (math.log(MAX_SLOWDOWN) - math.log(slowdown)) / _SLOWDOWN_CLIP
-        self._below.add(min(1.0, max(-1.0, spare)))
-        self._above.add(min(1.0, max(-1.0, -spare)))
-        self._logs += math.log(slowdown)
-
-    def shows_kept(self, error: float) -> bool:
-        """Return whether drafting is shown to take less than the limit; wrong with a chance of `error`, ever."""
-        return self._below.shows(error)
-
-    def shows_slower(self, error: float) -> bool:
-        """Return whether drafting is shown to take more than the limit; wrong with a chance of `error`, ever."""
-        return self._above.shows(error)
