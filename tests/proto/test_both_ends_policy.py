@@ -9,27 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.proto.policy.who_drafts import Division, EndsView, ExpectedCosts, _with_costs, division_of
+from outrider.proto.policy.patience import Division, VerifierView, _with_costs, division_of
 from outrider.proto.types import Goal
 
-VIEW = EndsView(acceptance=0.8, step_s=0.03, row_s=0.0002, max_drafts=16, edge_s=0.002, round_trip_s=0.01, here_s=0.002)
-NO_COSTS = ExpectedCosts(0.0, 0.0, 0.0)
+VIEW = VerifierView(0.8, step_s=0.03, row_s=0.0002, drafting_s=0.002, round_trip_s=0.01, max_drafts=16, here_s=0.002)
 
 
-def beside_alone(view: EndsView) -> ExpectedCosts:
+def beside_alone(view: VerifierView) -> Division:
     """Costs of a drafter beside the target, at its best length."""
     lengths = range(view.max_drafts + 1)
-    costs = [_with_costs(view, Division(n, False, False, 0.0, NO_COSTS)).costs for n in lengths]
+    costs = [_with_costs(view, Division(n, False, False, 0.0)) for n in lengths]
     return min(costs, key=lambda cost: cost.token_s)
 
 
 views = st.builds(
-    EndsView,
+    VerifierView,
     acceptance=st.floats(0.1, 0.96),
     step_s=st.floats(0.005, 0.2),
     row_s=st.floats(0.0, 0.002),
     max_drafts=st.integers(1, 16),
-    edge_s=st.one_of(st.floats(0.0002, 0.02), st.just(math.inf)),
+    drafting_s=st.one_of(st.floats(0.0002, 0.02), st.just(math.inf)),
     round_trip_s=st.floats(0.0, 0.3),
     here_s=st.floats(0.0001, 0.02),
 )
@@ -37,7 +36,7 @@ views = st.builds(
 
 def test_costs_of_drafting_beside_the_target_are_those_of_leviathans_formula() -> None:
     for drafts in (1, 4, 8):
-        costs = _with_costs(VIEW, Division(drafts, False, False, 0.0, NO_COSTS)).costs
+        costs = _with_costs(VIEW, Division(drafts, False, False, 0.0))
         tokens = (1 - VIEW.acceptance ** (drafts + 1)) / (1 - VIEW.acceptance)
         step_s = VIEW.step_s + (drafts + 1) * VIEW.row_s
         assert costs.token_s == pytest.approx((step_s + drafts * VIEW.here_s) / tokens, rel=1e-3)
@@ -48,14 +47,14 @@ def test_costs_of_drafting_beside_the_target_are_those_of_leviathans_formula() -
 @given(views)
 def test_texts_are_as_fast_as_with_a_drafter_beside_the_target_alone(view) -> None:
     division = division_of(view)
-    assert division.costs.token_s <= 1.2 * beside_alone(view).token_s, "measurements are rounded"
+    assert division.token_s <= 1.2 * beside_alone(view).token_s, "measurements are rounded"
 
 
 @given(views, st.floats(0.1, 5.0))
 def test_a_higher_price_never_brings_more_drafting_here(view, price) -> None:
     cheap, dear = (division_of(replace(view, price=at)) for at in (price, 2 * price))
     free = division_of(replace(view, price=0.0))
-    assert dear.costs.here_s <= 1.02 * cheap.costs.here_s + 1e-9 <= 1.05 * free.costs.here_s + 2e-4
+    assert dear.here_s <= 1.02 * cheap.here_s + 1e-9 <= 1.05 * free.here_s + 2e-4
 
 
 @pytest.mark.parametrize(("round_trip_s", "edge_pays"), [(0.002, True), (0.01, True), (0.3, False)])
@@ -65,20 +64,20 @@ def test_an_edge_pays_where_its_drafts_come_in_time(round_trip_s, edge_pays) -> 
 
 def test_near_edges_take_all_the_drafting_from_a_slow_drafter_beside_the_target() -> None:
     division = division_of(replace(VIEW, here_s=0.008, round_trip_s=0.002))
-    assert (division.costs.here_s, division.edge_pays) == (0.0, True)
-    assert beside_alone(VIEW).token_s > division.costs.token_s
+    assert (division.here_s, division.edge_pays) == (0.0, True)
+    assert beside_alone(VIEW).token_s > division.token_s
 
 
 def test_many_sessions_at_one_thread_leave_the_drafting_to_edges() -> None:
     """A drafter as quick as the edge's is a slow one where 16 sessions wait for it."""
     alone, shared = (division_of(replace(VIEW, sharing=sharing)) for sharing in (1.0, 16.0))
     assert shared.edge_pays
-    assert shared.costs.here_s < 0.5 * alone.costs.here_s
+    assert shared.here_s < 0.5 * alone.here_s
     assert shared.waits_for_edge(4, committed=0, since_miss_s=0.0, view=replace(VIEW, sharing=16.0))
 
 
 def test_without_an_edge_that_drafts_all_is_drafted_here() -> None:
-    division = division_of(replace(VIEW, edge_s=math.inf))
+    division = division_of(replace(VIEW, drafting_s=math.inf))
     assert division.drafts > 0
     assert not division.edge_pays
 
@@ -92,26 +91,26 @@ def test_a_session_waits_for_the_edge_where_that_is_cheaper() -> None:
 
 
 def test_fewer_drafts_pay_where_all_sessions_wait_for_the_rows_of_each() -> None:
-    alone = replace(VIEW, edge_s=math.inf, price=0.0)
+    alone = replace(VIEW, drafting_s=math.inf, price=0.0)
     few, many = (division_of(replace(alone, row_s=sessions * 0.001)) for sessions in (1, 16))
     assert many.drafts < few.drafts
 
 
 @given(views)
 def test_goal_efficiency_takes_the_least_cloud_work(view) -> None:
-    thrifty = division_of(replace(view, goal=Goal.EFFICIENCY)).costs
-    for other in (division_of(view).costs, division_of(replace(view, price=0.0)).costs):
+    thrifty = division_of(replace(view, goal=Goal.EFFICIENCY))
+    for other in (division_of(view), division_of(replace(view, price=0.0))):
         assert thrifty.step_s + thrifty.here_s <= 1.01 * (other.step_s + other.here_s)
 
 
 def test_views_are_alike_until_a_measurement_moves() -> None:
     assert VIEW.is_like(replace(VIEW, step_s=0.031, here_s=0.0021, acceptance=0.82))
-    for other in (replace(VIEW, here_s=0.004), replace(VIEW, edge_s=math.inf), replace(VIEW, acceptance=0.7)):
+    for other in (replace(VIEW, here_s=0.004), replace(VIEW, drafting_s=math.inf), replace(VIEW, acceptance=0.7)):
         assert not VIEW.is_like(other)
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e-6])
 def test_times_next_to_nothing_are_divided_too(seconds) -> None:
     """An edge may report any time, and must not end its session by it."""
-    view = EndsView(0.8, 0.03, 0.0002, 16, edge_s=seconds, round_trip_s=0.06, here_s=seconds)
-    assert division_of(view).costs.token_s > 0
+    view = replace(VIEW, drafting_s=seconds, round_trip_s=0.06, here_s=seconds)
+    assert division_of(view).token_s > 0

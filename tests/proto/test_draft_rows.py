@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.proto.policy.who_drafts import Division, ExpectedCosts
+from outrider.proto.policy.patience import Division
 from outrider.proto.session import Drafted, VerifierRules, VerifierSession
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.types import Draft, DraftToken, Open, Sampling
@@ -24,7 +24,7 @@ def session_with(edge: int, here: int, drafts_here: int | None = None) -> Verifi
     if here:
         job = ends.propose(ends.chain(), here, 0.0)
         ends.take(Drafted(job.job, tuple(DraftToken(50 + i, 0.3) for i in range(here)), 0.001 * here))
-    ends._division = Division(4, True, True, 0.0, ExpectedCosts(TOKEN_S, TOKEN_S, 0.0))
+    ends._division = Division(4, True, True, 0.0, TOKEN_S, TOKEN_S)
     return session
 
 

@@ -10,8 +10,8 @@ import pytest
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.session import EdgeSession, EdgeStatistics, Selection, VerifierRules, VerifierSession
 from outrider.proto.session.both_ends import DraftingHere
+from outrider.proto.session.drafting import VerifierArm
 from outrider.proto.session.stream import EdgeStream
-from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
@@ -146,11 +146,11 @@ def test_the_verifier_is_better_only_surely_and_while_it_drafts() -> None:
     assert arm.is_better_than(rated(0.5))
     assert not arm.is_better_than(rated(0.9)), "that is no difference"
     assert not arm.is_better_than(rated(0.5, 3.0)), "few tokens show little"
-    assert not arm.is_worse_than(rated(0.98))
+    assert not rated(0.98).surely_exceeds(arm.acceptance)
     for _ in range(20):
         arm.take(commit_of(0, 4, 0))
-    assert arm.is_worse_than(rated(0.98))
-    assert not arm.is_worse_than(rated(0.7))
+    assert rated(0.98).surely_exceeds(arm.acceptance)
+    assert not rated(0.7).surely_exceeds(arm.acceptance)
     better = VerifierArm()
     for _ in range(20):
         better.take(commit_of(0, 4, 4))

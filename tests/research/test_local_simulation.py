@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.deploy.link.shape import LinkShape
-from outrider.proto.policy.who_drafts import division_of
+from outrider.proto.policy.patience import division_of
 from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from outrider.proto.types import Open, Sampling

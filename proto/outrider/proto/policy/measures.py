@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 ACCEPTANCE_PRIOR = 0.7
+BETTER = 0.1  # by which one drafter's acceptance must exceed another's: the same one at both ends must not seem better
+_STANDARD_ERRORS = 2.0
 _PRIOR_TRIALS, _BELIEVED_TRIALS = 2.0, 8.0
 _SMOOTHING = 0.2
 _FADE = 0.98  # at every trial, so that a change of subject is noticed within some 50 tokens
@@ -57,6 +59,11 @@ class Acceptance:
         """Share of hits, between 0.02 and 0.98 so that one lucky or unlucky run decides nothing for good."""
         rate = self.hits / self.trials
         return 0.98 if rate > 0.98 else 0.02 if rate < 0.02 else rate
+
+    def surely_exceeds(self, other: Acceptance) -> bool:
+        """Return whether this rate is higher by `BETTER`, and by two standard errors: sqrt(a (1 - a) / n) each."""
+        variance = sum(each.rate * (1 - each.rate) / each.trials for each in (self, other))
+        return self.rate - other.rate > max(BETTER, _STANDARD_ERRORS * math.sqrt(variance))
 
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)

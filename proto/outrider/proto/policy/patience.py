@@ -1,11 +1,35 @@
-"""Number of drafts that a step verifies, and the time that the verifier waits for them."""
+"""Whether a verifier's step waits for drafts, for how many, and which end makes them.
+
+With shared noise either end proposes the same tokens, so the question is who drafts. After a miss the edge's next
+drafts arrive a round trip later, at no cost to the cloud; a drafter beside the target has its own at once, on cores
+that others may need. Between two misses only the end of the run is random: a step with d drafts is survived with
+probability a^(d+1). So the best plan minimises the expected time from one miss to the next.
+
+`plan_for` does so where only the edge drafts. Where the verifier drafts too, `division_of` minimises
+
+    seconds a token + price * seconds of drafting here a token.
+
+Unless it is set, the price is the highest of `_PRICES` at which a token takes no more of its time than with a drafter
+beside the target alone, which waits for its drafts before every step and rests during it; where the edge takes no part,
+at most `ALONE` of that time, since there is nothing to win for it. It is 0 where none is so high.
+Sessions share steps and the threads that draft, and all wait for what one of them takes. So each divides as if all did
+as it does: a row takes the time of a row of every session, and a draft here that of all jobs which share its thread.
+With goal efficiency waiting is free, and cloud work a token is minimised: seconds of target steps and of drafting here.
+
+A division is found by following runs (`_run`): tokens committed, the edge's arrivals, the drafts that are left. Where a
+branch of the edge follows the miss (`policy.likely_branches`), the next run begins with its drafts; so runs are of two
+kinds, and the costs are theirs in the stationary shares. A chain is given up where it has become hopeless (`Window` has
+the same rule for the edge); the costs leave that out.
+"""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 from outrider.proto.types import Goal, Patience
 
@@ -14,23 +38,40 @@ WORTH_THE_LINK = 1.012  # below it drafts come too late to be worth making and s
 LEANING = 1.05  # among equally good plans the one that waits takes fewer steps
 LATE, MARGIN_S = 1.25, 0.002  # a wait ends when drafts exceed their expected time by this factor and margin
 _GRAIN = 8  # resolution of times, in parts of a step
-_TINY_S = 1e-6  # least time that is told from 0; an edge reports whole microseconds
+_TINY_S = 1e-6  # least time that is told from 0; an edge may report anything above 0
 _HORIZON = 48  # tokens after a miss that a plan looks ahead
+_PER_OCTAVE, _DIVIDED_PER_OCTAVE = 20, 6  # resolution of times: they waver, and plans must not, divisions least
+
+ALONE = 0.97  # replayed: 3 % faster on links beyond a step, for a tenth more drafting here
+_PRICES = (0.0, 0.2, 0.5, 1.0, 1.5, 2.5, 4.0, 7.0, math.inf)
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+_DEAREST = 1e3  # stands for an infinite price
+_AHEAD_S = 0.0013  # of a step beside which the verifier drafts: target and drafter share one interpreter
+_EDGE_WINDOW = 64  # drafts that an edge has in flight at most
+_MAX_STEPS = 32  # of a run that is followed
+_BRANCHES = 2  # drafted before the one that is taken
+_SURELY_OVER = 1e-3
+_LIKE, _LIKE_ACCEPTANCE, _LIKE_BRANCHED, _LIKE_S = 0.15, 0.04, 0.08, 2e-5  # differences that change no division
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierView:
-    """Knowledge of the verifier about a session when it plans a step; times are 0 until they are measured.
+    """Knowledge of the verifier about a session when it plans a step; times in seconds, 0 until they are measured.
 
     Attributes:
         acceptance: chance that a draft agrees, given that all before it did.
-        step_s: time of a step beside its rows, in seconds.
-        row_s: time of a row of every session in the step, in seconds.
-        drafting_s: time to draft one token at the edge, in seconds.
-        round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting, in seconds.
+        step_s: time of a step beside its rows.
+        row_s: time of a row of every session in the step.
+        drafting_s: time to draft one token at the edge; infinite: it drafts nothing.
+        round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting.
         received: number of drafts that have come and follow the transcript.
         since_miss: tokens committed since a draft last missed (or the text began).
-        since_miss_s: time since that commit was sent, in seconds.
+        since_miss_s: time since that commit was sent.
+        here_s: time of a drafted token beside the target.
+        sharing: sessions at a thread of such drafting at once; each waits for the drafts of those before it, too.
+        branched: share of misses whose branch the edge has sent in time, where its chain had come in time.
+        branch_drafts: drafts of such a branch.
+        price: seconds of waiting that a second of drafting here is worth; None: as the module says.
     """
 
     acceptance: float
@@ -43,6 +84,31 @@ class VerifierView:
     since_miss: int = 0
     since_miss_s: float = 0.0
     goal: Goal = Goal.LATENCY
+    here_s: float = 0.0
+    sharing: float = 1.0
+    branched: float = 0.0
+    branch_drafts: int = 0
+    price: float | None = None
+
+    def is_like(self, other: VerifierView) -> bool:
+        """Return whether no measurement differs so much that another division could be better."""
+        mine, theirs = (
+            (view.step_s, view.row_s, view.drafting_s, view.round_trip_s, view.here_s, view.here_s * view.sharing)
+            for view in (self, other)
+        )
+        close = all(map(_is_close, mine, theirs)) and abs(self.acceptance - other.acceptance) < _LIKE_ACCEPTANCE
+        close = close and abs(self.branched - other.branched) < _LIKE_BRANCHED
+        same = (self.max_drafts, self.branch_drafts, self.price, self.goal)
+        return close and same == (other.max_drafts, other.branch_drafts, other.price, other.goal)
+
+    def edge_wait_s(self, drafts: int) -> float:
+        """Return the time until the edge should have `drafts` drafts after the transcript; below 0: since then."""
+        return _edge_wait_s(self, self.since_miss + drafts, self.since_miss_s)
+
+
+def _edge_wait_s(view: VerifierView, drafts: int, since_miss_s: float) -> float:
+    """Return the time until the edge's first `drafts` drafts since the last miss are here; below 0: since then."""
+    return view.round_trip_s + drafts * view.drafting_s - since_miss_s
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
@@ -71,6 +137,9 @@ def _best_block(acceptance: float, row_share: float, max_drafts: int) -> int:
     return best if rate(best) > MIN_GAIN * rate(0) else 0
 
 
+# --- how long a step waits ---
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Plan of a session: the time to wait, and the drafts that should come meanwhile.
@@ -85,8 +154,13 @@ class Plan:
     expected_s: float = 0.0
     drafts: int = 0
 
+    @classmethod
+    def waiting(cls, drafts: int, expected_s: float, most: int, most_s: float) -> Plan:
+        """Return the plan to wait for `drafts`; `most` may be better and come in `most_s`, or their end be said."""
+        return cls(Patience(LATE * most_s + MARGIN_S, most), expected_s, drafts)
 
-_AT_ONCE = Plan(Patience(0.0))
+
+AT_ONCE = Plan(Patience(0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +195,13 @@ def batching_delay_s(due: float, prospects: Sequence[Prospect], step_s: float) -
 
 
 def plan_for(view: VerifierView) -> Plan:
-    """Plan how long to wait before the next step, and for how many drafts.
+    """Plan how long to wait before the next step for drafts of an edge that drafts alone, and for how many.
 
-    Between two misses only the end of the run is random, so the best plan minimises the expected time from one miss to
-    the next (`_Outlook.to_next_miss`). If it waits, the edge says when its chain is complete, since it knows how sure
-    its drafter is of this one. With goal efficiency it waits for a whole block, within reason.
+    If it waits, the edge says when its chain is complete, since it knows how sure its drafter is of this one. With goal
+    efficiency it waits for a whole block, within reason.
     """
     if not (view.step_s and view.drafting_s):
-        return _AT_ONCE
+        return AT_ONCE
     outlook = _outlook_of(view)
     if view.goal is Goal.EFFICIENCY:
         wait_s = view.round_trip_s + view.max_drafts * view.drafting_s
@@ -148,9 +221,9 @@ def plan_for(view: VerifierView) -> Plan:
         if cost < best_cost:
             best_cost, best_drafts, best_wait_s = cost, drafts, wait_s
     if not best_drafts:
-        return _AT_ONCE
+        return AT_ONCE
     whole_block_s = outlook.arrival_s(view.since_miss + view.max_drafts) - view.since_miss_s
-    return Plan(Patience(LATE * whole_block_s + MARGIN_S, view.max_drafts), best_wait_s, best_drafts)
+    return Plan.waiting(best_drafts, best_wait_s, view.max_drafts, whole_block_s)
 
 
 def overtakes(view: VerifierView) -> bool:
@@ -233,10 +306,181 @@ def _outlook(
     return _Outlook(acceptance, step_s, row_s, drafting_s, round_trip_s, max_drafts)
 
 
+# --- which end drafts ---
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A division of drafting between the two ends, and the seconds a token that it should take.
+
+    Attributes:
+        drafts: drafts that a step waits for.
+        ahead: whether the verifier drafts while its target steps.
+        edge_pays: whether the edge's drafts are worth making and sending.
+        price: seconds of waiting that a second of drafting here is worth.
+        token_s: seconds a token in all.
+        step_s: those in target steps.
+        here_s: those in drafting beside the target.
+    """
+
+    drafts: int
+    ahead: bool
+    edge_pays: bool
+    price: float
+    token_s: float = 0.0
+    step_s: float = 0.0
+    here_s: float = 0.0
+
+    @property
+    def priced_s(self) -> float:
+        """Seconds a token, drafting here included at its price."""
+        return self.token_s + min(self.price, _DEAREST) * self.here_s
+
+    def waits_for_edge(self, lacking: int, committed: int, since_miss_s: float, view: VerifierView) -> bool:
+        """Return whether it is cheaper to wait for the edge's drafts than to make the `lacking` ones here.
+
+        Args:
+            lacking: drafts that a step waits for and that are not here.
+            committed: tokens committed since the last miss.
+            since_miss_s: time since the commit that held the miss, in seconds.
+            view: knowledge of both ends.
+        """
+        if not self.edge_pays:
+            return False
+        wait_s = _edge_wait_s(view, committed + self.drafts, since_miss_s)
+        return 0 < wait_s < (view.sharing + self.price) * lacking * view.here_s
+
+
+def division_of(view: VerifierView) -> Division:
+    """Return the division between the two ends, as the module says."""
+    return _division_of(
+        replace(
+            view,
+            acceptance=round(view.acceptance * 25) / 25,
+            step_s=_on_scale(view.step_s, _DIVIDED_PER_OCTAVE),
+            row_s=_on_scale(view.row_s, _DIVIDED_PER_OCTAVE),
+            drafting_s=max(_TINY_S, _on_scale(view.drafting_s, _DIVIDED_PER_OCTAVE)),
+            round_trip_s=_on_scale(view.round_trip_s, _DIVIDED_PER_OCTAVE),
+            received=0,
+            since_miss=0,
+            since_miss_s=0.0,
+            here_s=max(_TINY_S, _on_scale(view.here_s, _DIVIDED_PER_OCTAVE)),
+            sharing=_on_scale(view.sharing, _DIVIDED_PER_OCTAVE),
+            branched=round(view.branched * 10) / 10,
+        )
+    )
+
+
+@lru_cache(maxsize=1024)
+def _division_of(view: VerifierView) -> Division:
+    alone = _divisions(view, 0.0, edge_pays=False)
+    if view.goal is Goal.EFFICIENCY:
+        divisions = [*alone, *_divisions(view, math.inf, edge_pays=True)]
+        return min(divisions, key=lambda division: division.step_s + division.here_s)
+
+    @cache
+    def cheapest(price: float) -> Division:
+        """Return the division of the lowest priced time; the edge takes part only where that makes a difference."""
+        without = min((replace(each, price=price) for each in alone), key=lambda each: each.priced_s)
+        edge = min(_divisions(view, price, edge_pays=True), key=lambda each: each.priced_s, default=without)
+        return edge if without.priced_s > WORTH_THE_LINK * edge.priced_s else without
+
+    if view.price is not None:
+        return cheapest(view.price)
+    beside_s = min(division.token_s for division in alone if not division.ahead)
+
+    def highest(most: float) -> Division:
+        """Return the division at the highest price at which a token takes at most that share of `beside_s`."""
+        slower = bisect.bisect_left(_PRICES, True, key=lambda price: cheapest(price).token_s > most * beside_s)
+        return cheapest(_PRICES[max(0, slower - 1)])
+
+    together = highest(1.0)
+    return together if together.edge_pays else highest(ALONE)
+
+
+def _divisions(view: VerifierView, price: float, *, edge_pays: bool) -> list[Division]:
+    """Return all divisions with the edge or without it, and their costs; none with an edge that drafts nothing."""
+    if edge_pays and view.drafting_s == math.inf:
+        return []
+    kinds = itertools.product([drafts for drafts in _LENGTHS if drafts <= view.max_drafts], (False, True))
+    return [_with_costs(view, Division(drafts, ahead, edge_pays, price)) for drafts, ahead in kinds]
+
+
+def _with_costs(view: VerifierView, division: Division) -> Division:
+    """Return the division with its costs, by following runs that begin with a branch and runs that do not."""
+    branched, *run = _run(view, division, 0)
+    if branched and view.branch_drafts:
+        warm_branched, *warm = _run(view, division, view.branch_drafts)
+        share = branched / (1 - warm_branched + branched)  # of the runs that begin with a branch
+        run = [cold + share * (warm - cold) for cold, warm in zip(run, warm, strict=True)]
+    tokens, seconds, steps_s, here_s = run
+    return replace(division, token_s=seconds / tokens, step_s=steps_s / tokens, here_s=here_s / tokens)
+
+
+def _run(view: VerifierView, division: Division, head: int) -> tuple[float, ...]:
+    """Follow a run from a miss to the next, which begins with the `head` drafts of a branch.
+
+    Returns:
+        Chance that a branch follows the miss at its end; expected tokens; seconds in all, of steps, of drafting here.
+    """
+    drafts, edge = division.drafts, division.edge_pays
+    branch_s = _BRANCHES * view.branch_drafts * view.drafting_s if edge else 0.0
+    committed, now, left, survival = 0, 0.0, head, 1.0
+    seconds = steps_s = here_s = branched = 0.0
+    for _ in range(_MAX_STEPS):
+        beyond = committed - head  # of the branch, which the edge need not draft any more
+        here = max(_arrived(view, now, beyond) if edge else 0, left)
+        wait_s = made_s = 0.0
+        if here < drafts:
+            lacking = drafts - here
+            if division.waits_for_edge(lacking, beyond, now, view):
+                wait_s = _edge_wait_s(view, beyond + drafts, now)
+            else:
+                made_s = lacking * view.here_s
+                wait_s = view.sharing * made_s
+            here = drafts
+        block = min(here, view.max_drafts)
+        step_s = view.step_s + (block + 1) * view.row_s + _AHEAD_S * division.ahead
+        now += wait_s + step_s
+        left = max(0, here - block - 1)
+        missed = survival * (1 - view.acceptance ** (block + 1))
+        if edge and block and view.branched:
+            branched += missed * view.branched * min(1.0, _arrived(view, now - branch_s, beyond) / block)
+        committed += block + 1
+        if division.ahead and not (edge and _arrived(view, now, committed - head) >= drafts):
+            made = max(0, min(drafts + 1, int(step_s / (view.sharing * view.here_s))) - left)
+            made_s += made * view.here_s
+            left += max(0, made - 1)
+        seconds += survival * (wait_s + step_s)
+        steps_s += survival * step_s
+        here_s += survival * made_s
+        survival -= missed
+        if survival < _SURELY_OVER:
+            break
+    tokens = (1 - survival) / (1 - view.acceptance)  # of the run, as far as it was followed
+    return branched, tokens, seconds, steps_s, here_s
+
+
+def _arrived(view: VerifierView, now: float, committed: int) -> int:
+    """Return how many drafts beyond `committed` have come from an edge whose chain lives since the last miss.
+
+    `committed` is below 0 where the edge had drafts of a branch at the miss, which `committed` counts from.
+    """
+    if now <= view.round_trip_s:
+        return 0
+    return max(0, min(_EDGE_WINDOW, int((now - view.round_trip_s) / view.drafting_s) - committed))
+
+
+def _is_close(one: float, other: float) -> bool:
+    return one == other or math.isclose(one, other, rel_tol=_LIKE, abs_tol=_LIKE_S)
+
+
 def _rounded(value: float, grain: float) -> float:
     return round(value / grain) * grain
 
 
-def _on_scale(seconds: float) -> float:
-    """Round to the nearest twentieth of an octave, so that wavering measurements give one plan."""
-    return 2 ** (round(math.log2(seconds) * 20) / 20) if seconds >= _TINY_S else 0.0
+def _on_scale(seconds: float, per_octave: int = _PER_OCTAVE) -> float:
+    """Round to the nearest part of an octave, so that wavering measurements give one plan."""
+    if not _TINY_S <= seconds < math.inf:
+        return seconds if seconds == math.inf else 0.0
+    return math.exp2(round(math.log2(seconds) * per_octave) / per_octave)

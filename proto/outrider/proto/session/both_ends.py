@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.proto.policy.likely_branches import MissShares
-from outrider.proto.policy.measures import Calibration, Smoothed, TextCalibration
-from outrider.proto.policy.patience import LATE, MARGIN_S, Plan, VerifierView
-from outrider.proto.policy.who_drafts import Division, EndsView, division_of, edge_wait_s, is_overdue
+from outrider.proto.policy.measures import BETTER, Calibration, Smoothed, TextCalibration
+from outrider.proto.policy.patience import AT_ONCE, MARGIN_S, Division, Plan, VerifierView, division_of
 from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob
 from outrider.proto.session.received import ReceivedDrafts
-from outrider.proto.session.verifier_arm import BETTER
-from outrider.proto.types import DraftToken, Patience, common_length, token_ids
+from outrider.proto.types import DraftToken, common_length, token_ids
 
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
@@ -31,7 +29,7 @@ class DraftingHere:
 
     Attributes:
         name: name@version.
-        price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.who_drafts`).
+        price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.patience`).
         calibration: its hits by lead, over all texts.
         drafting_s: time of a drafted token, in seconds.
         waiting_s: time that a job waits for a free thread, in seconds.
@@ -88,6 +86,7 @@ class BothEnds:
         seconds: drafting since the last commit, in seconds.
         calibration: hits of the drafter in this text.
         shares: shares of its misses by runner-up, in this text.
+        edge_drafts: whether more drafts of the edge may come.
         edge_pays: whether the edge's drafts are worth their while.
         edge_rests: whether the edge has been told to make none for now.
         awaits_edge: whether the next step waits for the edge's drafts.
@@ -110,7 +109,7 @@ class BothEnds:
         self.seconds = 0.0
         self.calibration = TextCalibration(here.calibration)
         self.shares = MissShares()
-        self.edge_pays = True
+        self.edge_drafts = self.edge_pays = True
         self.awaits_edge = self.edge_rests = False
         self.covered = 0
         self._transcript = transcript
@@ -122,7 +121,7 @@ class BothEnds:
         self._kept = 0  # and since the newest division
         self._received = received
         self._fixed = fixed
-        self._view: EndsView | None = None
+        self._view: VerifierView | None = None
         self._division: Division | None = None
 
     def begin_turn(self, received: ReceivedDrafts, transcript: list[int], kept: int) -> None:
@@ -160,7 +159,7 @@ class BothEnds:
         if self._fixed is not None or self._division is None:
             return len(chain)
         edge, own = self._received.acceptance, self.calibration
-        survival, token_s = 1.0, self._division.costs.token_s
+        survival, token_s = 1.0, self._division.token_s
         for index, draft in enumerate(chain):
             survival *= own.chance(draft.lead) if draft.other else edge.rate
             if survival * token_s < row_s:
@@ -172,10 +171,11 @@ class BothEnds:
         """Whether the verifier's own drafter is at work on this text."""
         return self.running is not None
 
-    def acceptance(self, *, edge_drafts: bool) -> float:
-        """Return the chance that a draft agrees, given that all before it in its chain did."""
+    @property
+    def acceptance(self) -> float:
+        """Chance that a draft agrees, given that all before it in its chain did."""
         own, edge = self.calibration.common.acceptance.rate, self._received.acceptance.rate
-        return max(own, edge) if edge_drafts and not self._is_better_here() else own
+        return max(own, edge) if self.edge_drafts and not self._is_better_here() else own
 
     def take(self, done: Drafted, waited_s: float = 0.0, read_s: float = 0.0) -> None:
         """Take the result of a job in.
@@ -298,22 +298,21 @@ class BothEnds:
 
     # --- who drafts ---
 
-    def plan(self, view: VerifierView, *, edge_drafts: bool) -> Plan:
+    def plan(self, view: VerifierView) -> Plan:
         """Return how long the next step waits, and for how many drafts."""
-        lacking = self._needed(view, edge_drafts=edge_drafts) - len(self.chain())
+        lacking = self._needed(view) - len(self.chain())
         self.awaits_edge = lacking > 0 and self._waits_for_edge(lacking, view)
         if lacking <= 0:
-            return Plan(Patience(0.0))
-        needed = lacking + len(self.chain())
+            return AT_ONCE
+        needed, most = lacking + len(self.chain()), view.max_drafts
         if self.awaits_edge:
-            wait_s, whole_s = (max(0.0, _wait_s(view, drafts)) for drafts in (needed, view.max_drafts))
-            # The edge says when its chain is complete, since it knows how sure its drafter is of this one.
-            return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
-        here_s = self.here.drafting_s.value
-        wait_s, whole_s = (self.here.waiting_s.value + drafts * here_s for drafts in (lacking, view.max_drafts))
-        return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
+            wait_s, whole_s = (max(0.0, view.edge_wait_s(drafts)) for drafts in (needed, most))
+        else:
+            here_s = self.here.drafting_s.value
+            wait_s, whole_s = (self.here.waiting_s.value + drafts * here_s for drafts in (lacking, most))
+        return Plan.waiting(needed, wait_s, most, whole_s)
 
-    def job(self, view: VerifierView, block: int | None, *, edge_drafts: bool) -> LocalJob | None:
+    def job(self, view: VerifierView, block: int | None) -> LocalJob | None:
         """Return the next job for the verifier's own drafter, by the newest plan; None: it has nothing to do now.
 
         A draft is worth its time while its chance to be accepted, times the time of a token, exceeds its price.
@@ -321,12 +320,11 @@ class BothEnds:
         Args:
             view: knowledge of the verifier about the session.
             block: drafts that the step which begins now verifies; None: none begins.
-            edge_drafts: whether more drafts of the edge may come.
         """
         if not self.may_draft(block):
             return None
         chain = self.chain()
-        lacking = self._needed(view, edge_drafts=edge_drafts) - len(chain)
+        lacking = self._needed(view) - len(chain)
         division, here_s = self._division, self.here.drafting_s.value
         if block is None:
             hopeless = self._received.complete and len(self._received) > 0  # so its edge says
@@ -337,53 +335,48 @@ class BothEnds:
             if division is None:
                 return self.propose(chain, lacking, FIRST_SURVIVAL)
             price_s = (self.here.num_sharing + division.price) * here_s + view.row_s
-            return self.propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
+            return self.propose(chain, view.max_drafts - len(chain), price_s / division.token_s)
         if division is None or self._fixed is not None:
             return None
         if not division.ahead or lacking + block + 1 <= 0:
             return self.propose(chain, PROBE, 0.0) if self._idle >= PROBE_EVERY else None
         count = view.max_drafts + block + 1 - len(chain)
-        return self.propose(chain, count, max(HOPELESS, division.price * here_s / division.costs.token_s))
+        return self.propose(chain, count, max(HOPELESS, division.price * here_s / division.token_s))
 
     def may_draft(self, block: int | None) -> bool:
         """Return whether `job` could have a job now; its `block` says whether a step begins."""
         return self.running is None and not (self.stopped and block is None)
 
-    def _needed(self, view: VerifierView, *, edge_drafts: bool) -> int:
+    def _needed(self, view: VerifierView) -> int:
         """Return the drafts that the next step waits for."""
         if self._fixed is not None:
             return min(view.max_drafts, self._fixed)
         if not view.step_s:
             return min(view.max_drafts, FIRST_DRAFTS)
-        return self._divide(view, edge_drafts=edge_drafts).drafts
+        return self._divide(view).drafts
 
-    def _divide(self, view: VerifierView, *, edge_drafts: bool) -> Division:
+    def _divide(self, view: VerifierView) -> Division:
         """Return the division for the present measurements, and keep it while these stay alike.
 
         It is kept for `KEPT_TOKENS` in any case, unless the edge begins or ceases to draft.
         """
-        edge_s = view.drafting_s if edge_drafts and view.drafting_s else math.inf
-        if self._is_better_here():
-            edge_s = math.inf
+        drafts = self.edge_drafts and not self._is_better_here()
+        edge_s = view.drafting_s if drafts and view.drafting_s else math.inf
         before, kept = self._view, self._division
-        same_ends = before is not None and math.isinf(before.edge_s) == math.isinf(edge_s)
+        same_ends = before is not None and math.isinf(before.drafting_s) == math.isinf(edge_s)
         if same_ends and kept is not None and self._kept < KEPT_TOKENS:
             return kept
         own = self.calibration.common.acceptance.rate
-        acceptance = self.acceptance(edge_drafts=edge_s < math.inf)
-        now = EndsView(
+        acceptance = self.acceptance if edge_s < math.inf else own
+        now = replace(
+            view,
             acceptance=acceptance,
-            step_s=view.step_s,
-            row_s=view.row_s,
-            max_drafts=view.max_drafts,
-            edge_s=edge_s,
-            round_trip_s=view.round_trip_s,
+            drafting_s=edge_s,
             here_s=max(1e-6, self.here.drafting_s.value * acceptance / own),
             sharing=self.here.num_sharing,
             branched=self._received.branched.rate,
             branch_drafts=round(self._received.branch_drafts.value),
             price=self.here.price,
-            goal=view.goal,
         )
         if kept is None or before is None or not now.is_like(before):
             self._view, kept, self._kept = now, division_of(now), 0
@@ -391,7 +384,7 @@ class BothEnds:
         return kept
 
     def _waits_for_edge(self, lacking: int, view: VerifierView) -> bool:
-        overdue = is_overdue(_wait_s(view, len(self.chain()) + lacking), MARGIN_S)
+        overdue = view.edge_wait_s(len(self.chain()) + lacking) <= -MARGIN_S
         nothing_comes = self.edge_rests or self._received.complete or overdue
         if self._fixed is not None or self._division is None or self._view is None or nothing_comes:
             return False
@@ -404,11 +397,6 @@ class BothEnds:
     def _covered(self) -> int:
         """Return how far the text is before the edge's answer to the newest commit can come."""
         view, division = self._view, self._division
-        if self._fixed is not None or view is None or division is None or not division.costs.here_s:
+        if self._fixed is not None or view is None or division is None or not division.here_s:
             return 0
-        return min(MAX_COVERED, int(view.round_trip_s / division.costs.token_s))
-
-
-def _wait_s(view: VerifierView, drafts: int) -> float:
-    """Return the time until the edge's chain should have `drafts` drafts, by the newest measurements, in seconds."""
-    return edge_wait_s(view.since_miss + drafts, view.round_trip_s, view.drafting_s, view.since_miss_s)
+        return min(MAX_COVERED, int(view.round_trip_s / division.token_s))

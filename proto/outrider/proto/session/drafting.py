@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from outrider.proto.drafter_format import published_name
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import Window
-from outrider.proto.policy.measures import Smoothed
+from outrider.proto.policy.measures import Acceptance, Smoothed
 from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice
 from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
@@ -25,7 +25,6 @@ from outrider.proto.session.session_steering import Steer, VectorKeeper
 from outrider.proto.session.session_text import EdgeText
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.tree import DraftTree
-from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, DraftToken, token_ids
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
@@ -36,6 +35,8 @@ FIRST_S = 0.0005  # assumed time of an idle drafter's job before the first
 MAX_UNREAD = 64  # tokens of the transcript that an idle drafter reads before the chain
 REST = 12  # chains that are not read after one did not pay
 CHEAP_S = 0.0005  # longest time of a job for branches; whoever takes longer only drafts
+_MIN_TRIALS = 8  # of the verifier's own drafts, before they say anything
+_QUIET_COMMITS = 8  # without one, after which the verifier is taken to draft no more
 
 
 def job_tokens(drafting_s: float) -> int:
@@ -58,6 +59,37 @@ class Worth:
     seconds: Smoothed = field(default_factory=Smoothed)
     gain: Smoothed = field(default_factory=Smoothed)
     rests_until: int = 0
+
+
+class VerifierArm:
+    """Hits of the verifier's own drafter in one text, as commits show them: an arm that costs the edge nothing.
+
+    Chains of both that part compete for the rows of a step, and the verifier's come a round trip sooner. So a drafter
+    of the edge that hits less rests; one that hits as much drafts, and price and round trip decide who does
+    (`policy.patience`); one that hits more leads. The edge goes by its own counts of both over the same tokens: a
+    resting drafter reads the text and is teacher-forced, for no bytes and a fraction of the drafting.
+    """
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self._trials = 0
+        self._quiet_commits = _QUIET_COMMITS
+
+    def take(self, commit: Commit) -> None:
+        """Count the verifier's own drafts of a commit, which come after the edge's, up to the first miss."""
+        self._quiet_commits = 0 if commit.verified_here else self._quiet_commits + 1
+        if not commit.verified_here or commit.accepted < commit.verified - commit.verified_here:
+            return
+        for _ in range(commit.accepted_here):
+            self.acceptance.add(True)
+        if commit.accepted_here < commit.verified_here and commit.finish is None:
+            self.acceptance.add(False)
+        self._trials += commit.accepted_here + 1
+
+    def is_better_than(self, mine: Acceptance) -> bool:
+        """Return whether the verifier drafts, and hits surely more than a drafter of the edge."""
+        known = self._trials >= _MIN_TRIALS and self._quiet_commits < _QUIET_COMMITS
+        return known and self.acceptance.surely_exceeds(mine)
 
 
 class Drafting:
@@ -182,7 +214,8 @@ class Drafting:
     @property
     def should_lead(self) -> bool:
         """Whether the active drafter hits more than the verifier's own, and rests all the same."""
-        return self.rests and self._verifier.is_worse_than(self._meter.drafter(self.active).calibration.acceptance)
+        mine = self._meter.drafter(self.active).calibration.acceptance
+        return self.rests and mine.surely_exceeds(self._verifier.acceptance)
 
     # --- jobs ---
 

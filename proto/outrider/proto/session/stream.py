@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.policy.measures import BETTER
 from outrider.proto.session.events import Reopen
 from outrider.proto.session.session_text import EdgeText
-from outrider.proto.session.verifier_arm import BETTER
 from outrider.proto.types import (
     MAX_TOKEN_ID,
     CloudFrame,

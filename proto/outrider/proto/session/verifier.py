@@ -129,6 +129,7 @@ class VerifierSession:
         self.ends: BothEnds | None = None
         if here is not None and frame.drafts_here != 0:
             self.ends = BothEnds(here, self.received, self.transcript, frame.drafts_here)
+            self.ends.edge_drafts = frame.drafting
         self.report = Report(frame.drafting)
         self.drafting = frame.drafting
         self.ready_since = now
@@ -336,7 +337,7 @@ class VerifierSession:
             return None
         if block is None:
             self._planned(step_s, row_s)
-        return self.ends.job(self._view(step_s, row_s, now), length, edge_drafts=self.drafting)
+        return self.ends.job(self._view(step_s, row_s, now), length)
 
     def draft_here_no_more(self) -> None:
         """Go on without the verifier's own drafter, which is broken."""
@@ -346,14 +347,12 @@ class VerifierSession:
         """Return the plan for the drafts received when the session became ready; later ones do not change it."""
         if self._plan is None:
             view = self._view(step_s, row_s, self.ready_since)
-            self._plan = plan_for(view) if self.ends is None else self.ends.plan(view, edge_drafts=self.drafting)
+            self._plan = plan_for(view) if self.ends is None else self.ends.plan(view)
         return self._plan
 
     def _acceptance(self) -> float:
         """Return the chance that a draft of the next step agrees, given that all before it did."""
-        if self.ends is None:
-            return self.received.acceptance.rate
-        return self.ends.acceptance(edge_drafts=self.drafting)
+        return self.received.acceptance.rate if self.ends is None else self.ends.acceptance
 
     def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
         return VerifierView(
@@ -399,8 +398,10 @@ class VerifierSession:
     def on_report(self, report: Report) -> None:
         """Replace the last report, and the request for vectors where this one has another."""
         self.report, self.drafting = report, report.drafting
+        acceptance, resting = self.received.acceptance, False
+        if self.ends is not None:
+            self.ends.edge_drafts, resting = report.drafting, self.ends.edge_rests
         if report.acceptance:
-            acceptance, resting = self.received.acceptance, self.ends is not None and self.ends.edge_rests
             (acceptance.restate if resting else acceptance.believe)(report.acceptance)
         if report.steering is not None:
             if self._steering is None or report.steering.projection != self._steering.projection:
