@@ -17,8 +17,7 @@ from outrider.bench.links import BenchLink, LinkRecord, link_name
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import Window
-from outrider.proto.policy.window import DraftPrice
+from outrider.proto.policy import Measurements, Window
 from outrider.proto.types import Goal
 from research.traces.recordings import Recording
 from research.traces.traced import Policy, ReplayOutcome, replay, synchronous, tokens_per_second
@@ -120,8 +119,8 @@ class NotedWindow(Window):
 
     asked: list[int] = field(default_factory=list)
 
-    def more(self, price: DraftPrice, most: int, *, in_flight: int, **view: Any) -> int:
-        count = Window.more(self, price, sys.maxsize, in_flight=in_flight, **view)
+    def more(self, measured: Measurements, goal: Goal, most: int, *, in_flight: int, **view: Any) -> int:
+        count = Window.more(self, measured, goal, sys.maxsize, in_flight=in_flight, **view)
         self.asked.append(in_flight + count)
         return min(most, count)
 

@@ -24,7 +24,7 @@ from outrider.proto.policy import (
     batching_delay_s,
     measures,
 )
-from outrider.proto.policy.measurements import Pace
+from outrider.proto.policy.measurements import DRAFT_BYTES, Pace
 from outrider.proto.policy.measures import Acceptance, Calibration, TextCalibration
 from outrider.proto.policy.patience import Prospect, VerifierView, best_block, overtakes, plan_for
 from outrider.proto.policy.window import due_to_flush
@@ -212,7 +212,7 @@ def test_two_edges_share_no_measurements_unless_they_are_given_some() -> None:
 
 @dataclass(frozen=True)
 class View:
-    """The measurements that a window decides by, the arguments of `Window.more` and `Window.price`."""
+    """What a window decides by."""
 
     in_flight: int
     survival: float
@@ -229,9 +229,13 @@ class View:
 
 def more(window: Window, view: View, most: int = 1000) -> int:
     """Return the tokens to draft of `most`, at the price of the view."""
-    measured = {name: getattr(view, name) for name in ("step_s", "row_s", "round_trip_s", "byte_s", "token_s", "goal")}
+    measured = Measurements(
+        step=Line(_fit=(view.step_s, view.row_s)),
+        round_trip=Line(_fit=(view.round_trip_s - DRAFT_BYTES * view.byte_s, view.byte_s)),
+        pace=Pace(view.token_s, 1.0, 1.0),
+    )
     state = {name: getattr(view, name) for name in ("in_flight", "survival", "acceptance", "drafting_s", "covered")}
-    return window.more(window.price(**measured), most, **state)
+    return window.more(measured, view.goal, most, **state)
 
 
 USUAL = View(

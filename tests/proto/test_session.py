@@ -232,7 +232,7 @@ def test_on_a_long_link_a_message_goes_for_every_step_and_not_for_every_token(de
 
 def test_holding_drafts_back_costs_little_time(monkeypatch):
     held = [timed({"right": 0.9}, link=Faults(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
-    monkeypatch.setattr("outrider.proto.session.edge.due_to_flush", lambda *_, **__: True)
+    monkeypatch.setattr("outrider.proto.session.measuring.due_to_flush", lambda *_, **__: True)
     at_once = [timed({"right": 0.9}, link=Faults(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
     assert sum(held) < 1.2 * sum(at_once)
 

@@ -14,7 +14,6 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.edge.selectors import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector, StaticSelector
-from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.drafting import Drafting
 from research.simulator.clock import Costs
@@ -353,22 +352,6 @@ def test_a_window_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch)
     monkeypatch.setattr(Drafting, "review", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
         assert trajectories() == kept
-
-
-def test_a_window_asked_at_a_kept_price_decides_as_if_asked_at_the_newest(monkeypatch) -> None:
-    def trajectories() -> list[tuple[list[float], list[int]]]:
-        return played(lambda: default_selector(len(FAMILY)))
-
-    def priced_again(self: Drafting, drafter: int) -> int:
-        self._price_at = -1
-        return ask(self, drafter)
-
-    ask, price_of, prices = Drafting._tokens, Drafting._price_of, dict[Drafting, DraftPrice]()
-    kept = trajectories()
-    monkeypatch.setattr(Drafting, "_tokens", priced_again)
-    assert trajectories() == kept
-    monkeypatch.setattr(Drafting, "_price_of", lambda self: prices.setdefault(self, price_of(self)))
-    assert trajectories() != kept, "a price that is kept for good is another"
 
 
 @pytest.mark.parametrize("selector", ["leader", "hedge"])

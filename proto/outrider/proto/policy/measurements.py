@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from outrider.proto.policy.likely_branches import OtherShares
 from outrider.proto.policy.measures import Calibration, Line, Smoothed
 
+DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
 _PACE_FADE = 0.95  # at every commit
 _USUAL_S = 0.005  # a round trip may always differ from the usual by this
 _MANY_COMMITS, _FEW_COMMITS = 1 - 1 / 32, 1 - 1 / 8  # fade of the downlink's price at every commit
@@ -176,6 +177,12 @@ class Measurements:
     pace: Pace = field(default_factory=Pace)
     downlink: Downlink = field(default_factory=Downlink)
     lead: Smoothed = field(default_factory=Smoothed)
+
+    @property
+    def round_trip_s(self) -> float:
+        """Smoothed round-trip time of a small message, in seconds, without the verifier's work."""
+        trip_s, byte_s = self.round_trip.fit()
+        return trip_s + byte_s * DRAFT_BYTES
 
     def of(self, drafter: str) -> DrafterMeasurements:
         """Return the measurements of the drafter of that name."""

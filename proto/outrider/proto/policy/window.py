@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.measurements import Measurements
 from outrider.proto.types import Goal
 
 TOKEN_BYTES = 2  # a draft on the wire, for vocabularies below 2^14 and most ids above 127
@@ -14,23 +14,6 @@ FIRST_WINDOW = 8  # while nothing has been measured
 MESSAGE_BYTES = 45  # a small Draft on the wire: HTTP/2 framing, a window update, gRPC's prefix, the message
 _SURELY = 1 + 1e-9  # times a bound: beyond what rounding can make of a chance
 _MIN_TOKENS = 0.2  # replayed: 40 % fewer bytes at round trips of 30 to 120 ms for 0.2 % of speed
-
-
-class DraftPrice(NamedTuple):
-    """Price of one more draft and what it saves, which change with measurements of link and verifier alone.
-
-    Attributes:
-        saved_s: time that it saves where it survives, in seconds; 0: not measured yet.
-        unhidden: share of its drafting time that the round trip does not hide.
-        fixed_s: price beside its drafting, in seconds.
-    """
-
-    saved_s: float
-    unhidden: float
-    fixed_s: float
-
-
-UNKNOWN_PRICE = DraftPrice(0.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +43,10 @@ class Window:
         if self.tokens is not None and self.tokens < 0:
             raise InvalidArgument("must be 0 or more", field="window")
 
-    def price(
-        self, *, step_s: float, row_s: float, round_trip_s: float, byte_s: float, token_s: float, goal: Goal
-    ) -> DraftPrice:
-        """Return the price of a draft by what is measured; times are 0 until they are.
-
-        Args:
-            step_s: duration of the verifier's step beside its rows, in seconds.
-            row_s: time of one more draft in a step, in seconds.
-            round_trip_s: round-trip time of a small message, in seconds.
-            byte_s: time of a byte on the uplink, in seconds.
-            token_s: mean time of a committed token, in seconds.
-            goal: goal of the verifier.
-        """
-        saved_s = step_s
-        if step_s and goal is Goal.EFFICIENCY:
-            saved_s = step_s + round_trip_s
-        elif token_s and round_trip_s < step_s:
-            saved_s = min(step_s, token_s)
-        unhidden = min(1.0, step_s / round_trip_s) if round_trip_s else 1.0
-        return DraftPrice(saved_s, unhidden, unhidden * self.min_share * saved_s + row_s + TOKEN_BYTES * byte_s)
-
     def more(
         self,
-        price: DraftPrice,
+        measured: Measurements,
+        goal: Goal,
         most: int,
         *,
         in_flight: int,
@@ -95,7 +58,8 @@ class Window:
         """Return the tokens to draft now, at most `most`; 0: enough until the next commit.
 
         Args:
-            price: price of a draft.
+            measured: link and verifier.
+            goal: goal of the verifier.
             most: limit by credit, the length of the text and that of a job.
             in_flight: drafted tokens that no commit has met.
             survival: chance that all of them agree with the target.
@@ -105,11 +69,18 @@ class Window:
         """
         if self.tokens is not None:
             return max(0, min(most, self.tokens - in_flight))
-        saved_s, unhidden, fixed_s = price
-        most = min(most, (self.max_tokens if saved_s else min(FIRST_WINDOW, self.max_tokens)) - in_flight)
-        if most <= 0 or not saved_s:
+        step_s, row_s = measured.step.fit()
+        most = min(most, (self.max_tokens if step_s else min(FIRST_WINDOW, self.max_tokens)) - in_flight)
+        if most <= 0 or not step_s:
             return max(0, most)
-        price_s = unhidden * drafting_s + fixed_s
+        round_trip_s, byte_s, token_s = measured.round_trip_s, measured.round_trip.slope, measured.pace.token_s
+        saved_s = step_s
+        if goal is Goal.EFFICIENCY:
+            saved_s = step_s + round_trip_s
+        elif token_s and round_trip_s < step_s:
+            saved_s = min(step_s, token_s)
+        unhidden = min(1.0, step_s / round_trip_s) if round_trip_s else 1.0  # share of drafting that the link leaves
+        price_s = unhidden * drafting_s + (unhidden * self.min_share * saved_s + row_s + TOKEN_BYTES * byte_s)
         min_chance = price_s / saved_s
         if covered > in_flight:
             ahead = min(covered, self.max_tokens) - in_flight

@@ -313,7 +313,7 @@ class BothEnds:
         return Plan.waiting(needed, wait_s, most, whole_s)
 
     def job(self, view: VerifierView, block: int | None) -> LocalJob | None:
-        """Return the next job for the verifier's own drafter, by the newest plan; None: it has nothing to do now.
+        """Return the next job for the verifier's own drafter, which may draft; None: by the newest plan, nothing.
 
         A draft is worth its time while its chance to be accepted, times the time of a token, exceeds its price.
 
@@ -321,8 +321,6 @@ class BothEnds:
             view: knowledge of the verifier about the session.
             block: drafts that the step which begins now verifies; None: none begins.
         """
-        if not self.may_draft(block):
-            return None
         chain = self.chain()
         lacking = self._needed(view) - len(chain)
         division, here_s = self._division, self.here.drafting_s.value

@@ -16,7 +16,6 @@ from outrider.proto.drafter_format import published_name
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import Window
 from outrider.proto.policy.measures import Acceptance, Smoothed
-from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice
 from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
@@ -124,8 +123,6 @@ class Drafting:
         self._window = window
         self._vectors = vectors
         self._job_tokens = job_tokens
-        self._price = UNKNOWN_PRICE
-        self._price_at = -1  # revision of the measurements
         self._allowed, self._allowed_to = 0, -1  # tokens since the last review, and their drafter; -1: none
         self._verifier = VerifierArm()
         self._choice_due = True
@@ -180,29 +177,15 @@ class Drafting:
             return 0
         mine = meter.drafter(drafter)
         drafting_s = mine.drafting_s.value
-        if self._price_at != meter.revision:
-            self._price_at, self._price = meter.revision, self._price_of()
         return self._window.more(
-            self._price,
+            meter.measurements,
+            stream.terms.goal,
             min(room, self._job_tokens(drafting_s)),
             in_flight=in_flight,
             survival=self._tree.survival(drafter),
             acceptance=mine.calibration.acceptance.rate,
             drafting_s=drafting_s,
             covered=stream.covered,
-        )
-
-    def _price_of(self) -> DraftPrice:
-        """Return the price of a draft by the present measurements."""
-        measured = self._meter.measurements
-        step_s, row_s = measured.step.fit()
-        return self._window.price(
-            step_s=step_s,
-            row_s=row_s,
-            round_trip_s=self._meter.round_trip_s,
-            byte_s=measured.round_trip.slope,
-            token_s=measured.pace.token_s,
-            goal=self._stream.terms.goal,
         )
 
     @property

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken, bounded_retry_s
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.likely_branches import BRANCH_BYTES
-from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush, worth_a_message
+from outrider.proto.policy.window import TOKEN_BYTES, worth_a_message
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
     CaughtUp,
@@ -200,7 +200,7 @@ class EdgeSession:
     @property
     def round_trip_s(self) -> float:
         """Smoothed round-trip time of a small message, in seconds, without the verifier's work."""
-        return self._meter.round_trip_s
+        return self._meter.measurements.round_trip_s
 
     # --- events in, instructions out ---
 
@@ -369,7 +369,8 @@ class EdgeSession:
         if tree.sent and not self._may_wait_long() and not self._worth_a_message():
             return []  # the verifier has the beginning of the chain; the rest goes after the next commit
         allowance = drafting.allowance()
-        if allowance and not (len(tree) >= stream.terms.max_drafts > tree.sent or self._due(now)):
+        full = len(tree) >= stream.terms.max_drafts > tree.sent
+        if allowance and not (full or self._meter.is_due(now, drafting.last_job_s)):
             return []
         return [self._send(unsent, now, complete=not (allowance or drafting.job_runs))]
 
@@ -388,7 +389,7 @@ class EdgeSession:
         if self._vectors is not None and self._text.statistics.steered:
             request = self._vectors.changed_request(drafting=drafting.enabled)
         acceptance = mine.calibration.acceptance.rate
-        report = Report(drafting.enabled, mine.drafting_s.value, meter.round_trip_s, acceptance, request)
+        report = Report(drafting.enabled, mine.drafting_s.value, meter.measurements.round_trip_s, acceptance, request)
         return [Send(report)] if self._stream.changed(report, wants_to_lead=drafting.should_lead) else []
 
     def _say_complete(self, now: float) -> list[EdgeInstruction]:
@@ -407,23 +408,14 @@ class EdgeSession:
             return False  # it wants no drafts
         if not stream.terms.planned or stream.terms.goal is Goal.EFFICIENCY:
             return True
-        return not self._tree.sent and self._meter.round_trip_s < self._meter.measurements.step.mean
+        measured = self._meter.measurements
+        return not self._tree.sent and measured.round_trip_s < measured.step.mean
 
     def _worth_a_message(self) -> bool:
         measured = self._meter.measurements
         survival = itertools.accumulate(self._tree.chances(self._drafting.active), operator.mul)
         expected = sum(itertools.islice(survival, self._tree.sent, None))  # of the unsent drafts, accepted ones
         return worth_a_message(expected, step_s=measured.step.mean, byte_s=measured.round_trip.slope)
-
-    def _due(self, now: float) -> bool:
-        meter = self._meter
-        return due_to_flush(
-            now,
-            commit_at=meter.commit_at,
-            round_trip_s=meter.round_trip_s,
-            step_s=meter.measurements.step.mean,
-            next_s=self._drafting.last_job_s,
-        )
 
     def _send(self, drafts: list[DraftToken], now: float, *, complete: bool) -> Send:
         confidence = [draft.confidence for draft in drafts]

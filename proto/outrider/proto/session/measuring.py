@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from outrider.proto.policy import Measurements
-from outrider.proto.policy.measurements import DrafterMeasurements
+from outrider.proto.policy.measurements import DRAFT_BYTES, DrafterMeasurements
 from outrider.proto.policy.measures import TextCalibration
 from outrider.proto.policy.selector import RoundCosts
 from outrider.proto.policy.steering_rate import commit_bytes
-from outrider.proto.policy.window import TOKEN_BYTES
+from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush
 from outrider.proto.types import Commit, DraftToken
 
-DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
 UNMEASURED_S = 0.0005  # assumed time to draft a token
 UNMEASURED_STEP_S = 0.03  # assumed time of a verifier's step
 
@@ -85,13 +84,11 @@ class Meter:
 
     Attributes:
         commit_at: arrival of the newest commit or of the answer to Open, or else when that is expected, in seconds.
-        revision: number that changes whenever measurements of link or verifier may have.
     """
 
     def __init__(self, drafters: tuple[str, ...], measurements: Measurements) -> None:
         self.measurements = measurements
         self.commit_at = 0.0
-        self.revision = 0
         self._has_commit = False  # on this stream
         self._sent = SentMessages[tuple[float, int]]()  # when each went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
@@ -121,7 +118,6 @@ class Meter:
 
     def _take_up(self, measurements: Measurements) -> None:
         self.measurements = measurements
-        self.revision += 1
         self._take_mine()
 
     def _take_mine(self) -> None:
@@ -130,23 +126,15 @@ class Meter:
 
     # --- the link and the verifier ---
 
-    @property
-    def round_trip_s(self) -> float:
-        """Smoothed round-trip time of a small message, in seconds, without the verifier's work."""
-        trip_s, byte_s = self.measurements.round_trip.fit()
-        return trip_s + byte_s * DRAFT_BYTES
-
     def open_stream(self, now: float) -> None:
         """Start over with the times of messages, for a stream whose Open is sent now."""
-        self.revision += 1
         self._round_trip = None
         self._sent.clear()
-        self.commit_at = now + self.round_trip_s  # expected, so that drafts leave in time for the first step
+        self.commit_at = now + self.measurements.round_trip_s  # expected: drafts leave in time for the first step
         self._has_commit = False
 
     def time_open(self, opened_at: float, now: float) -> None:
         """Time an Open that was sent at `opened_at` and is answered now."""
-        self.revision += 1
         self.commit_at = now
         self.measurements.time_open(now - opened_at)
 
@@ -166,7 +154,6 @@ class Meter:
     def take_commit(self, commit: Commit, now: float, *, downlink: bool) -> bool:
         """Measure a commit, and its bytes with `downlink`; return whether it timed a round trip."""
         measurements, timing = self.measurements, commit.timing
-        self.revision += 1
         if self._has_commit:  # the prompt was read before the first of a stream
             measurements.pace.add(now - self.commit_at, len(commit.tokens))
         self._has_commit = True
@@ -219,6 +206,17 @@ class Meter:
             chances += new
         return chances
 
+    def is_due(self, now: float, next_s: float) -> bool:
+        """Return whether drafts that wait for the next look, in `next_s` seconds, would come too late for a step."""
+        measured = self.measurements
+        return due_to_flush(
+            now,
+            commit_at=self.commit_at,
+            round_trip_s=measured.round_trip_s,
+            step_s=measured.step.mean,
+            next_s=next_s,
+        )
+
     def idle_s(self, now: float) -> float:
         """Return the seconds until the next commit, as far as a step's time tells."""
         return self.commit_at + self.measurements.step.mean - now
@@ -240,4 +238,4 @@ class Meter:
         drafting_s = [mine.drafting_s.value or usual_s for mine in self._mine]
         base_s, row_s = self.measurements.step.fit()
         reading_s = [mine.reading_s.value for mine in self._mine]
-        return RoundCosts(drafting_s, reading_s, self.round_trip_s, base_s or UNMEASURED_STEP_S, row_s)
+        return RoundCosts(drafting_s, reading_s, self.measurements.round_trip_s, base_s or UNMEASURED_STEP_S, row_s)

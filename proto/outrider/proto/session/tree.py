@@ -22,7 +22,6 @@ from outrider.proto.policy.likely_branches import (
     likely_branches,
     likely_leaves,
 )
-from outrider.proto.policy.window import due_to_flush
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob
 from outrider.proto.session.measuring import Meter
@@ -270,10 +269,10 @@ class DraftTree:
 
         The drafter must be free again when the next commit comes, for the chain that follows a miss.
         """
-        measured, trip_s, commit_at = self._meter.measurements, self._meter.round_trip_s, self._meter.commit_at
+        measured, commit_at = self._meter.measurements, self._meter.commit_at
         judged_s = max(measured.step.mean, (branch.index + 1) * measured.pace.token_s)
         ready_at = now + branch.drafts * self._meter.drafter(drafter).drafting_s.value
-        return ready_at + trip_s < commit_at + judged_s and ready_at < commit_at + measured.step.mean
+        return ready_at + measured.round_trip_s < commit_at + judged_s and ready_at < commit_at + measured.step.mean
 
     def add(self, done: Drafted) -> None:
         """Take the result of a branch's job in, unless its chain is gone."""
@@ -361,16 +360,13 @@ class DraftTree:
 
         `finished`: whether no more will be made for now.
         """
-        meter, end = self._meter, len(self._text.tokens) + self.sent
+        end = len(self._text.tokens) + self.sent
         unsent = {key: beside for key, beside in self.branches.items() if key[0] < end and beside.is_unsent}
         worth = sum(1.0 if beside.run else beside.worth for beside in unsent.values())
         if worth < LEAST_MESSAGE or not self._stream.connected:
             return None
-        step_s = meter.measurements.step.mean
-        due = due_to_flush(
-            now, commit_at=meter.commit_at, round_trip_s=meter.round_trip_s, step_s=step_s, next_s=self._job_s
-        )
-        return Branches(self.number, self._send(unsent)) if finished or due else None
+        due = finished or self._meter.is_due(now, self._job_s)
+        return Branches(self.number, self._send(unsent)) if due else None
 
     def _send(self, keys: Iterable[Key]) -> tuple[Branch, ...]:
         messages = []
