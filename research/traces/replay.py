@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,7 +45,7 @@ def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequen
 
     def replayed() -> Replayed:
         with stage(f"replaying {len(recording.texts)} texts with every window"):
-            results = tuple(itertools.chain.from_iterable(sweep.cells()))
+            results = tuple(sweep.results())
         return Replayed(
             command=command_line(),
             goal=options.goal.name.lower(),

@@ -23,7 +23,6 @@ from research.traces.recordings import Recording
 from research.traces.traced import Policy, ReplayOutcome, replay, synchronous, tokens_per_second
 
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
-BESIDE = 5  # drafters in a table
 BEST = "*"
 HEADINGS = ("link", "drafter", "window", "tok/s", "", "/ cloud", "steps", "accept", "up B", "down B", "mean")
 WORDS = 3  # columns of words
@@ -42,19 +41,17 @@ class WindowResult:
     Attributes:
         drafter: name of the drafter; None: cloud streaming.
         window: name of the window policy; None: cloud streaming.
-        domain: domain of the prompts; None: all together.
         seconds: time from the requests to the last tokens, summed.
         ratio: speed over that of cloud streaming over the same link.
         steps_per_token: target steps a token.
         acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
         first_token_ms: median time to the first token.
-        window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming, or one domain.
+        window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming.
     """
 
     link: LinkRecord
     drafter: str | None
     window: str | None
-    domain: str | None
     tokens: Count
     seconds: Metric
     tokens_per_second: Metric
@@ -76,8 +73,7 @@ class Replayed:
         min_step_ms: the shortest step.
         seed: seed of the jitter.
         costs: recorded costs of the machines.
-        results: results, link by link: cloud streaming, then every drafter with every window; of all prompts, and then
-            of each domain where there are several.
+        results: results, link by link: cloud streaming, then every drafter with every window.
     """
 
     command: str
@@ -88,24 +84,9 @@ class Replayed:
     results: tuple[WindowResult, ...]
 
     @property
-    def drafters(self) -> tuple[str, ...]:
-        """Drafters, in the order of the command."""
-        return tuple(dict.fromkeys(r.drafter for r in self.results if r.drafter is not None))
-
-    @property
-    def windows(self) -> tuple[str, ...]:
-        """Windows, in the order of the command."""
-        return tuple(dict.fromkeys(r.window for r in self.results if r.window is not None))
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """Domains, in the order of the prompts; none where there is one alone."""
-        return tuple(dict.fromkeys(r.domain for r in self.results if r.domain is not None))
-
-    @property
     def by_link(self) -> Mapping[LinkRecord, Sequence[WindowResult]]:
-        """Results of all prompts together over each link, in the order of the command, cloud streaming first."""
-        return grouped((r for r in self.results if r.domain is None), lambda result: result.link)
+        """Results over each link, in the order of the command, cloud streaming first."""
+        return grouped(self.results, lambda result: result.link)
 
 
 def fastest(results: Sequence[WindowResult]) -> WindowResult:
@@ -163,69 +144,50 @@ class Sweep:
     min_step_s: float = 0.0
     seed: int = 0
 
-    def cells(self) -> Iterator[list[WindowResult]]:
-        """Yield the results of each replay: of all prompts, and of each domain where there are several.
-
-        Link by link: cloud streaming, then every drafter with every window.
-        """
+    def results(self) -> Iterator[WindowResult]:
+        """Yield the results link by link: of cloud streaming, then of every drafter with every window."""
         drafters = self.recording.traces
         for link in self.links:
             cloud = self._replay(next(iter(drafters)), link, Policy(drafting=False))  # here only the texts count
-            yield self._results(link, cloud, cloud, None, None, None)
+            yield self._result(link, cloud, cloud)
             for drafter in drafters:
                 for window in self.windows:
                     policy = policy_of(window)
                     watched = NotedWindow(**asdict(policy.window or Window()))
                     outcomes = self._replay(drafter, link, replace(policy, window=watched, goal=self.goal))
-                    yield self._results(link, outcomes, cloud, drafter, window, watched.mean)
+                    yield self._result(link, outcomes, cloud, drafter, window, watched.mean)
 
     def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[ReplayOutcome]:
         traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, min_step_s=self.min_step_s)
         return replay(traces, link.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
 
-    def _results(
+    def _result(
         self,
         link: BenchLink,
         outcomes: Sequence[ReplayOutcome],
         cloud: Sequence[ReplayOutcome],
-        drafter: str | None,
-        window: str | None,
-        window_mean: float | None,
-    ) -> list[WindowResult]:
-        domains, texts = self.recording.domains, self.recording.texts
-        results = []
-        for domain in (None, *(domains if len(domains) > 1 else ())):
-            chosen = [i for i, text in enumerate(texts) if domain in (None, text.prompt[0])]
-            own = [outcomes[i] for i in chosen]
-            tokens = sum(len(outcome.arrivals) for outcome in own)
-            result = WindowResult(
-                link.record,
-                drafter,
-                window,
-                domain,
-                **pooled(own),
-                ratio=tokens_per_second(own) / tokens_per_second([cloud[i] for i in chosen]),
-                first_token_ms=1e3 * median(outcome.arrivals[0] for outcome in own),
-                uplink_bytes_per_token=sum(outcome.uplink_bytes for outcome in own) / tokens,
-                downlink_bytes_per_token=sum(outcome.downlink_bytes for outcome in own) / tokens,
-                window_mean=window_mean if domain is None else None,
-            )
-            results.append(result)
-        return results
+        drafter: str | None = None,
+        window: str | None = None,
+        window_mean: float | None = None,
+    ) -> WindowResult:
+        tokens = sum(len(outcome.arrivals) for outcome in outcomes)
+        return WindowResult(
+            link.record,
+            drafter,
+            window,
+            **pooled(outcomes),
+            ratio=tokens_per_second(outcomes) / tokens_per_second(cloud),
+            first_token_ms=1e3 * median(outcome.arrivals[0] for outcome in outcomes),
+            uplink_bytes_per_token=sum(outcome.uplink_bytes for outcome in outcomes) / tokens,
+            downlink_bytes_per_token=sum(outcome.downlink_bytes for outcome in outcomes) / tokens,
+            window_mean=window_mean,
+        )
 
 
 def sweep_tables(replayed: Replayed) -> Group:
-    """Return every result of all prompts together, and speed by domain where there are several."""
+    """Return every result, a block for each link."""
     blocks = [_block(link, results) for link, results in replayed.by_link.items()]
-    grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)]
-    if replayed.domains:
-        window = replayed.windows[0]
-        for first in range(0, len(replayed.drafters), BESIDE):
-            drafters = replayed.drafters[first : first + BESIDE]
-            blocks = [_by_domain(replayed, link, window, drafters) for link in replayed.by_link]
-            title = f"Tokens a second over cloud streaming's by domain, window {window}"
-            grids.append(Grid(title, ("link", "domain", *drafters), 2, blocks))
-    return draw(grids, LEGEND)
+    return draw([Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)], LEGEND)
 
 
 def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
@@ -246,18 +208,6 @@ def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
         )
         for result in results
     ]
-
-
-def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequence[str]) -> Block:
-    """Return a row a domain, with its best drafter marked."""
-    rows = []
-    for index, domain in enumerate(replayed.domains):
-        cell = (link, domain, window)
-        own = {r.drafter: r for r in replayed.results if (r.link, r.domain, r.window) == cell}
-        best = fastest(list(own.values()))
-        cells = [f"{BEST if own[name] is best else ''} {own[name].ratio:.2f}" for name in drafters]
-        rows.append((link_name(link) if index == 0 else "", domain or UNKNOWN, *cells))
-    return rows
 
 
 def paced(min_step_ms: float) -> str:
