@@ -464,12 +464,14 @@ def load_of(
         beside = {str(number): _text(trace, number, costs.here) for number, trace in enumerate(endless)}
         local = LocalThreads(clock, DraftingHere("here"), beside.__getitem__, threads)
     verifier = SimulatedVerifier(clock, _rules(texts, policy), ManyTexts(texts), costs, local=local)
-    simulations = []
-    for text, shape in zip(texts, itertools.cycle(links), strict=False):
+
+    def session(text: TracedText, shape: LinkShape) -> Simulation:
         sampling = Sampling(max_tokens=len(text.tokens) - 1, ignore_eos=True)
         edge = EdgeSession(_open_frame(text, policy, sampling, str(text.tokens[0])), policy.window)
-        link = WireLink(clock, lambda _, shape=shape: shape, costs, edge.statistics, random.Random(0))
-        simulations.append(Simulation(clock, edge, verifier, text, lambda _, link=link: link))
+        link = WireLink(clock, lambda _: shape, costs, edge.statistics, random.Random(0))
+        return Simulation(clock, edge, verifier, text, lambda _: link)
+
+    simulations = list(map(session, texts, itertools.cycle(links)))
     for simulation in simulations:
         clock.at(rng.uniform(0.0, WARM_UP_S / 2), simulation.begin)
     while clock.now < end_s:
