@@ -264,7 +264,7 @@ def test_closing_while_one_is_loading_returns_at_once_and_the_load_has_no_effect
     shelf.offer(loader("c@1"))
     assert (shelf.drafters(), shelf.first, loader.loads) == (((), None), None, ["a@1"])
     with pytest.raises(Unavailable, match="the drafter a is gone"):
-        coming.open(GREEDY).score((1,))
+        coming.open(GREEDY).read(wait=False)
     shelf.close()
 
 
@@ -309,22 +309,17 @@ def test_a_prefix_follows_the_text_while_the_drafter_loads(shelf):
 
     shelf.offer([Member("slow", "1", SIZE, load)])
     (drafter,), _ = shelf.drafters()
-    early, other, whole = drafter.open(GREEDY), drafter.open(GREEDY), NgramDrafter(name="slow").open(GREEDY)
-    early.extend((*prompt, 1, 2))
-    assert early.propose(4) == ()
-    early.truncate(len(prompt))
-    early.extend((5, 6))
-    other.extend(prompt)
-    go_on.set()
-    shelf.begun.result(60)
+    coming, whole = drafter.open(GREEDY), NgramDrafter(name="slow").open(GREEDY)
+    coming.extend((*prompt, 1, 2))
+    assert coming.propose(4) == ()
+    coming.truncate(len(prompt))
+    coming.extend((5, 6))
+    assert coming.read(wait=False) is coming
+    threading.Timer(0.01, go_on.set).start()
+    state = coming.read(wait=True)
     whole.extend((*prompt, 5, 6))
-    assert early.propose(4) == (), "this one reads the prefix"
-    assert early.length == whole.length
-    assert early.propose(4) == whole.propose(4) != ()
-    assert early.length == whole.length
-    plain = NgramDrafter().open(GREEDY)
-    plain.extend(prompt)
-    assert other.propose_forced((5, 9)) == plain.propose_forced((5, 9))
+    assert state.length == whole.length
+    assert state.propose(4) == whole.propose(4) != ()
 
 
 def test_this_process_knows_its_memory_and_gives_it_back():
@@ -578,6 +573,9 @@ def test_all_starts_with_the_coordinators_offer_and_omits_what_does_not_fit(offe
     found = offered.search.all(tokenizer_hash(WORD_TOKENIZER))
     assert [one.name for one in found] == ["far", "further", "ngram"]
     assert [one.name for one in offered.search.all("0" * 64)] == ["ngram"]
+    general = replace(offered.offers[0], name="general")
+    search = DrafterSearch((offered.offers[1], general), DrafterCache(offered.cache), offered.fetch, 1)
+    assert search._order == ["general", "further"], "the drafter for any subject is the most wanted"
 
 
 def test_a_folder_here_does_not_hide_a_drafter_of_its_name(offered, tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 
 from outrider.drafters import DrafterCache, embedded_packages, find_package, load_package
 from outrider.drafters.packages import FOR_ANY_SUBJECT, SteeringShape
-from outrider.edge.pool.preparation import _any_subject_first
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import shipped_tokenizer, tokenizer_hash
@@ -427,5 +426,3 @@ def test_the_drafter_for_any_subject_comes_first_unless_one_is_named() -> None:
     names = embedded_packages()
     assert names[0] == FOR_ANY_SUBJECT
     assert list(names[1:]) == sorted(names[1:])
-    offers = tuple(DrafterManifest(name, "1" * 12, "a" * 64, "t", ()) for name in ("code", "general", "math"))
-    assert [offer.name for offer in _any_subject_first(offers)] == ["general", "code", "math"]

@@ -14,7 +14,7 @@ from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client
 from outrider.edge.link.routes import Route
-from outrider.edge.pool.drafter_states import DrafterStates
+from outrider.edge.pool.text_drafters import DrafterStates
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.policy.suspicion import SilenceRules
 from outrider.proto.types import CommittedToken, Lease, Open, Opened

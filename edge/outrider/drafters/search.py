@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,7 +19,14 @@ from typing import TYPE_CHECKING
 
 from outrider.drafters.cache import DrafterCache, Fetch
 from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.packages import DrafterPackage, embedded_packages, find_folder, load_package, read_manifest
+from outrider.drafters.packages import (
+    FOR_ANY_SUBJECT,
+    DrafterPackage,
+    embedded_packages,
+    find_folder,
+    load_package,
+    read_manifest,
+)
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.shelf import Member
@@ -40,6 +48,8 @@ NGRAM, RETRIEVAL = "ngram", "retrieval"
 
 BROKEN = (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError)
 """Errors of a drafter itself and not of the request for it: the others go on without it."""
+
+_MEMORY_OF_GRAPHS = 3.0  # bytes of memory at most for each of a drafter's graphs on disk
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +77,36 @@ class DrafterSearch:
     ) -> None:
         current = [offer for offer in offers if not offer.share]
         self._offers = {offer.name: offer for offer in reversed(current)}  # the first of a name counts
-        self._order = tuple(dict.fromkeys(offer.name for offer in current))
+        self._order = sorted({offer.name: None for offer in current}, key=lambda name: name != FOR_ANY_SUBJECT)
         self._on_trial = [offer for offer in offers if offer.share and edge and on_trial_here(offer, edge)]
         self._cache = cache
         self._fetch = fetch
         self._threads = threads
         self._tokenizer_json = tokenizer_json
+
+    def listed(self, names: tuple[str, ...], tokenizer_sha256: str, limit_bytes: float) -> tuple[list[Member], float]:
+        """Return the drafters of a list, the most wanted first, and the limit of memory that holds for them, in bytes.
+
+        Args:
+            names: as `named` takes them; the first may be `all`, for all that fit, or `auto`, for all that fit of which
+                none but the first is steered: replayed over all links, a steered one among others gains nothing, and
+                its vectors cost bytes of every commit.
+            tokenizer_sha256: as in `named`.
+            limit_bytes: holds for several drafters. One alone has what it needs; with `auto` the first goes alone where
+                it would fill the memory for several.
+
+        Raises:
+            OutriderError, OSError: as `named`.
+        """
+        if names[0] not in ("all", "auto"):
+            return self.named(names, tokenizer_sha256), limit_bytes if len(names) > 1 else math.inf
+        first, *others = self.all(tokenizer_sha256)
+        named = self.named(names[1:], tokenizer_sha256)
+        if names[0] == "all":
+            return [first, *others, *named], limit_bytes
+        if _MEMORY_OF_GRAPHS * first.bytes > limit_bytes:
+            return [first, *named], math.inf
+        return [first, *(member for member in others if member.steering is None), *named], limit_bytes
 
     def named(self, names: tuple[str, ...], tokenizer_sha256: str) -> list[Member]:
         """Return these drafters in order, without those that are broken or cannot be had now, which are logged.
@@ -109,7 +143,8 @@ class DrafterSearch:
     def all(self, tokenizer_sha256: str) -> list[Member]:
         """Return all that fit the target: the coordinator's offers, the embedded family, and n-grams.
 
-        Offers with another tokenizer, which draft by text, come after those that read the target's tokens.
+        Of the offers the drafter for any subject comes first, and those with another tokenizer, which draft by text,
+        come after all that read the target's tokens.
         """
         found: list[Member] = []
         others: list[Member] = []

@@ -106,15 +106,17 @@ class DrafterShelf:
         if drafters:
             self.offer([loaded_member(drafter) for drafter in drafters])
 
-    def offer(self, members: Sequence[Member], limit_bytes: float = math.inf) -> None:
+    def offer(self, members: Sequence[Member], limit_bytes: float = math.inf, error: str = "") -> None:
         """Give the texts to come these drafters, the most wanted first; texts that run keep theirs.
 
-        A version that is loaded stays. Another version of a drafter that is loaded is loaded now, in this thread, and
-        where it cannot be, the one that is here stays in its place. What else takes memory is loaded in the background.
+        A version that is loaded stays. Another version of a drafter that is loaded, and one that takes no memory, are
+        loaded now, in this thread; where a version cannot be, the one that is here stays in its place. The others load
+        in the background.
 
         Args:
             members: drafters in the order of preference.
             limit_bytes: memory that drafters may hold together, without the caches of texts.
+            error: reason why there are none.
 
         Raises:
             ConfigError: two have one name.
@@ -127,24 +129,15 @@ class DrafterShelf:
             if self._closed:
                 return
             leaving = [place for place in self._places if place not in places]
-            self._places, self._limit_bytes, self.error = places, limit_bytes, ""
+            self._places, self._limit_bytes, self.error = places, limit_bytes, error
             for place in places:
                 if place.drafter is None:
-                    place.error = self._too_large(place)
+                    place.error = place.error or self._too_large(place)
             for place in leaving:
                 self._drop(place)
-        give_back()
-        for place in places:
-            if not place.bytes:
-                self._load(place)  # quick, and the first text has it too
-        with self._lock:
             self._note_begun()
             self._load_what_fits()
-
-    def offer_none(self, error: str) -> None:
-        """Let texts go on without drafters for this reason, until some are offered."""
-        with self._lock:
-            self._note_begun(error)
+        give_back()
 
     def drafters(self) -> tuple[tuple[Drafter, ...], int | None]:
         """Return the drafters of a text that begins, and the index of the one that takes steering vectors.
@@ -155,7 +148,7 @@ class DrafterShelf:
             self._load_what_fits()
             if not self.begun.done():
                 first = self._first()
-                return () if first is None else (_ComingDrafter(first),), None
+                return () if first is None else (ComingDrafter(first),), None
             loaded = [place for place in self._places if place.drafter is not None]
             drafters = tuple(place.drafter for place in loaded if place.drafter is not None)
             steered = self._steered()
@@ -174,7 +167,7 @@ class DrafterShelf:
             for place in self._places:
                 place.drafter = None
                 place.decided.set()
-            self._note_begun(self.error)
+            self._note_begun()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --- what stands here ---
@@ -211,18 +204,21 @@ class DrafterShelf:
     # --- loading ---
 
     def _place_of(self, member: Member, here: _Place | None) -> _Place:
-        """Return the place of a member, where another version of it may be `here`, loaded."""
-        if here is None:
+        """Return the place of a member, loaded if it takes no memory or another version of it is `here`, loaded."""
+        if here is None and member.bytes:
             return _Place(member, member.bytes)
-        if here.member.version == member.version:
+        if here is not None and here.member.version == member.version:
             return here
         try:
             with self._loading:
                 drafter = member.load()
-        except Exception as error:  # a drafter may be anybody's code, and the old one serves
+        except Exception as error:  # a drafter may be anybody's code, and others serve
+            if here is None:
+                log.warning("going on without the drafter %s: %s", member.name, _reason(error))
+                return _Place(member, 0, error=_reason(error))
             log.warning("keeping version %s of the drafter %s: %s", here.member.version, member.name, _reason(error))
             return here
-        return _Place(member, max(here.bytes, member.bytes), drafter)
+        return _Place(member, max(member.bytes, here.bytes if here is not None else 0), drafter)
 
     def _work(self) -> None:
         while (place := self._next_to_load()) is not None:
@@ -324,20 +320,16 @@ class DrafterShelf:
         tried = any(ON_TRIAL in place.member.name for place in taking)
         return taking[0] if taking and not tried else None
 
-    def _note_begun(self, error: str = "") -> None:
+    def _note_begun(self) -> None:
         first = self._first()
-        if first is None:
-            self.error = error or (self._places[-1].error if self._places else "")
+        if first is None and self._places:
+            self.error = self._places[-1].error
         if not self.begun.done() and (self._closed or first is None or first.drafter is not None):
             self.begun.set_result(None)
 
 
-class _ComingDrafter:
-    """Drafter that is being loaded, unsteered; its states propose nothing until it is there, and fail if it cannot be.
-
-    Attributes:
-        steering: None, since nobody asks for vectors before the drafter is there.
-    """
+class ComingDrafter:
+    """Drafter that is being loaded, unsteered: nobody asks for vectors before it is there."""
 
     steering: SteeringShape | None = None
 
@@ -345,67 +337,46 @@ class _ComingDrafter:
         self.name, self.version = place.member.id
         self._place = place
 
-    def open(self, rule: ProposalRule) -> DraftState:
-        return _ComingState(self._place, rule)
+    def open(self, rule: ProposalRule) -> ComingPrefix:
+        """Begin a prefix that the drafter reads once it is there."""
+        return ComingPrefix(self._place, rule)
 
 
-class _ComingState:
-    """Prefix of a drafter that may still load."""
+class ComingPrefix(TokenPrefix):
+    """Prefix of a drafter that may still load; proposes nothing."""
 
     def __init__(self, place: _Place, rule: ProposalRule) -> None:
+        super().__init__()
         self._place = place
         self._rule = rule
-        self._prefix = TokenPrefix()  # while there is no state
-        self._state: DraftState | None = None
-
-    @property
-    def length(self) -> int:
-        return (self._state or self._prefix).length
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        (self._state or self._prefix).extend(tokens)
-
-    def truncate(self, length: int) -> None:
-        (self._state or self._prefix).truncate(length)
-
-    def propose(self, n: int) -> tuple[DraftToken, ...]:
-        """Propose nothing while it loads, and once more when it reads the prefix: that is no time of a draft's."""
-        if self._state is not None:
-            return self._state.propose(n)
-        if self._place.decided.is_set():
-            state = self._waited_for()
-            length = state.length
-            state.propose(1)
-            state.truncate(length)
-        return ()
-
-    def score(self, tokens: Sequence[int]) -> np.ndarray:
-        return self._waited_for().score(tokens)
-
-    def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-        return self._waited_for().propose_forced(tokens)
 
     def follow(self, rule: ProposalRule) -> None:
         self._rule = rule
-        (self._state or self._prefix).follow(rule)
 
-    def steer(self, vector: np.ndarray | None, since: int) -> None:
-        """Do nothing: no vectors are requested for it."""
+    def propose(self, n: int) -> tuple[DraftToken, ...]:  # noqa: ARG002 - nothing to propose yet
+        return ()
 
-    def close(self) -> None:
-        (self._state or self._prefix).close()
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        return self.read(wait=True).score(tokens)
 
-    def _waited_for(self) -> DraftState:
-        """Wait for the drafter, since an answer is due for each token and nothing else can tell."""
-        if self._state is None:
-            self._place.decided.wait()
-            drafter = self._place.drafter
-            if drafter is None:
-                raise Unavailable(self._place.error or f"the drafter {self._place.member.name} is gone")
-            self._state = drafter.open(self._rule)
-            self._state.extend(self._prefix.tokens)
-            self._prefix.close()
-        return self._state
+    def read(self, *, wait: bool) -> DraftState:
+        """Return the state of the drafter, which has read this prefix; itself while it loads, unless told to `wait`.
+
+        Raises:
+            Unavailable: it cannot be loaded.
+        """
+        if not wait and not self._place.decided.is_set():
+            return self
+        self._place.decided.wait()
+        drafter = self._place.drafter
+        if drafter is None:
+            raise Unavailable(self._place.error or f"the drafter {self._place.member.name} is gone")
+        state = drafter.open(self._rule)
+        state.extend(self.tokens)
+        if self.tokens:
+            state.propose(1)
+            state.truncate(self.length)
+        return state
 
 
 def loaded_member(drafter: Drafter) -> Member:

@@ -18,8 +18,7 @@ from outrider.edge.link.attempts import Attempts
 from outrider.edge.link.link import Channels, Stream, lease_metadata
 from outrider.edge.link.routes import Route
 from outrider.edge.link.silence_guard import SilenceGuard
-from outrider.edge.pool.drafter_states import DrafterStates
-from outrider.edge.pool.text_drafters import TextDrafters, name_of
+from outrider.edge.pool.text_drafters import DrafterStates, TextDrafters, name_of
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP

@@ -74,7 +74,7 @@ class TextHistory:
             drafters = (*drafters[:1], *(one for one in drafters[1:] if isinstance(one, RetrievalDrafter)))
             steered = 0 if steered == 0 else None
         if not drafters:
-            return TextDrafters((), None, offered, None, None)
+            return TextDrafters((), None, offered)
         selection = Selection(
             self._selector(ready, frame.sampling, features, drafters),
             tuple(drafter.name for drafter in drafters),
@@ -84,7 +84,7 @@ class TextHistory:
         shape = steering_of(drafters[steered]) if steered is not None else None
         policy = self._config.steering_policy(shape.rank, shape.gain) if shape is not None else None
         if shape is None or policy is None:
-            return TextDrafters(drafters, selection, offered, None, None)
+            return TextDrafters(drafters, selection, offered)
         request = SteeringRequest(shape.projection)
         return TextDrafters(drafters, selection, offered, DrafterSteering(shape.rank, policy), request)
 

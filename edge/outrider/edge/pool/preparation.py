@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from tokenizers import Tokenizer
 
 from outrider.drafters import DrafterCache, DrafterPackage, RetrievalDrafter
 from outrider.drafters.cache import Fetch
-from outrider.drafters.packages import FOR_ANY_SUBJECT
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import BROKEN, RETRIEVAL, DrafterSearch, own_member
 from outrider.drafters.shelf import DrafterShelf, Member
@@ -41,8 +39,6 @@ from outrider.proto.types import DrafterManifest, Lease, LeaseRequest
 
 MAX_TEMPLATE_BYTES = 1 << 20
 WATCH_AGAIN_S = 5.0  # after a coordinator went away, or cannot be watched
-
-_MEMORY_OF_GRAPHS = 3.0  # bytes of memory at most for each of a drafter's graphs on disk
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +196,7 @@ class Preparation:
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
         lease = await self._first_lease(coordinator)
         self._tokenizer_json = text = await asyncio.to_thread(self._fetch_tokenizer, lease)
-        shelf, _ = await self._shelf(_any_subject_first(lease.drafters), lease.tokenizer_sha256)
+        shelf, _ = await self._shelf(lease.drafters, lease.tokenizer_sha256)
         sha256 = tokenizer_hash(text)
         if sha256 != lease.tokenizer_sha256:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
@@ -274,13 +270,13 @@ class Preparation:
             return DrafterShelf(*self._drafters, *((RetrievalDrafter(),) if self._copies else ())), None
         shelf = DrafterShelf()
         if self._config.drafter == "none":
-            shelf.offer_none("")
+            shelf.offer(())
             return shelf, None
         try:
             members = await asyncio.to_thread(self._offer, shelf, offers, tokenizer_sha256)
         except BROKEN as error:
             log.warning("decoding without a drafter: %s", error)
-            shelf.offer_none(str(error).splitlines()[0])
+            shelf.offer((), error=str(error).splitlines()[0])
             return shelf, None
         if not tokenizer_sha256:
             await asyncio.wrap_future(shelf.begun)
@@ -293,7 +289,7 @@ class Preparation:
         while True:
             try:
                 async for offers in coordinator.watch_drafters(ready.tokenizer_sha256):
-                    await self._renew(ready, _any_subject_first(offers))
+                    await self._renew(ready, offers)
             except OutriderError as error:
                 log.info("the coordinator's drafters are not watched: %s", error)
             await asyncio.sleep(WATCH_AGAIN_S)
@@ -315,56 +311,21 @@ class Preparation:
 
     def _members(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
         """Return the requested drafters, and the limit of their memory in bytes."""
-        self._offers = offers
-        find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
-        found, limit_bytes = find(offers, tokenizer_sha256)
+        self._offers, config = offers, self._config
+        copier = (RETRIEVAL,) if self._copies and RETRIEVAL not in config.drafters else ()
+        edge = config.edge or edge_of_this_process()
+        search = DrafterSearch(offers, self._cache, self._fetcher(), config.threads, edge, self._tokenizer_json)
+        found, limit_bytes = search.listed(
+            (*config.drafters, *copier), tokenizer_sha256, config.drafter_memory_mb * 1e6
+        )
         plain = (member for member in found if member.steering is None and ON_TRIAL not in member.name)
         learning = (member.package for member in plain if not member.by_text)  # texts are the target's tokens
         self.learnable = next((package for package in learning if package is not None), None)
-        return [self._own_version(member) or member for member in found], limit_bytes
-
-    def _own_version(self, parent: Member) -> Member | None:
         own = self._own
-        if own is None or (own.name, own.parent) != parent.id:
-            return None
-        return own_member(own, self._config.threads)
-
-    def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
-        """Return the drafters that the config names."""
-        names = self._config.drafters
-        if self._copies and RETRIEVAL not in names:
-            names = (*names, RETRIEVAL)
-        search = self._search(offers)
-        if names[0] == "all":
-            found = search.all(tokenizer_sha256) + search.named(names[1:], tokenizer_sha256)
-        else:
-            found = search.named(names, tokenizer_sha256)
-        several = names[0] == "all" or len(names) > 1
-        return found, self._limit_bytes if several else math.inf
-
-    def _any_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
-        """Return all drafters that fit, of which none but the first is steered.
-
-        Replayed over all links, a steered one among others gains nothing, and its vectors cost bytes of every commit.
-        The first goes alone, with what copies, where it would fill the memory for several.
-        """
-        search = self._search(offers)
-        first, *others = search.all(tokenizer_sha256)
-        copying = search.named((RETRIEVAL,), tokenizer_sha256) if self._copies else []
-        if _MEMORY_OF_GRAPHS * first.bytes > self._limit_bytes:
-            return [first, *copying], math.inf
-        plain = (member for member in others if member.steering is None)
-        return [first, *plain, *copying], self._limit_bytes
-
-    @property
-    def _limit_bytes(self) -> float:
-        return self._config.drafter_memory_mb * 1e6
-
-    def _search(self, offers: tuple[DrafterManifest, ...]) -> DrafterSearch:
-        edge = self._config.edge or edge_of_this_process()
-        return DrafterSearch(
-            offers, self._cache, self._fetcher(), self._config.threads, edge, tokenizer_json=self._tokenizer_json
-        )
+        if own is not None:
+            parent = (own.name, own.parent)
+            found = [own_member(own, config.threads) if member.id == parent else member for member in found]
+        return found, limit_bytes
 
 
 def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> Path:
@@ -379,11 +340,6 @@ def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> P
     if lease.tokenizer is None:
         raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
     return cache.ensure_file(lease.tokenizer, file_fetcher(config.coordinator, security=config.security))
-
-
-def _any_subject_first(offers: tuple[DrafterManifest, ...]) -> tuple[DrafterManifest, ...]:
-    """Return the drafter for any subject first, the others in the coordinator's order."""
-    return tuple(sorted(offers, key=lambda offer: offer.name != FOR_ANY_SUBJECT))
 
 
 def _read(path: Path, field: str) -> str:
