@@ -54,6 +54,10 @@ from research.chaos.chaos_verifier import SimulatedCall, Verifier
 from research.chaos.coordinator import CoordinatorCalls
 from research.chaos.world import MODEL, TOKENIZER, VOCAB, LocalClock, OneWay, Path, ToyTarget, Violation, World
 
+OPEN_S = 30.0  # the edge's default
+MAX_UNDER_WAY = 400
+SPENT = "tokens a minute"  # in every error of a key that has none left
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -266,11 +270,6 @@ class StreamGuard:
                 verifier.process.serve(lambda: OneWay(self._world, path).send(partial(settle, lease)))
 
         OneWay(self._world, path).send(answer)
-
-
-OPEN_S = 30.0  # the edge's default
-MAX_UNDER_WAY = 400
-SPENT = "tokens a minute"  # in every error of a key that has none left
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ from research.simulator.pages import CountedPages, toy_facts
 from research.simulator.virtual_engine import TimedRunner, VirtualEngine
 
 SLOW_STEP_S = 1.6  # above the least time of a slow step, and far above ten times the usual one
+IDLE_S = 0.5  # between turns of the engine's thread in which nothing happens
+MAX_WAITING = 400  # events of all sessions of a schedule; more would be a queue without bound
+Watch = Callable[[str], None]
 
 
 class StepFault(Exception):
@@ -263,11 +266,6 @@ class OwnDrafting:
             raise Violation(
                 f"{who} still drafts for {len(self.source._texts)} texts, with {self.drafter.num_open} open"
             )
-
-
-IDLE_S = 0.5  # between turns of the engine's thread in which nothing happens
-MAX_WAITING = 400  # events of all sessions of a schedule; more would be a queue without bound
-Watch = Callable[[str], None]
 
 
 class Shape(NamedTuple):

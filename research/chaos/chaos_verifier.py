@@ -51,6 +51,13 @@ from research.chaos.world import (
 )
 from research.simulator.virtual_engine import shared_metrics
 
+HEALTH = HealthRules(first_s=6.0, lost_s=6.0, forget_s=5.0)  # shorter than by default: schedules are short
+HUNG_WITHIN_S = 40.0  # true time after which a hung process must be gone: its clock may be slow for a while
+SICK_WITHIN_S = 4.0  # after which the coordinator must know: the poll, on a slow clock
+RESTART_S = 0.5  # of a process that has ended by itself
+FAILED_WITHIN_S = 1.0  # of a process that has failed, to end
+SERVER_S = 0.0002  # of the server's event loop, for one item
+
 
 class CountedBucket(Bucket):
     """A bucket that notes what is taken out of it.
@@ -263,14 +270,6 @@ class SimulatedCall:
         if not self.silent and self.edge_open:
             self.edge_open = False
             self._caller.broken(self, error)
-
-
-HEALTH = HealthRules(first_s=6.0, lost_s=6.0, forget_s=5.0)  # shorter than by default: schedules are short
-HUNG_WITHIN_S = 40.0  # true time after which a hung process must be gone: its clock may be slow for a while
-SICK_WITHIN_S = 4.0  # after which the coordinator must know: the poll, on a slow clock
-RESTART_S = 0.5  # of a process that has ended by itself
-FAILED_WITHIN_S = 1.0  # of a process that has failed, to end
-SERVER_S = 0.0002  # of the server's event loop, for one item
 
 
 class ServedStream(Outbox):

@@ -28,6 +28,7 @@ MAX_EVENTS = 20_000
 TRIES, RETRY_S = 20, 0.02  # of a fault for whose victim it is too early
 LONG_LEASE_S = 600.0
 RATES = (None, None, None, None, 12, 60)  # of the key's tokens a minute
+PART = 250  # schedules that a process is given at once
 
 
 class Schedule:
@@ -206,9 +207,6 @@ def _aims(rng: random.Random, pairs: Sequence[tuple[str, State]], num_edges: int
         return [aim]
     before = rng.choice((State.PREFILLING, State.DRAFTING, State.WAITING))
     return [AimedFault(rng.choice(("break", "kill", "lease")), before, aim.edge, 0), aim]
-
-
-PART = 250  # schedules that a process is given at once
 
 
 @dataclass(slots=True)

@@ -23,6 +23,9 @@ SECRET = b"a secret of sixteen bytes or more"  # of all leases
 VOCAB, EOS, CONTEXT = 8, 0, 96
 _ROWS = 1 << 10
 _EOS_EVERY = 24  # rows of which one favours EOS
+KEEPALIVE_S = (20.0, 30.0)  # the silence of a connection after which an end of it gives up, as gRPC's options have it
+EXACT_S = 1e-6  # to which a clock that reads up to 1e5 s is read
+Event = Callable[[], None]
 
 
 def _rows() -> list[list[float]]:
@@ -81,11 +84,6 @@ class ToyTarget:
                 return tuple(text), FinishReason.EOS
             if len(text) == max_tokens:
                 return tuple(text), FinishReason.LENGTH
-
-
-KEEPALIVE_S = (20.0, 30.0)  # the silence of a connection after which an end of it gives up, as gRPC's options have it
-EXACT_S = 1e-6  # to which a clock that reads up to 1e5 s is read
-Event = Callable[[], None]
 
 
 class Violation(BaseException):

@@ -25,6 +25,17 @@ from research.traces.recordings import PoolText, Recording
 from research.traces.sweep import BEST, paced
 from research.traces.traced import DrafterArm, Policy, ReplayOutcome, replay
 
+DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
+MIX = "mix"
+STATIC = "static"  # stands for every drafter alone
+RESAMPLES = 2000
+POOL_LEGEND = (
+    "speed-up over cloud streaming ± half of its 95 % confidence interval over the prompts; * the most, but for the "
+    "oracle, which knows in hindsight the best drafter of every text; of {last} alone: oracle: share of its speed; "
+    "switches: changes of drafter a thousand tokens"
+)
+Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
@@ -169,20 +180,6 @@ class Aligned(Selector):
 
 def _trajectory_of(outcome: ReplayOutcome, active: Sequence[int]) -> Trajectory:
     return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))
-
-
-DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
-MIX = "mix"
-STATIC = "static"  # stands for every drafter alone
-
-RESAMPLES = 2000
-POOL_LEGEND = (
-    "speed-up over cloud streaming ± half of its 95 % confidence interval over the prompts; * the most, but for the "
-    "oracle, which knows in hindsight the best drafter of every text; of {last} alone: oracle: share of its speed; "
-    "switches: changes of drafter a thousand tokens"
-)
-
-Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)

@@ -33,6 +33,8 @@ LISTS = (
 )
 OPTIONAL_LISTS = LISTS[2:]  # these may be empty
 MEASURES = ("confidence", "perturbed_probability", "agreement")  # these may hold NaN
+FORMAT = "outrider-trace-costs/1"
+SUFFIX = ".jsonl"
 
 
 def _nan_for_null(values: Any) -> Any:
@@ -199,10 +201,6 @@ def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[PoolText]:
 
 def _text_of(trace: HitTrace) -> tuple[object, ...]:
     return trace.domain, trace.id, trace.seed, trace.temperature, trace.prompt_tokens, trace.tokens
-
-
-FORMAT = "outrider-trace-costs/1"
-SUFFIX = ".jsonl"
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)

@@ -58,6 +58,10 @@ REPEATS = 5
 DRAFTER_TEXTS = 24
 BLOCK = 8  # tokens a job
 BLOCKS = 4
+# The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
+Chances = Callable[[Sequence[int]], Sequence[float]]
+_WITHOUT_PACKAGE = {NGRAM: NgramDrafter, RETRIEVAL: RetrievalDrafter}
+Packages = Mapping[str, DrafterPackage | None]  # by name, in the order of the command; None: it needs none
 
 
 def record(given: Given) -> int:
@@ -310,10 +314,6 @@ class DrafterProbe:
         return DrafterCosts(token_s, median(read) if read else 0.0)
 
 
-# The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
-Chances = Callable[[Sequence[int]], Sequence[float]]
-
-
 class HitRecorder:
     """Records the hits of drafters, each of which reads a prompt once for all texts after it."""
 
@@ -463,11 +463,6 @@ class SentVectors:
         """
         vector = self.vectors.at(length - 2 - self.age)
         return None if vector is None else decode(encode(vector, self.precision), len(vector))
-
-
-_WITHOUT_PACKAGE = {NGRAM: NgramDrafter, RETRIEVAL: RetrievalDrafter}
-
-Packages = Mapping[str, DrafterPackage | None]  # by name, in the order of the command; None: it needs none
 
 
 def find_packages(names: Sequence[str]) -> Packages:

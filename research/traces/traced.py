@@ -40,6 +40,8 @@ from research.traces.recordings import LISTS, HitTrace
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
 _ELSE = RUNNERS_UP + 2  # a drafter's own wrong token, after the right one
+WARM_UP_S = 1.5  # until measurements have settled
+MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,10 +386,6 @@ def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
     if not outcomes:
         raise ConfigError("are none; record some with a drafter first", field="traces")
     return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)
-
-
-WARM_UP_S = 1.5  # until measurements have settled
-MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
 
 
 @dataclass(frozen=True, slots=True)
