@@ -14,13 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from random_models import BYTE_LLAMA, save_with_byte_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package_writing as publishing
@@ -41,7 +35,6 @@ ONE_LAYER_SHAPE = CacheShape(layers=1, kv_heads=2, head_dim=16)
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied embeddings, and a training.json to be summarised."""
-    torch.set_num_threads(1)
     model = tiny_llama(seed=0, **COMMON, tie_word_embeddings=True)
     folder = save_with_byte_tokenizer(model, tmp_path_factory.mktemp("llama") / "source")
     (folder / "training.json").write_text(json.dumps({"steps": 3, "losses": [[1, 2.0]]}))
@@ -186,9 +179,7 @@ def test_eight_bit_weights_stay_close_for_a_model_with_its_own_head(untied: Path
     assert manifest["check"]["mean_kl"] < 0.02
 
 
-def test_an_eight_bit_tied_embedding_is_shared_with_the_head_and_the_file_shrinks(
-    package: Path, tmp_path: Path
-) -> None:
+def test_an_eight_bit_tied_embedding_is_shared_with_the_head_and_the_file_shrinks(package, tmp_path) -> None:
     graph = tmp_path / "model.onnx"
     graph.write_bytes((package / "model.onnx").read_bytes())
     quantise(graph)
@@ -292,9 +283,7 @@ def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
     assert (published / "manifest.json").read_text() == "the version before"
 
 
-def test_a_sound_graph_passes_the_same_check_and_replaces_what_was_published(
-    package: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sound_graph_passes_the_same_check_and_replaces_what_was_published(package, llama, tmp_path, monkeypatch):
     def write_sound_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
         graph.write_bytes((package / "model.onnx").read_bytes())
 

@@ -23,11 +23,6 @@ BYTES = 258  # tokens of the byte tokenizer
 SHORT = SMALL | {"num_hidden_layers": 4, "vocab_size": BYTES}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
@@ -51,9 +46,7 @@ def pruned(folder: Path, target: Path, *layers: int) -> AutoModelForCausalLM:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_pruned_model_is_the_model_without_the_layers_that_go(
-    target: Path, tmp_path: Path, architecture: str
-) -> None:
+def test_a_pruned_model_is_the_model_without_the_layers_that_go(target, tmp_path, architecture) -> None:
     whole = saved(tmp_path, architecture)
     model = pruned(tmp_path, target, 2).eval()
     assert model.config.num_hidden_layers == len(model.model.layers) == 2

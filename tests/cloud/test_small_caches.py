@@ -31,7 +31,6 @@ SHAPE = CacheShape(layers=1, kv_heads=2, head_dim=16)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     model = tiny_llama(seed=0, **BYTE_LLAMA, tie_word_embeddings=True)
     return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("llama") / "source")
 
@@ -93,9 +92,7 @@ def keys_at(plain: Any, tokens: torch.Tensor, first: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("factor", [0.1, 30.0])
-def test_scales_that_cut_off_or_blur_are_refused_by_the_check(
-    source: Path, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
+def test_scales_that_cut_off_or_blur_are_refused_by_the_check(source, package, tmp_path, monkeypatch, factor) -> None:
     def write_graph(model: Any, anatomy: Anatomy, candidates: int, graph: Path, *, mlp: int) -> None:
         traced = onnx.load(package / "model.onnx")
         attention = next(node for node in traced.graph.node if node.op_type == "GroupQueryAttention")

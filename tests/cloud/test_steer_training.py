@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,10 @@ import torch
 from random_models import teacher_of
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.cloud.export.steered import STEERING_FILE, biases_by, steered_by
-from outrider.cloud.target.projection import (
-    PROJECTION_FILE,
-    Projection,
-    Taps,
-    decoder_layers,
-    default_layers,
-    projection_id,
-)
+from outrider.cloud.target.projection import PROJECTION_FILE, Projection, default_layers, projection_id
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.steer import (
     AGES,
@@ -56,11 +40,6 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def llama(hidden: int, layers: int, seed: int, spread: float = 0.02) -> LlamaForCausalLM:
@@ -162,35 +141,10 @@ def test_no_tap_drowns_the_others_however_large_it_is() -> None:
     torch.testing.assert_close(projection(scaled), projection(torch.cat([low, middle, high], dim=-1)))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_taps_are_the_residual_streams_that_enter_the_layers(family: str) -> None:
-    torch.manual_seed(0)
-    shape = {**SMALL, "hidden_size": 16, "num_hidden_layers": 5, "intermediate_size": 24}
-    model: Any = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape)),
-        "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**shape)),
-    }[family]()
-    tokens = torch.randint(VOCAB, (2, 9))
-    with torch.no_grad(), closing(Taps(model.eval(), (1, 2, 4))) as taps:
-        states = model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
-        expected = torch.cat([states[layer] for layer in (1, 2, 4)], dim=-1)
-        torch.testing.assert_close(taps.joined(), expected)
-        taps.keep(range(9))
-        torch.testing.assert_close(taps.of([8, 3]), expected[0, [8, 3]])
-        assert not torch.allclose(taps.joined(), torch.cat([states[layer + 1] for layer in (1, 2, 4)], dim=-1))
-    assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
-
-
 def test_the_layers_of_the_paper_are_the_default() -> None:
     assert default_layers(8) == (3, 4, 5)
     assert default_layers(36) == (3, 18, 33)
     assert default_layers(2) == (0, 1)
-
-
-def test_taps_beyond_the_target_are_refused() -> None:
-    with pytest.raises(ModelRefused, match="has 2 layers; layer 2"):
-        Taps(llama(16, 2, 0), (0, 2))
 
 
 def test_a_projection_is_what_was_saved_and_is_named_after_its_bytes(tmp_path: Path) -> None:

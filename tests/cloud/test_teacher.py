@@ -20,23 +20,13 @@ from outrider.cloud.training.drafter_training import train_drafter
 from outrider.cloud.training.steer import train_steering
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, kl_of_best
 from outrider.cloud.training.teacher_writing import Opening, read_rows, write_rows, write_teacher
-from outrider.cloud.training.training_settings import (
-    DrafterShape,
-    DrafterTraining,
-    SteerTraining,
-    TeacherWriting,
-)
+from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining, SteerTraining, TeacherWriting
 from outrider.proto.errors import Cancelled, InvalidArgument
 
 BOS, EOS = 0, 1
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 SHAPE = DrafterShape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=48, context=64)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def save_target(folder: Path, seed: int = 4) -> Path:
@@ -112,9 +102,7 @@ def same(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("stopped_at", [1, 15, 40])
-def test_a_folder_that_was_stopped_anywhere_goes_on_to_the_rows_of_one_that_was_not(
-    written: TeacherWriting, writing: TeacherWriting, stopped_at: int
-) -> None:
+def test_a_folder_that_was_stopped_anywhere_goes_on_to_the_rows_of_one_that_was_not(written, writing, stopped_at):
     kept = sum(TeacherFolder(written.output).counts())
     assert kept >= writing.tokens
     asked: list[None] = []
@@ -165,9 +153,7 @@ def test_prompts_are_answered_and_answers_read_in_the_chat_template(writing: Tea
     assert all("document" in before[index] + after[index] for index in documents)
 
 
-def test_a_folder_of_other_settings_texts_or_target_is_not_gone_on_with(
-    writing: TeacherWriting, tmp_path: Path
-) -> None:
+def test_a_folder_of_other_settings_texts_or_target_is_not_gone_on_with(writing, tmp_path) -> None:
     write_teacher(replace(writing, tokens=50))
     changed = tmp_path / "asked.jsonl"
     changed.write_text('{"prompt": "Another?"}')
@@ -187,9 +173,7 @@ def test_a_folder_of_other_settings_texts_or_target_is_not_gone_on_with(
     ("line", "why"),
     [("{}", "line 2: give"), ("[1]", "line 2: give"), ('{"prompt": ""}', "line 2: give"), ("{", "line 2: ")],
 )
-def test_a_line_that_is_no_text_is_refused_with_its_number(
-    writing: TeacherWriting, tmp_path: Path, line: str, why: str
-) -> None:
+def test_a_line_that_is_no_text_is_refused_with_its_number(writing, tmp_path, line, why) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(f"\n{line}\n")
     with pytest.raises(InvalidArgument, match=why) as refused:
@@ -346,9 +330,7 @@ def drafter_of(target: Path, teacher: Path, output: Path, **changes: Any) -> Dra
     return DrafterTraining(target=str(target), teacher=teacher, output=output, **values | changes)
 
 
-def test_a_drafter_of_a_few_tokens_learns_from_the_folder_and_can_be_trimmed_on(
-    target: Path, teacher: Path, tmp_path: Path
-) -> None:
+def test_a_drafter_of_a_few_tokens_learns_from_the_folder_and_can_be_trimmed_on(target, teacher, tmp_path) -> None:
     config = drafter_of(target, teacher, tmp_path / "drafter")
     result = train_drafter(config)
     before = train_drafter(replace(config, steps=1, output=tmp_path / "before", other_lr=1e-9, matrix_lr=1e-9))

@@ -38,11 +38,6 @@ BOS, EOS = 0, 1
 SHAPE = DrafterShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24, context=64)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 LINES = [f"line {i} of {i * i} lines; " * 4 for i in range(40)]
 PLAIN = "one two three four five six seven eight nine ten\n" * 40
 
@@ -215,9 +210,7 @@ def test_a_drafter_has_the_targets_tokenizer_also_where_transformers_changes_it(
     assert changed != hashes[0], "it changes nothing, and this test shows nothing"
 
 
-def test_a_drafter_with_a_window_sees_that_number_of_tokens_its_own_included(
-    config: DrafterTraining, tmp_path: Path
-) -> None:
+def test_a_drafter_with_a_window_sees_that_number_of_tokens_its_own_included(config, tmp_path) -> None:
     target = AutoModelForCausalLM.from_pretrained(config.target)
     torch.manual_seed(0)
     build_drafter(target, replace(config.shape, window=4), warm_start=True).save_pretrained(tmp_path)
@@ -239,13 +232,6 @@ def test_a_drafter_of_another_kind_is_not_trained_on(config: DrafterTraining, tm
     assert refused.value.field == "start"
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_a_window_that_sees_nothing_is_refused(window: int) -> None:
-    with pytest.raises(InvalidArgument) as refused:
-        replace(SHAPE, window=window)
-    assert refused.value.field == "window"
-
-
 def test_the_output_is_an_ordinary_model_folder_with_the_record_of_its_training(config: DrafterTraining) -> None:
     result = train_drafter(config)
     drafter = AutoModelForCausalLM.from_pretrained(result.folder)
@@ -265,9 +251,7 @@ def test_a_budget_in_minutes_ends_the_run(config: DrafterTraining) -> None:
     assert result.steps > 2
 
 
-def test_a_second_run_into_a_folder_or_a_resumption_with_other_settings_is_refused(
-    config: DrafterTraining,
-) -> None:
+def test_a_second_run_into_a_folder_or_a_resumption_with_other_settings_is_refused(config) -> None:
     train_drafter(config)
     with pytest.raises(InvalidArgument, match="resume") as refused:
         train_drafter(config)
@@ -299,7 +283,14 @@ def test_bad_settings_name_their_field(config: DrafterTraining, field: str, bad:
 
 
 @pytest.mark.parametrize(
-    ("field", "bad"), [("kv_heads", {"heads": 3, "kv_heads": 2}), ("head_dim", {"head_dim": 7}), ("mlp", {"mlp": 0})]
+    ("field", "bad"),
+    [
+        ("kv_heads", {"heads": 3, "kv_heads": 2}),
+        ("head_dim", {"head_dim": 7}),
+        ("mlp", {"mlp": 0}),
+        ("window", {"window": 0}),
+        ("window", {"window": -1}),
+    ],
 )
 def test_bad_shapes_name_their_field(field: str, bad: dict[str, int]) -> None:
     with pytest.raises(InvalidArgument) as refused:
