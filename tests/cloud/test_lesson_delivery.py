@@ -88,14 +88,3 @@ def test_the_oldest_give_way_and_what_is_a_day_old_is_dropped(monkeypatch) -> No
     delivery.push(0.0, MAX_AGE_S + 1.5)
     assert trainer.pushes == [(b"3rd",)]
     assert delivery.counts.expired == 3
-
-
-def test_a_key_that_is_forgotten_leaves_nothing_that_waits() -> None:
-    trainer = Scripted()
-    delivery = Delivery(trainer)
-    for data, key in ((b"a", b"alice"), (b"bb", b"bob"), (b"ccc", b"alice")):
-        delivery.add(packed(data, key=key))
-    delivery.forget(b"alice")
-    delivery.push(0.0, 0.0)
-    assert trainer.pushes == [(b"bb",)]
-    assert delivery.counts.forgotten == 4

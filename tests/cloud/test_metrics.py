@@ -12,7 +12,6 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
@@ -21,7 +20,7 @@ from outrider.edge.edge_metrics import EdgeMetrics
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import JsonLines
-from outrider.proto.types import Commit, CommittedToken, FinishReason, Patience, Timing
+from outrider.proto.types import Patience
 
 TOKENS = 24
 PROMPT = "w7 w8 w9"
@@ -196,34 +195,3 @@ def test_metrics_beyond_loopback_must_be_asked_for_plainly(listen) -> None:
         VerifierConfig(metrics_listen=listen)
     assert caught.value.field == "metrics_listen"
     assert VerifierConfig(metrics_listen="0.0.0.0:9100", insecure_metrics=True).metrics_listen == "0.0.0.0:9100"
-
-
-def test_a_commit_is_counted_by_what_was_accepted_of_it() -> None:
-    metrics = VerifierMetrics("tiny", "verifier")
-    for accepted, verified in ((0, 0), (0, 4), (3, 4), (20, 20)):
-        timing = Timing(queue_s=0.001)
-        metrics.commit(
-            Commit(
-                3,
-                tuple(map(CommittedToken, tuple(range(accepted + 1)))),
-                accepted,
-                16,
-                verified=verified,
-                timing=timing,
-            )
-        )
-    metrics.commit(Commit(30, (), 0, 16, finish=FinishReason.CANCELLED))
-    shared = {"part": "verifier", "model_name": "tiny", "drafter": ""}
-    whose = {"model_name": "tiny", "verifier": "verifier"}
-
-    def value(name: str, labels: dict[str, str]) -> float | None:
-        return metrics.registry.get_sample_value(f"outrider:{name}", labels)
-
-    assert value("spec_decode_num_draft_tokens_total", shared) == 28
-    assert value("spec_decode_num_drafts_total", shared) == 3
-    per_position = "spec_decode_num_accepted_tokens_per_pos_total"
-    positions = [value(per_position, shared | {"position": str(position)}) for position in range(21)]
-    assert positions == [*[2] * 3, *[1] * 17, None]
-    assert value("generation_tokens_total", shared) == 27
-    assert value("verifier_patience_seconds_count", whose) == 4
-    assert value("request_success_total", whose | {"finished_reason": "cancelled"}) == 1
