@@ -117,18 +117,18 @@ def test_every_option_has_help_a_flag_a_variable_and_a_key(command, tmp_path, mo
 
 def test_the_line_wins_over_the_environment_and_that_over_the_file(tmp_path, monkeypatch) -> None:
     file = tmp_path / "outrider.toml"
-    file.write_text('[edge]\nmax-requests = 2\ntrace_ratio = 0.5\ninsecure-listen = true\ndrafter = "ngram"\n')
+    file.write_text('[edge]\nmax-requests = 2\nlearn_cpu_share = 0.25\ninsecure-listen = true\ndrafter = "ngram"\n')
     monkeypatch.setenv("OUTRIDER_CONFIG", str(file))
 
     def values(*words: str) -> tuple[Any, ...]:
         given = parse(["edge", "--coordinator", "a:1", *words]).values
-        return tuple(given[name] for name in ("max_requests", "trace_ratio", "insecure_listen", "drafter"))
+        return tuple(given[name] for name in ("max_requests", "learn_cpu_share", "insecure_listen", "drafter"))
 
-    assert values() == (2, 0.5, True, "ngram")
+    assert values() == (2, 0.25, True, "ngram")
     monkeypatch.setenv("OUTRIDER_EDGE_MAX_REQUESTS", "3")
     monkeypatch.setenv("OUTRIDER_EDGE_INSECURE_LISTEN", "off")
-    assert values() == (3, 0.5, False, "ngram")
-    assert values("--max-requests", "4", "--insecure-listen", "--drafter", "none") == (4, 0.5, True, "none")
+    assert values() == (3, 0.25, False, "ngram")
+    assert values("--max-requests", "4", "--insecure-listen", "--drafter", "none") == (4, 0.25, True, "none")
 
 
 def test_lists_are_written_as_each_place_writes_lists(tmp_path, monkeypatch) -> None:
@@ -171,8 +171,7 @@ def test_projections_are_named_by_absolute_paths_since_an_actor_may_run_elsewher
         ("run = 3\n", {}, "outrider.toml: run is not a table"),
         ("[run\n", {}, "outrider.toml is not TOML: "),
         ("", {"OUTRIDER_RUN_MAX_TOKENS": "0"}, "OUTRIDER_RUN_MAX_TOKENS: 0 is not in 1..2147483647"),
-        ("", {"OUTRIDER_RUN_GOAL": "fun"}, "OUTRIDER_RUN_GOAL: 'fun' is none of latency, efficiency"),
-        ("", {"OUTRIDER_RUN_SELECTOR": "best"}, "OUTRIDER_RUN_SELECTOR: 'best' is none of leader"),
+        ("", {"OUTRIDER_RUN_STEER": "fun"}, "OUTRIDER_RUN_STEER: 'fun' is none of auto, on, off"),
     ],
 )
 def test_a_mistake_in_file_or_environment_is_one_line_that_names_it(

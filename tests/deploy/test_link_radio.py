@@ -8,7 +8,6 @@ import time
 import pytest
 from echo_server import connected, echo_server
 
-from outrider.deploy.cli import main
 from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.radio import WAKE_S, Radio
 
@@ -70,9 +69,3 @@ def test_the_first_byte_after_silence_waits_for_the_radio_and_the_next_does_not(
 
     with echo_server() as echo:
         asyncio.run(run(echo))
-
-
-def test_a_mistake_about_the_radio_is_refused_by_name(capfd) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["link", "--to", "127.0.0.1:1", "--radio-idle", "-1"])
-    assert "--radio-idle" in capfd.readouterr().err

@@ -18,7 +18,7 @@ from outrider.proto.release import release
         ("xyzzy", "there is no command 'xyzzy' (see outrider --help)"),
         ("generate --coordinater a:1 x", "did you mean --coordinator? (see outrider generate --help)"),
         ("generate --coordinator a:1 x --max-token=3x", "'3x' is not a whole number"),
-        ("generate --coordinator a:1 x --selector leadr", "did you mean leader?"),
+        ("bench --selector leadr", "did you mean leader?"),
         ("verifier --goal latencie", "did you mean latency?"),
         ("run x --drafter genral", "did you mean general?"),
     ],

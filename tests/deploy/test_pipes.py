@@ -46,7 +46,7 @@ def test_several_texts_follow_each_other_in_a_pipe(generate, tmp_path) -> None:
 
 
 def test_marks_come_into_a_pipe_where_they_are_asked_for(generate) -> None:
-    _, out, _ = generate(["one two three"], "--marks", "a prompt")
+    _, out, _ = generate(["one two three"], "--marks", "on", "a prompt")
     assert "⟦" in out.decode()
     assert out.decode().replace("⟦", "").replace("⟧", "") == "one two three\n"
 
@@ -60,12 +60,6 @@ def test_text_is_utf_8_whatever_the_locale(generate, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     _, out, _ = generate(["数"], "a prompt")
     assert out == "数\n".encode()
-
-
-def test_both_marks_and_none_is_a_mistake(generate) -> None:
-    status, out, err = generate([], "--marks", "--no-marks", "a prompt")
-    assert (status, out) == (1, b"")
-    assert err == b"outrider generate: no-marks: cannot be given with --marks; give one\n"
 
 
 def test_standard_input_that_is_no_utf_8_is_a_mistake(generate, monkeypatch) -> None:

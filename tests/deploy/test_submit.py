@@ -268,13 +268,11 @@ NOBODY = "no Ray job server answers at http://"
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        ("", 1, "give a command after --"),
-        ("--follow j --stop j", 1, "give a command after --"),
+        ("", 1, "give a command of outrider after --"),
         ("-- fly", 2, "'fly'"),
         ("-- train drafter", 2, "--output"),
         ("--address 127.0.0.1:8265 -- models", 1, "address: '127.0.0.1:8265' is not http://HOST:PORT"),
         ("--address http://127.0.0.1:1 -- models", 1, f"address: {NOBODY}127.0.0.1:1"),
-        ("--address http://127.0.0.1:1 --stop j", 1, NOBODY),
         ("--address http://nowhere.invalid:8265 -- models", 1, f"{NOBODY}nowhere.invalid:8265"),
     ],
 )

@@ -49,12 +49,12 @@ def test_a_trainer_runs_where_it_is_asked_for(options, min_keys, monkeypatch, ca
     monkeypatch.setattr(servers, "set_when_asked_to_end", at_once)
     monkeypatch.setattr(targets, "find_target", str)
     monkeypatch.delenv("OUTRIDER_UP_TARGET", raising=False)
-    assert servers.up(parse(["up", *options, "--learn-folder", "here", "--learn-loss", "dvi"])) == 0
+    assert servers.up(parse(["up", *options, "--learn-folder", "here", "--learn-max-load", "0.5"])) == 0
     ((target, learns, trainer),) = asked
     assert target == ("reference" if learns else "smollm2"), "the drafter that learns is for the former"
     assert learns is (min_keys is not None)
     if learns:
-        assert (trainer.min_keys, trainer.folder, trainer.loss) == (min_keys, Path("here"), "dvi")
+        assert (trainer.min_keys, trainer.folder, trainer.max_load) == (min_keys, Path("here"), 0.5)
     else:
         assert trainer is None
     assert ("--share-texts" in capsys.readouterr().out) is learns

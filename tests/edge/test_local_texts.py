@@ -77,10 +77,10 @@ def test_a_pipe_is_refused_without_being_read(tokenizer, tmp_path) -> None:
     assert files_of(tokenizer, tmp_path).documents() == []
 
 
-def test_more_text_than_the_limit_is_refused_with_the_option_that_raises_it(tokenizer, tmp_path) -> None:
+def test_more_text_than_the_limit_is_refused(tokenizer, tmp_path) -> None:
     (tmp_path / "a").write_text("x" * 600)
     (tmp_path / "b").write_text("x" * 600)
-    with pytest.raises(ConfigError, match="raise --draft-from-limit"):
+    with pytest.raises(ConfigError, match="name fewer"):
         files_of(tokenizer, tmp_path, limit_bytes=1000).documents()
 
 
@@ -140,16 +140,6 @@ def test_damaged_and_foreign_answers_are_left_out(tmp_path) -> None:
     (own / "2.tokens").write_bytes(b"\1\0\0")
     answers_in(tmp_path, sha256="b" * 64).keep((8,))
     assert [document.tolist() for document in answers.documents()] == [[7]]
-
-
-def test_forgetting_deletes_all_answers_and_nothing_else(tmp_path) -> None:
-    answers, others = answers_in(tmp_path), answers_in(tmp_path, sha256="b" * 64)
-    answers.keep((1,))
-    others.keep((2,))
-    (tmp_path / "mine.txt").write_text("stays")
-    assert answers.forget() == 2
-    assert answers.documents() == others.documents() == []
-    assert (tmp_path / "mine.txt").read_text() == "stays"
 
 
 def test_answers_that_come_while_the_process_runs_are_copied_from_too(tmp_path) -> None:

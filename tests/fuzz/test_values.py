@@ -194,7 +194,7 @@ def talk(method: str, path: str, body: Any = None) -> dict[str, Any]:
 def fire_at_coordinator(number: int, _: Path) -> None:
     loop = LoopThread()
     facts: dict[str, Any] = {"model": "reference", "tokenizer_sha256": golden_messages.HASH, "context_length": 4096}
-    config = CoordinatorConfig(lease_secret=b"0123456789abcdef", listen="127.0.0.1:0", poll_s=3600.0, remote_drain=True)
+    config = CoordinatorConfig(lease_secret=b"0123456789abcdef", listen="127.0.0.1:0", poll_s=3600.0)
     server = CoordinatorServer(
         config, ScriptedCluster(ready("v0", **facts), ready("honest", **facts))
     )  # v0 is drained on request

@@ -24,6 +24,7 @@ HERE = "drafting beside the target"
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 LEARNING = "learning"
 TARGET = "target"
+SERVING = "serving"
 
 
 def parse_patience(text: str) -> Patience:
@@ -97,15 +98,15 @@ class VerifierConfig(GrpcServerSettings):
         group=TARGET,
     )
     no_prefix_cache: bool = option(
-        False, "share no computed prompts and texts between the sessions of an API key", group=TARGET
+        False, "share no computed prompts and texts between the sessions of an API key", group=SERVING
     )
-    max_sessions: int = option(32, "limit of sessions at once", group=TARGET, check=at_least(1))
+    max_sessions: int = option(32, "limit of sessions at once", group=SERVING, check=at_least(1))
     max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
     max_credit: int = option(64, "limit of unverified tokens of a session", check=at_least(1))
     max_gap_s: float = option(
         0.05,
         "longest step that reads prompts while other sessions decode, or half again as long as a step that reads none",
-        group=TARGET,
+        group=SERVING,
         check=above(0),
     )
     prefill_chunk: int = option(
@@ -114,14 +115,12 @@ class VerifierConfig(GrpcServerSettings):
     keep_s: float = option(
         300.0,
         "time to keep the KV cache of an idle conversation if there is room; 0: none",
-        group=TARGET,
         check=at_least(0),
     )
     patience: Patience | None = option(
         None,
         "time to wait for DRAFTS drafts before a step; 0: none, inf: no limit; not set: planned per session",
         metavar="MS[,DRAFTS]",
-        group=TARGET,
         parse=parse_patience,
     )
     steering: tuple[str, ...] = option(
@@ -132,7 +131,7 @@ class VerifierConfig(GrpcServerSettings):
         check=no_empty_text,
         parse=absolute,
     )
-    goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps", group=TARGET)
+    goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps", group=SERVING)
     draft_here: str = option(
         "auto",
         "draft beside the target too, for sessions whose edges are far; auto: where a drafter for the target is at "
@@ -172,7 +171,6 @@ class VerifierConfig(GrpcServerSettings):
         "limit of the positions that are kept a second; misses come first",
         metavar="N",
         flag="learn-positions-s",
-        group=LEARNING,
         check=above(0),
     )
     min_step_s: float = option(0.0, "minimum time of a step, to imitate a larger target", check=at_least(0))

@@ -58,9 +58,8 @@ class CoordinatorConfig(GrpcServerSettings):
     api_keys: Path | None = option(
         None, "file of the keys that callers must have (see outrider key); not set: none needed", group=ACCESS
     )
-    remote_drain: bool = option(False, "let other machines drain verifiers if there are no API keys", group=ACCESS)
     relay: bool = option(False, "relay decoding streams for edges that cannot reach the verifiers", group=ACCESS)
-    relay_streams: int = option(256, "streams relayed at once", group=ACCESS, check=at_least(1))
+    relay_streams: int = option(256, "streams relayed at once", check=at_least(1))
     lease_seconds: float = option(600.0, "how long a lease lasts", metavar="S", check=above(0))
     drafters: tuple[Path, ...] = option((), "folder of further drafter packages, up to two levels deep", metavar="DIR")
     votes_a_day: int = option(

@@ -47,15 +47,11 @@ class CallerAdmission:
 
     Args:
         keys: API keys that callers must have; None: anybody may call.
-        remote_drain: whether other machines may drain verifiers if there are no keys.
         clock: monotonic time in seconds.
     """
 
-    def __init__(
-        self, keys: Keys | None, *, remote_drain: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, keys: Keys | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
-        self._remote_drain = remote_drain
         self._clock = clock
         self._limits = Limits()
         self._places = KeyPlaces()
@@ -91,9 +87,9 @@ class CallerAdmission:
     def check_drain(self, caller: Caller) -> None:
         """Raise `PermissionDenied` unless the caller may drain verifiers."""
         self.check_status(caller)
-        if caller.key is None and not caller.local and not self._remote_drain:
+        if caller.key is None and not caller.local:
             raise PermissionDenied(
-                "comes from another machine; use it there, or give the coordinator --api-keys or --remote-drain",
+                "comes from another machine; use it there, or give the coordinator --api-keys",
                 field="drain",
             )
 

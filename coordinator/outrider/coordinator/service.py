@@ -70,7 +70,7 @@ class ControlService:
         self._clock = clock
         self.metrics = metrics or CoordinatorMetrics()
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
-        self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
+        self.admission = CallerAdmission(keys)
         self.relay_metrics = relayed = RelayMetrics(self.metrics.registry) if config.relay else None
         most = (lambda: config.relay_streams - relayed.streams) if relayed is not None else (lambda: math.inf)
         self._view = FleetView(config.poll_s, most)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.verifier_config import HERE, TARGET, VerifierConfig
+from outrider.cloud.verifier_config import HERE, SERVING, TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.decode_options import BuiltInPrompts
-from outrider.edge.edge_config import DRAFTING, EdgeConfig
+from outrider.deploy.commands.edge_options import CHOSEN
+from outrider.edge.edge_config import RULES, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import Settings, at_least, between, option
 from outrider.proto.types import Sampling
@@ -92,9 +93,9 @@ BENCH = Command(
         part(LinkListSettings),
         part(BuiltInPrompts),
         part(BenchSettings),
-        part(Sampling),
-        part(EdgeConfig, DRAFTING),
-        part(VerifierConfig, TARGET),
+        part(Sampling, *CHOSEN),
+        part(EdgeConfig, "drafter", "steering", "drafts_here", RULES),
+        part(VerifierConfig, TARGET, SERVING),
         part(VerifierConfig, HERE, defaults={"draft_here": "on"}),
     ),
 )

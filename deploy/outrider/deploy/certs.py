@@ -48,9 +48,9 @@ def certs(given: Given) -> int:
     """Run `outrider certs`."""
     options = given(CertsSettings)
     hosts = tuple(dict.fromkeys([*options.host, *LOCAL, *([] if options.host else [socket.gethostname()])]))
-    issued = issue(options.folder.expanduser(), hosts, days=options.days, client=options.client)
+    issued = issue(options.folder.expanduser(), hosts, days=options.days)
     ca, ca_key, server_cert, server_key, client_cert, client_key = (shlex.quote(str(path)) for path in issued)
-    print(f"made an authority, a server's certificate for {', '.join(hosts)} and a client's for {options.client}")
+    print(f"made an authority, a server's certificate for {', '.join(hosts)} and a client's")
     print("coordinator and verifiers (--tls-client-ca only if every client shows a certificate):")
     print(f"  --tls-cert {server_cert} --tls-key {server_key} --tls-client-ca {ca}")
     print("a coordinator of verifiers that speak TLS:")

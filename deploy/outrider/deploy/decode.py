@@ -122,7 +122,7 @@ def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 
 def _prompts(settings: PromptSettings) -> list[Prompt]:
     if settings.prompts is not None:
-        return read_prompts(settings.prompts, settings.limit)
+        return read_prompts(settings.prompts)
     text = read_stdin("prompt") if settings.prompt == "-" else settings.prompt
     if not text:
         raise ConfigError("is empty on standard input; give a text to continue", field="prompt")

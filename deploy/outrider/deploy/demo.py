@@ -19,7 +19,6 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, choose_prompts, held_out, read_prompts
 from outrider.deploy.commands.conditions import Cable, ConditionSettings
 from outrider.deploy.commands.decode_options import BuiltInPrompts, DemoSettings
-from outrider.deploy.commands.edge_options import StopSettings
 from outrider.deploy.local.local_cluster import local_cluster
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.show import LiveText
@@ -137,7 +136,7 @@ async def _compare(coordinator: str, target: str, given: Given, console: Console
     """Decode all prompts both ways, and show them on `console`; None: nowhere."""
     live = LiveText(console) if console is not None and not given(DemoSettings).quiet else None
     compared: dict[str, ComparedTexts] = {}
-    sampling, stop = given(Sampling), given(StopSettings).stop
+    sampling = given(Sampling)
     speculating = given(EdgeConfig, coordinator=coordinator)
     streaming = EdgeConfig(coordinator=coordinator, drafter="none", drafts_here=0, cache=speculating.cache)
     async with Client(speculating) as ours, Client(streaming) as cloud:
@@ -148,13 +147,13 @@ async def _compare(coordinator: str, target: str, given: Given, console: Console
         for prompt, shown, tokens in await _prompts(given(BuiltInPrompts), target, ours):
             texts = compared.setdefault(prompt.domain or "prompts", ComparedTexts())
             if live is None or console is None:
-                texts.outrider.append(await ours.complete(tokens, sampling, stop=stop))
+                texts.outrider.append(await ours.complete(tokens, sampling))
             else:
                 console.rule(f"{prompt.domain} {prompt.id}".strip())
                 console.print(shown, style="dim", end="", markup=False, soft_wrap=True)
-                texts.outrider.append(await live.decode(ours, tokens, sampling, stop, ""))
+                texts.outrider.append(await live.decode(ours, tokens, sampling, (), ""))
             with waiting("the same by cloud streaming") if live is not None else nullcontext():
-                texts.cloud.append(await cloud.complete(tokens, sampling, stop=stop))
+                texts.cloud.append(await cloud.complete(tokens, sampling))
             if live is not None and console is not None:
                 plain = texts.cloud[-1]
                 line = f"by cloud streaming: {plain.seconds:.2f} s ({len(plain.tokens) / plain.seconds:.1f}/s)"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from outrider.deploy.arguments import PREFIX, Argument, shown_default
 from outrider.deploy.cli import COMMANDS, LOGS, Entry
@@ -49,13 +50,43 @@ def reference() -> str:
         ),
         "",
     ]
+    shared = _shared()
     for name, entry in COMMANDS.items():
         if entry.declared:
-            parts += _command(name, entry)
+            parts += _command(name, entry, shared)
+    parts += ["## Options of several commands\n"]
+    for group, rows in shared.items():
+        title, _, note = group.partition(" (")
+        parts += [f"### {_heading(title)}\n", *([f"{_heading(note.removesuffix(')'))}.\n"] if note else ()), rows]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _command(name: str, entry: Entry) -> Iterator[str]:
+def _shared() -> dict[str, str]:
+    """Return the tables of the groups of options that several commands have alike, by the group."""
+    tables = Counter(
+        (group, _table("", "", options))
+        for entry in COMMANDS.values()
+        if entry.declared
+        for group, options in _groups(entry).items()
+        if group
+    )
+    return {group: rows for (group, rows), count in reversed(tables.most_common()) if count > 1}
+
+
+def _groups(entry: Entry) -> dict[str, list[Argument]]:
+    """Return the options of a command by their group."""
+    groups: dict[str, list[Argument]] = {}
+    for argument in entry.load().arguments:
+        if not argument.field.option.positional:
+            groups.setdefault(argument.field.option.group, []).append(argument)
+    return groups
+
+
+def _heading(group: str) -> str:
+    return f"{group[0].upper()}{group[1:]}"
+
+
+def _command(name: str, entry: Entry, shared: Mapping[str, str]) -> Iterator[str]:
     table = entry.table or name
     arguments = entry.load().arguments
     positional = [argument for argument in arguments if argument.field.option.positional]
@@ -66,9 +97,15 @@ def _command(name: str, entry: Entry) -> Iterator[str]:
     if positional:
         rows = [(f"`{_escaped(argument.usage)}`", _escaped(argument.field.option.help)) for argument in positional]
         yield _rows(("Argument", "Meaning"), rows)
-    options = [argument for argument in arguments if not argument.field.option.positional]
-    for group in dict.fromkeys(argument.field.option.group for argument in options):
-        yield _table(group, "", [argument for argument in options if argument.field.option.group == group])
+    also = []
+    for group, options in _groups(entry).items():
+        if shared.get(group) == _table("", "", options):
+            title = group.partition(" (")[0]
+            also.append(f"[{title}](#{title.lower().replace(' ', '-')})")
+        else:
+            yield _table(group, "", options)
+    if also:
+        yield f"It also has the options of {', '.join(also)}.\n"
 
 
 def _table(heading: str, note: str, arguments: Sequence[Argument]) -> str:
@@ -79,7 +116,7 @@ def _table(heading: str, note: str, arguments: Sequence[Argument]) -> str:
             for argument in arguments
         ],
     )
-    title = f"**{heading[0].upper()}{heading[1:]}**{f', {note}' if note else ''}\n\n" if heading else ""
+    title = f"**{_heading(heading)}**{f', {note}' if note else ''}\n\n" if heading else ""
     return title + rows
 
 

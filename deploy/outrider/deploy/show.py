@@ -34,9 +34,7 @@ class Marks(Enum):
 
 def marks_of(console: Console, marking: MarkSettings) -> Marks | None:
     """Return the marks that the options choose; None: the default."""
-    if marking.no_marks:
-        return Marks.NONE
-    return Marks.on(console) if marking.marks else None
+    return {"on": Marks.on(console), "off": Marks.NONE}.get(marking.marks)
 
 
 class LiveText:

@@ -33,26 +33,23 @@ RETRY_S = 1.0
 def submit(given: Given) -> int:
     """Run `outrider submit` and return its exit status."""
     options = given(SubmitSettings)
-    if sum(map(bool, (options.follow, options.stop, options.arguments))) != 1:
-        raise ConfigError("give a command after --, or --follow ID, or --stop ID", field="arguments")
+    if not options.arguments:
+        raise ConfigError("is missing; give a command of outrider after --", field="arguments")
     if not options.address.startswith(("http://", "https://")):
         raise ConfigError(f"{options.address!r} is not http://HOST:PORT", field="address")
     arguments = list(options.arguments[options.arguments[:1] == ("--",) :])
-    values = given.parse(arguments).values if options.arguments else {}  # ends the process where there is a mistake
+    values = given.parse(arguments).values  # ends the process where there is a mistake
     for name in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
         logging.getLogger(f"ray.{name}").setLevel(logging.ERROR)
     os.environ["RAY_API_SERVER_ADDRESS"] = options.address  # which it would prefer to its argument
     os.environ["RAY_RUNTIME_ENV_IGNORE_GITIGNORE"] = "1"  # send inputs whole, even if a .gitignore is among them
     with ray_errors(options.address):
         client = JobSubmissionClient(options.address)
-        if options.stop:
-            print(f"{options.stop} {'is asked to stop' if client.stop_job(options.stop) else 'had ended'}")
-            return 0
-    if options.follow:
-        return follow(client, options.follow)
     written = [path for path in map(values.get, WRITING) if isinstance(path, Path) and not path.is_absolute()]
     job_id = send(client, arguments, [path.as_posix() for path in written], options)
-    print(f"job {job_id} at {options.address}; --follow {job_id} shows its log, --stop {job_id} stops it", flush=True)
+    print(
+        f"job {job_id} at {options.address}; `ray job stop {job_id}` ends it, `ray job logs` shows its log", flush=True
+    )
     return 0 if options.no_wait else follow(client, job_id)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "HOST:PORT"
 ADAPTIVE = "adaptive"
-DRAFTING, CONNECTION, SHARING = "drafting", "connection", "sharing"
+DRAFTING, RULES, CONNECTION, SHARING = "drafting", "rules of drafting", "connection", "sharing"
 
 
 # Modules with numpy are imported where a value is checked, so that declaring an option costs nothing.
@@ -99,7 +99,7 @@ class EdgeConfig(Settings):
         "leader",
         "rule that selects among several drafters: leader, static, hedge or metasd-bd",
         metavar="RULE",
-        group=DRAFTING,
+        group=RULES,
         check=_check_selector,
     )
     drafter_memory_mb: float = option(
@@ -112,7 +112,7 @@ class EdgeConfig(Settings):
         None,
         "limit of unverified tokens; adaptive: as many as pay; not set: adaptive",
         metavar="N|adaptive",
-        group=DRAFTING,
+        group=RULES,
         parse=_number_or_adaptive,
         check=_check_window,
     )
@@ -127,18 +127,13 @@ class EdgeConfig(Settings):
         metavar="PATH",
         group=DRAFTING,
     )
-    draft_from_limit_mb: float = option(8.0, "limit of --draft-from, in 10^6 bytes", group=DRAFTING, check=above(0))
     draft_answers: Path | None = option(
         None,
         "keep answers in this folder, as tokens that only this user can read, and copy drafts from them; not set: none",
         metavar="DIR",
         group=DRAFTING,
     )
-    draft_answers_limit_mb: float = option(
-        1.0, "limit of --draft-answers, in 10^6 bytes; the oldest go first", group=DRAFTING, check=above(0)
-    )
-    forget_answers: bool = option(False, "delete the answers in --draft-answers at the start", group=DRAFTING)
-    threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=DRAFTING, check=at_least(1))
+    threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=RULES, check=at_least(1))
     steering: str = option(
         "auto",
         "steer the drafter by the target's states: as often as it pays, with every commit, or never",
@@ -160,7 +155,7 @@ class EdgeConfig(Settings):
         False,
         "have steps verify chains of drafts alone, without likely misses beside them, which take 6 bytes each of "
         "the uplink",
-        group=DRAFTING,
+        group=RULES,
     )
     share_texts: bool = option(
         False,
@@ -200,8 +195,6 @@ class EdgeConfig(Settings):
             raise ConfigError("must be named where there is no coordinator to ask", field="model")
         if not self.drafter:
             raise ConfigError("is empty; use `none` for no drafter", field="drafter")
-        if self.forget_answers and self.draft_answers is None:
-            raise ConfigError("needs --draft-answers, the folder", field="forget_answers")
         if len(self.drafters) > 1:
             check_drafters(self.drafters)
         if self.coordinator:

@@ -8,7 +8,7 @@ from pathlib import Path
 from outrider.cloud.verifier_config import TARGET
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.conditions import ConditionSettings
-from outrider.deploy.commands.edge_options import TEXTS, StopSettings, edge_part
+from outrider.deploy.commands.edge_options import TEXTS, edge_part
 from outrider.deploy.commands.serving_options import found_target
 from outrider.edge.edge_config import DRAFTING
 from outrider.proto.settings import Settings, at_least, option
@@ -48,9 +48,8 @@ DEMO = Command(
         part(BuiltInPrompts, defaults={"per_domain": 1}),
         part(DemoSettings),
         edge_part("cache"),
-        part(Sampling, defaults={"max_tokens": 160}),
-        part(StopSettings),
-        edge_part(DRAFTING),
+        part(Sampling, "temperature", "seed", "max_tokens", defaults={"max_tokens": 160}),
+        edge_part("drafter"),
         found_target(TARGET),
     ),
 )

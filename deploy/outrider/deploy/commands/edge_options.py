@@ -25,7 +25,6 @@ class PromptSettings(Settings):
 
     prompt: str | None = option(None, "text to continue; - reads standard input", metavar="PROMPT", positional=True)
     prompts: Path | None = option(None, 'file of prompts: .jsonl of {"id","prompt"}, or text with one per line')
-    limit: int = option(0, "decode only the first N of --prompts; 0: all", check=at_least(0))
     json: bool = option(False, "print one JSON object per prompt")
     sessions: int = option(1, "with --json: prompts decoded at once", check=at_least(1))
 
@@ -41,13 +40,9 @@ class PromptSettings(Settings):
 class MarkSettings(Settings):
     """Marks of the target's own tokens in a text."""
 
-    marks: bool = option(False, "mark the target's own tokens also where the output is no terminal")
-    no_marks: bool = option(False, "do not mark them on a terminal either")
-
-    def check_together(self) -> None:
-        """Refuse both at once."""
-        if self.marks and self.no_marks:
-            raise ConfigError("cannot be given with --marks; give one", field="no_marks")
+    marks: str = option(
+        "auto", "mark the target's own tokens; auto: where the output is a terminal", choices=("auto", "on", "off")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +133,8 @@ def edge_part(*names: str, required: tuple[str, ...] = ()) -> Part:
 
 
 WHERE = ("coordinator", "verifier", "model", "tokenizer", "cache")
-TEXTS = (part(PromptSettings), part(MarkSettings), part(Sampling), part(StopSettings), part(GrammarSettings))
+CHOSEN = ("temperature", "seed", "top_k", "top_p", "max_tokens")
+TEXTS = (part(PromptSettings), part(MarkSettings), part(Sampling, *CHOSEN), part(StopSettings), part(GrammarSettings))
 GENERATE = Command(
     "outrider.deploy.decode:generate",
     (
@@ -154,7 +150,7 @@ CHAT = Command(
         part(MarkSettings),
         edge_part(*WHERE, "chat_template", DRAFTING, SHARING, CONNECTION),
         part(KeySettings),
-        part(Sampling, defaults={"max_tokens": ANSWER_TOKENS}),
+        part(Sampling, *CHOSEN, defaults={"max_tokens": ANSWER_TOKENS}),
         part(StopSettings),
     ),
 )
@@ -163,7 +159,7 @@ EDGE = Command(
     (
         edge_part(*WHERE, "chat_template"),
         part(DaemonConfig),
-        edge_part(DRAFTING, "battery", SHARING),
+        edge_part(DRAFTING, SHARING),
         part(LearnHereSettings),
         part(ServerTls, defaults={"cert": None, "key": None}),
         part(
@@ -174,10 +170,10 @@ EDGE = Command(
             },
         ),
         part(KeySettings),
-        edge_part("trace_endpoint", "trace_ratio"),
+        edge_part("trace_endpoint"),
     ),
 )
 DOCTOR = Command(
     "outrider.deploy.doctor:doctor",
-    (edge_part(*WHERE), part(DoctorSettings), edge_part(CONNECTION), part(KeySettings), edge_part(DRAFTING)),
+    (edge_part(*WHERE), part(DoctorSettings), edge_part(CONNECTION), part(KeySettings), edge_part("drafter")),
 )

@@ -53,7 +53,6 @@ class CertsSettings(Settings):
     folder: Path = option(REQUIRED, "folder to write to; no file is overwritten", metavar="DIR", positional=True)
     host: tuple[str, ...] = option((), "name or IP address of the servers", metavar="NAME")
     days: int = option(90, "validity of the certificates in days", check=at_least(1))
-    client: str = option("edge", "name in the client's certificate", metavar="NAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +91,9 @@ class LinkSettings(Settings):
     down: float | None = option(
         None, "rate to the edge; 0: outage; not set: no limit", metavar="MBIT/S", check=at_least(0)
     )
-    queue: float = option(256.0, "size of the queue each way", metavar="KIB", check=at_least(3))
     trace: str | None = option(None, "round trip and rates over time: built-in, or a CSV file", metavar="NAME|FILE")
     seed: int = option(0, "seed of all chances", check=at_least(0))
-    radio: bool = option(False, "let the edge's radio sleep; it takes 0.3 to 1 s to wake")
-    radio_idle_s: float = option(10.0, "silence after which the radio sleeps", check=at_least(0))
+    radio: bool = option(False, "let the edge's radio sleep after 10 s of silence; it takes 0.3 to 1 s to wake")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +114,6 @@ class SubmitSettings(Settings):
     gpus: float | None = option(None, "GPUs that Ray reserves for the command", metavar="N", check=at_least(0))
     installed: bool = option(False, "run the Outrider that the nodes have installed, rather than send this one")
     env: tuple[str, ...] = option((), "environment variable of the command", metavar="NAME=VALUE")
-    follow: str = option("", "show the log of this job, which may have ended", metavar="ID")
-    stop: str = option("", "ask this job to stop", metavar="ID")
     arguments: tuple[str, ...] = option(
         (), "command of outrider with its options", metavar="-- COMMAND", positional=True, many="rest"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.verifier_config import AUTO, ENGINE, HERE, LEARNING, TARGET, VerifierConfig
+from outrider.cloud.verifier_config import AUTO, ENGINE, HERE, LEARNING, SERVING, TARGET, VerifierConfig
 from outrider.coordinator.coordinator_config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.conditions import ConditionSettings
@@ -15,6 +15,7 @@ from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option
 
 NO_CERTIFICATE = {"cert": None, "key": None}
+TEACHING = ("drafter", "cpu_share", "max_load", "folder", "rehearsal", "min_keys")
 LISTENING = ("listen", "insecure_listen", "connections_per_address", "metrics")
 
 
@@ -80,26 +81,26 @@ UP = Command(
         part(
             CoordinatorConfig,
             *LISTENING,
-            *("lease_seconds", "drafters", "state", "votes_a_day"),
+            *("drafters", "state"),
             ACCESS,
-            # The edges of a local cluster are mostly its owner's, and few.
-            defaults={"votes_a_day": 1000},
         ),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
         part(ConditionSettings),
-        found_target(TARGET, ENGINE, HERE, LEARNING),
-        part(TrainerSettings),
+        found_target(TARGET, SERVING, ENGINE, HERE, LEARNING),
+        part(TrainerSettings, *TEACHING),
     ),
 )
-TRAINER = Command("outrider.deploy.local.servers:trainer", (part(TrainerSettings), part(TrainerActorSettings)))
+TRAINER = Command(
+    "outrider.deploy.local.servers:trainer", (part(TrainerSettings, *TEACHING), part(TrainerActorSettings))
+)
 COORDINATOR = Command(
     "outrider.deploy.local.servers:coordinator",
     (
         part(
             CoordinatorConfig,
             *LISTENING,
-            *("lease_seconds", "drafters", "ray_address", "state", "votes_a_day"),
+            *("drafters", "ray_address", "state"),
             ACCESS,
             defaults={"ray_address": "auto"},
         ),
@@ -112,7 +113,7 @@ VERIFIER = Command(
     "outrider.deploy.local.servers:verifier",
     (
         part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint"),
-        part(VerifierConfig, TARGET, ENGINE, HERE, LEARNING),
+        part(VerifierConfig, TARGET, SERVING, ENGINE, HERE, LEARNING),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(ActorSettings),
         part(SecretSettings),

@@ -20,14 +20,13 @@ TRAINING = (
     "output",
     "minutes",
     "steps",
-    "patience",
     "resume",
     "threads",
     "device",
     "seed",
 )
 BEGINNING = ("start", "source", "keep_layers", "vocabulary")
-PACE = ("block", "blocks_per_step", "blocks_per_pass", "positions_per_chunk", "measure_every_minutes")
+PACE = ("block", "blocks_per_step", "blocks_per_pass", "positions_per_chunk")
 DEFAULTS = {"target": "reference", "threads": 0}
 
 
@@ -57,13 +56,6 @@ class ExportSettings(Settings):
     candidates: int = option(64, "number of most likely tokens that it returns", metavar="K", check=at_least(1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsSettings(Settings):
-    """Further output of `outrider models`."""
-
-    memory: bool = option(False, "load each drafter, and show the memory that it takes")
-
-
 TRAIN_DRAFTER = Command(
     "outrider.deploy.training:train_drafter",
     (
@@ -77,7 +69,7 @@ TRAIN_TEACHER = Command(
 )
 TRAIN_STEER = Command(
     "outrider.deploy.training:train_steer",
-    (part(SteerTraining, *TRAINING, *PACE, "drafter", "rank", "layers", "max_age", defaults=DEFAULTS),),
+    (part(SteerTraining, *TRAINING, *PACE, "drafter", "rank", "layers", defaults=DEFAULTS),),
 )
 EXPORT = Command("outrider.deploy.training:export", (part(ExportSettings),))
-MODELS = Command("outrider.deploy.models:models", (part(ModelsSettings),))
+MODELS = Command("outrider.deploy.models:models")

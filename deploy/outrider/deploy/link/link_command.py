@@ -11,23 +11,21 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.proto.errors import ConfigError
 
+RADIO_IDLE_S = 10.0  # silence after which the radio sleeps
+
 
 def link(given: Given) -> int:
     """Run `outrider link`."""
     options = given(LinkSettings)
     trace = _trace(options)
     shape = LinkShape.of(
-        rtt_ms=options.rtt or 0.0,
-        jitter_ms=options.jitter,
-        up_mbit=options.up,
-        down_mbit=options.down,
-        queue_kib=options.queue,
+        rtt_ms=options.rtt or 0.0, jitter_ms=options.jitter, up_mbit=options.up, down_mbit=options.down
     )
     return run_on_time(_link(options, shape, trace))
 
 
 async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None) -> int:
-    radio = Radio(options.radio_idle_s, options.seed) if options.radio else None
+    radio = Radio(RADIO_IDLE_S, options.seed) if options.radio else None
     relay = LinkRelay(options.to, shape, options.seed, radio)
     address = await relay.start(options.listen)
     stop = set_when_asked_to_end()

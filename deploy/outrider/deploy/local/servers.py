@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 STOPPED_WITHIN_S = 30.0  # of a step that runs, and of whoever still learns
 END_WITHIN_S = STOPPED_WITHIN_S + 5.0  # of a process that has failed
+VOTES_A_DAY = 1000  # of one edge: those of a local cluster are mostly its owner's, and few
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
 ASKED = '{"model": "%s", "temperature": 0, "messages": [{"role": "user", "content": "What is 2 + 3?"}]}'
 PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of the strategies
@@ -73,7 +74,7 @@ async def _up(given: Given) -> int:
     async with local_cluster(
         config,
         verifiers=verifiers,
-        coordinator=asked | {"tls": tls},
+        coordinator=asked | {"tls": tls, "votes_a_day": VOTES_A_DAY},
         trainer=learning,
         link=conditions.link,
     ) as running:

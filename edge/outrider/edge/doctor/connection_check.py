@@ -53,7 +53,7 @@ _REMEDIES = {
     ),
     errors.ModelRefused: "export the drafter again with this release: `outrider export`, or give --drafter ngram",
     errors.LeaseExpired: (
-        "set both clocks by NTP (`timedatectl`); leases last `outrider coordinator --lease-seconds` long"
+        "set both clocks by NTP (`timedatectl`); `outrider coordinator` says for how long a lease is good"
     ),
     errors.PermissionDenied: "use another key with --api-key-file, or have this one allowed more at the coordinator",
     errors.Unauthenticated: (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+MAX_BYTES = 1e6
 _SUFFIX = ".tokens"
 _TOKEN = np.dtype("<u4")
 
@@ -28,7 +29,7 @@ class KeptAnswers:
     folder: Path
     tokenizer_sha256: str
     vocab_size: int
-    limit_bytes: float
+    limit_bytes: float = MAX_BYTES
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def keep(self, tokens: tuple[int, ...]) -> None:
@@ -56,17 +57,6 @@ class KeptAnswers:
         """Return the tokens [m] of all answers, the oldest first; one that has gone or is damaged is left out."""
         read = (_tokens(path, int(self.limit_bytes)) for path in self._paths())
         return [tokens for tokens in read if len(tokens) and int(tokens.max()) < self.vocab_size]
-
-    def forget(self) -> int:
-        """Delete the answers of every tokenizer in the folder, and nothing else; return how many there were.
-
-        Raises:
-            OSError: one cannot be deleted.
-        """
-        paths = list(self.folder.expanduser().glob(f"*/*{_SUFFIX}"))
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return len(paths)
 
     @property
     def _own(self) -> Path:

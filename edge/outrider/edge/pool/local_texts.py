@@ -20,6 +20,7 @@ from outrider.proto.errors import ConfigError, OutriderError
 
 _PROBED_BYTES = 8192  # a file with a NUL among its first bytes is no text
 FIELD = "draft_from"
+MAX_BYTES = 8e6
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class LocalFiles:
 
     paths: tuple[Path, ...]
     tokenizer: Tokenizer
-    limit_bytes: float
+    limit_bytes: float = MAX_BYTES
     _read: dict[Path, tuple[_Version, np.ndarray]] = field(default_factory=dict)
 
     def look(self) -> dict[Path, _Version]:
@@ -60,7 +61,7 @@ class LocalFiles:
         total = sum(size for _, size in found.values())
         if total > self.limit_bytes:
             raise ConfigError(
-                f"holds {total / 1e6:.1f} MB in {len(found)} files; name fewer, or raise --draft-from-limit, which is "
+                f"holds {total / 1e6:.1f} MB in {len(found)} files; name fewer: the limit is "
                 f"{self.limit_bytes / 1e6:g}",
                 field=FIELD,
             )

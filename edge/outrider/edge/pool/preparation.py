@@ -220,12 +220,9 @@ class Preparation:
     def _local_texts(self, tokenizer: Tokenizer, sha256: str) -> LocalTexts:
         config, files, answers = self._config, None, None
         if config.draft_from:
-            files = LocalFiles(config.draft_from, tokenizer, config.draft_from_limit_mb * 1e6)
+            files = LocalFiles(config.draft_from, tokenizer)
         if config.draft_answers is not None:
-            limit_bytes, vocab_size = config.draft_answers_limit_mb * 1e6, tokenizer.get_vocab_size()
-            answers = KeptAnswers(config.draft_answers, sha256, vocab_size, limit_bytes)
-            if config.forget_answers:
-                log.info("forgot %d answers", answers.forget())
+            answers = KeptAnswers(config.draft_answers, sha256, tokenizer.get_vocab_size())
         return LocalTexts(files, answers)
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
