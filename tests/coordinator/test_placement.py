@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,57 +15,46 @@ from outrider.coordinator.placement import RETRY_WHEN_DOWN_S, place
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 
 DOWN, DRAINING, SICK = VerifierState.DOWN, VerifierState.DRAINING, VerifierState.SICK
+BUSY = ready("b", sessions=3)
 
 
-def test_the_fewest_sessions_win() -> None:
-    assert place([ready("a", sessions=2), ready("b", sessions=1)], "tiny", TOKENIZER_SHA256).name == "b"
+CHOSEN: dict[str, tuple[list[VerifierInfo], dict[str, Any], str]] = {
+    "the fewest sessions": ([ready("a", sessions=2), ready("b", sessions=1)], {}, "b"),
+    "of equally many the faster step": ([ready("a", step_s=0.2), ready("b", step_s=0.1)], {}, "b"),
+    "of equals the first name": ([ready("b"), ready("a")], {}, "a"),
+    "leases count that are no sessions yet": ([ready("a"), ready("b", step_s=1.0)], {"pending": {"a": 1}}, "b"),
+    "but make none full": ([ready("a", max_sessions=1)], {"pending": {"a": 5}}, "a"),
+    **{
+        f"not one that is {state.value}": ([ready("a", state=state), BUSY], {}, "b") for state in (DOWN, DRAINING, SICK)
+    },
+    "no full one however fast": ([ready("a", sessions=4, step_s=0.0), ready("b", sessions=3, step_s=9.0)], {}, "b"),
+    "no other model": ([ready("a", model="big"), BUSY], {}, "b"),
+    "what to avoid loses": ([ready("a"), BUSY], {"avoid": {"a"}}, "b"),
+    "unless the other is down": ([ready("a"), ready("b", state=DOWN)], {"avoid": {"a"}}, "a"),
+    "or full": ([ready("a"), ready("b", sessions=4)], {"avoid": {"a"}}, "a"),
+    "or has another model": ([ready("a"), ready("b", model="big")], {"avoid": {"a"}}, "a"),
+    "of what to avoid the one lost longest ago": (
+        [ready("a"), BUSY, ready("c")],
+        {"avoid": ("b", "a", "c")},
+        "b",
+    ),
+    "any precision of one that states none": (
+        [ready("a", precision="bfloat16"), BUSY],
+        {"precision": "float32"},
+        "b",
+    ),
+    "the tokenizer of two of a model": ([ready("a", tokenizer_sha256="e" * 64), BUSY], {}, "b"),
+}
 
 
-def test_of_equally_many_sessions_the_faster_step_wins() -> None:
-    assert place([ready("a", step_s=0.2), ready("b", step_s=0.1)], "tiny", "").name == "b"
-
-
-def test_of_equals_the_name_decides_so_that_placement_is_reproducible() -> None:
-    assert place([ready("b"), ready("a")], "tiny", "").name == "a"
-
-
-def test_leases_not_yet_seen_as_sessions_count_as_load() -> None:
-    assert place([ready("a"), ready("b", step_s=1.0)], "tiny", "", pending={"a": 1}).name == "b"
-
-
-def test_leases_not_yet_seen_do_not_make_a_verifier_full() -> None:
-    assert place([ready("a", max_sessions=1)], "tiny", "", pending={"a": 5}).name == "a"
-
-
-@pytest.mark.parametrize("state", [DOWN, DRAINING, SICK])
-def test_only_a_ready_verifier_is_chosen(state: VerifierState) -> None:
-    assert place([ready("a", state=state), ready("b", sessions=3)], "tiny", "").name == "b"
-
-
-def test_a_full_verifier_is_passed_over_however_fast() -> None:
-    assert place([ready("a", sessions=4, step_s=0.0), ready("b", sessions=3, step_s=9.0)], "tiny", "").name == "b"
-
-
-def test_another_model_is_never_chosen() -> None:
-    assert place([ready("a", model="big"), ready("b", sessions=3)], "tiny", "").name == "b"
+@pytest.mark.parametrize("rule", CHOSEN)
+def test_the_verifier_of_a_text_is(rule: str) -> None:
+    fleet, options, name = CHOSEN[rule]
+    assert place(fleet, "tiny", TOKENIZER_SHA256, **options).name == name
 
 
 def test_an_empty_model_takes_the_first_there_is() -> None:
     assert place([ready("a", model="big"), ready("b", model="tiny")], "", "").model == "big"
-
-
-def test_what_to_avoid_loses_to_any_other_with_room() -> None:
-    assert place([ready("a"), ready("b", sessions=3)], "tiny", "", avoid={"a"}).name == "b"
-
-
-@pytest.mark.parametrize("other", [ready("b", state=DOWN), ready("b", sessions=4), ready("b", model="big")])
-def test_what_to_avoid_is_taken_when_nothing_else_is_left(other: object) -> None:
-    assert place([ready("a"), other], "tiny", "", avoid={"a"}).name == "a"  # type: ignore[list-item]
-
-
-def test_of_what_to_avoid_the_verifier_lost_longest_ago_is_taken() -> None:
-    fleet = [ready("a"), ready("b", sessions=3), ready("c")]
-    assert place(fleet, "tiny", "", avoid=("b", "a", "c")).name == "b"
 
 
 def test_a_text_goes_on_in_its_precision_alone_however_busy_its_verifier_is() -> None:
@@ -72,11 +62,6 @@ def test_a_text_goes_on_in_its_precision_alone_however_busy_its_verifier_is() ->
     assert place(fleet, "tiny", "", precision="float32").name == "b"
     assert place(fleet, "tiny", "", avoid={"b"}, precision="float32").name == "b"
     assert place(fleet, "tiny", "").name == "a", "a text without a token has none"
-
-
-def test_a_verifier_that_states_no_precision_may_have_any() -> None:
-    fleet = [ready("a", precision="bfloat16"), ready("b", sessions=3)]
-    assert place(fleet, "tiny", "", precision="float32").name == "b"
 
 
 def test_a_text_goes_where_there_is_the_context_that_it_needs_however_busy_that_is() -> None:
@@ -141,10 +126,6 @@ def test_another_tokenizer_is_a_mismatch_even_while_the_verifier_is_down() -> No
     with pytest.raises(TokenizerMismatch) as refusal:
         place([ready("a", state=DOWN)], "tiny", "f" * 64)
     assert refusal.value.field == "lease_request.tokenizer_sha256"
-
-
-def test_of_two_tokenizers_of_one_model_the_matching_verifier_is_chosen() -> None:
-    assert place([ready("a", tokenizer_sha256="e" * 64), ready("b", sessions=3)], "tiny", TOKENIZER_SHA256).name == "b"
 
 
 def test_all_full_is_exhausted_with_a_retry_time() -> None:

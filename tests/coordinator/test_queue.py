@@ -17,7 +17,6 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import (
-    FORGET_S,
     GRACE_S,
     MAX_TICKETS,
     MAX_TICKETS_OF_KEY,
@@ -62,64 +61,6 @@ class Line:
         return bool(open_to)
 
 
-def test_a_freed_place_is_kept_for_the_text_that_waits_longest() -> None:
-    line = Line()
-    assert [line.ask(name) for name in ("first", "second")] == [False, False]
-    line.free = 1
-    assert not line.ask("newcomer")
-    assert not line.ask("second")
-    assert line.ask("first")
-
-
-def test_of_two_free_places_the_second_is_the_second_texts() -> None:
-    line = Line()
-    assert [line.ask(name) for name in ("first", "second", "third")] == [False] * 3
-    line.free = 2
-    assert not line.ask("third")
-    assert line.ask("second"), "one is left for the first"
-    assert not line.ask("third")
-    assert line.ask("first")
-
-
-def test_a_text_that_asks_again_keeps_its_turn() -> None:
-    line = Line()
-    for line.now_s in (0.0, 1.0, 2.0, 3.0):
-        assert not line.ask("first")
-        assert not line.ask("second")
-    line.free = 1
-    assert not line.ask("second")
-    assert line.ask("first")
-
-
-def test_a_place_is_kept_until_its_edge_is_late_and_then_goes_to_the_next() -> None:
-    line = Line()
-    assert not line.ask("gone")
-    line.free, late = 1, line.retry_s + GRACE_S
-    line.now_s = late - 0.01
-    assert not line.ask("next")
-    line.now_s = late + 0.01
-    assert line.ask("next")
-
-
-def test_an_edge_that_comes_late_has_its_number_still() -> None:
-    line = Line()
-    assert not line.ask("late")
-    line.now_s = FORGET_S - 0.01
-    assert not line.ask("next")
-    assert not line.ask("late")
-    line.free = 1
-    assert not line.ask("next")
-    assert line.ask("late")
-
-
-def test_an_edge_that_never_comes_back_is_forgotten() -> None:
-    line = Line()
-    assert not line.ask("gone")
-    line.now_s = FORGET_S + 0.01
-    assert not line.ask("other")
-    assert len(line.queue) == 1
-
-
 def test_an_end_that_is_reported_frees_the_turn_at_once() -> None:
     line = Line()
     assert not line.ask("left")
@@ -138,29 +79,6 @@ def lose(line: Line, key: str, places: int) -> None:
     line.held[key] -= places
 
 
-def test_a_text_that_loses_its_place_comes_before_texts_that_had_none() -> None:
-    line = Line()
-    serve(line, "running")
-    assert not line.ask("newcomer")
-    line.now_s = 600.0
-    assert not line.ask("newcomer")
-    assert not line.ask("running"), "it has lost its place"
-    line.free = 1
-    assert not line.ask("newcomer")
-    assert line.ask("running")
-
-
-def test_texts_that_lose_their_places_keep_the_order_in_which_they_first_came() -> None:
-    line = Line()
-    serve(line, "first", "second")
-    line.queue.ask("", "third", "any", 0.0, has_run=True)  # before this coordinator began
-    assert [line.ask(name) for name in ("third", "second", "first")] == [False] * 3
-    line.free = 1
-    assert not line.ask("third")
-    assert not line.ask("second")
-    assert line.ask("first")
-
-
 def test_a_text_that_has_ended_is_a_newcomer_when_its_session_comes_again() -> None:
     line = Line()
     serve(line, "conversation")
@@ -170,32 +88,6 @@ def test_a_text_that_has_ended_is_a_newcomer_when_its_session_comes_again() -> N
     line.free = 1
     assert not line.ask("conversation")
     assert line.ask("newcomer")
-
-
-def test_a_running_text_yields_to_no_other_keys_newcomer() -> None:
-    line = Line()
-    serve(line, "a1", "a2", "a3", key="alice")
-    line.lately["alice"] = 3
-    lose(line, "alice", 1)
-    assert not line.ask("b1", "bob"), "bob has none, and alice two"
-    assert not line.ask("a1", "alice")
-    line.free = 1
-    assert not line.ask("b1", "bob")
-    assert line.ask("a1", "alice")
-
-
-def test_among_running_texts_the_turn_is_that_of_the_key_with_fewest_places() -> None:
-    line = Line()
-    serve(line, "a1", "a2", "a3", key="alice")
-    serve(line, "b1", "b2", key="bob")
-    line.lately.update(alice=3, bob=2)
-    lose(line, "alice", 1)
-    lose(line, "bob", 1)
-    assert not line.ask("a1", "alice")
-    assert not line.ask("b1", "bob")
-    line.free = 1
-    assert not line.ask("a1", "alice"), "alice has two, and bob one"
-    assert line.ask("b1", "bob")
 
 
 def test_a_key_that_hides_the_ends_of_its_texts_gains_no_place_by_it() -> None:
@@ -262,19 +154,6 @@ def test_a_question_looks_at_no_other_ticket_where_no_free_place_fits_it() -> No
     assert looked == ["any"], "its own wants alone"
 
 
-def test_the_turn_is_that_of_the_key_with_fewest_places() -> None:
-    line = Line(alice=3, bob=1)
-    assert not line.ask("a1", "alice")
-    assert not line.ask("b1", "bob")
-    assert not line.ask("b2", "bob")
-    line.free = 2
-    assert not line.ask("a1", "alice"), "bob has one, and then two"
-    assert line.ask("b2", "bob")
-    assert line.ask("b1", "bob")
-    line.free = 1
-    assert line.ask("a1", "alice"), "both have three"
-
-
 def test_texts_that_their_own_key_holds_back_keep_no_place_from_others() -> None:
     line = Line(alice=1)
     line.room["alice"] = 0
@@ -338,23 +217,6 @@ def view(*verifiers: VerifierInfo) -> FleetView:
     fleet = FleetView(1.0)
     fleet.observe(verifiers, 0.0)
     return fleet
-
-
-def test_a_lease_takes_its_place_until_the_verifier_has_admitted_it() -> None:
-    fleet = view(ready("a", max_sessions=1, lists_admitted=True))
-    fleet.grant(request("s1"), "", fleet.choose(request("s1"), "", 0.0), 0.0)
-    with pytest.raises(ResourceExhausted):
-        fleet.choose(request("s2"), "", 0.1)
-    fleet.observe((ready("a", max_sessions=1, lists_admitted=True, admitted={"s1": 0}),), 0.2)
-    assert fleet.choose(request("s2"), "", 0.2).name == "a", "its text has ended already"
-
-
-def test_a_lease_that_nobody_uses_keeps_its_place_for_two_polls() -> None:
-    fleet = view(ready("a", max_sessions=1, lists_admitted=True))
-    fleet.grant(request("s1"), "", fleet.choose(request("s1"), "", 0.0), 0.0)
-    with pytest.raises(ResourceExhausted):
-        fleet.choose(request("s2"), "", 1.9)
-    assert fleet.choose(request("s2"), "", 2.1).name == "a"
 
 
 def test_a_text_whose_verifier_refused_it_has_its_turn_back() -> None:
