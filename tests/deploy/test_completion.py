@@ -68,13 +68,9 @@ def bash(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("outrider ver", ["verifier"]),
         ("outrider tra", ["train", "trainer"]),
         ("outrider train st", ["steer"]),
-        ("outrider edge --max-r", ["--max-requests"]),
         ("outrider verifier --kv", ["--kv-dtype", "--kv-tokens"]),
-        ("outrider bench --rt", ["--rtt"]),
-        ("outrider verifier --goal ", ["efficiency", "latency"]),
         ("outrider run --dtype b", ["bfloat16"]),
         ("outrider completion ", ["bash", "fish", "zsh"]),
     ],

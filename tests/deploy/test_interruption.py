@@ -37,11 +37,8 @@ def test_a_signal_while_the_command_line_is_read_is_one_line(event: str, number:
     ("command", "options", "event"),
     [
         ("generate", "--coordinator 127.0.0.1:1 x", "grpc"),
-        ("status", "--coordinator 127.0.0.1:1", "rich.live"),
         ("edge", "--coordinator 127.0.0.1:1", "uvicorn"),
         ("run", "x", "numpy"),
-        ("bench", "", "rich"),
-        ("coordinator", "", "grpc"),
         ("train drafter", "--teacher x --output x", "torch"),
         ("submit", "-- run x", "ray"),
     ],

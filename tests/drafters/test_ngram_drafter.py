@@ -46,7 +46,7 @@ def test_a_token_never_seen_before_ends_the_proposal():
     assert token_ids(state_after((5, 6, 5, 6, 1)).propose(3)) == ()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(words.filter(bool), st.integers(1, 4))
 def test_q_is_the_interpolated_estimate_and_sums_to_one(tokens, longest):
     state = state_after(tokens, longest=longest)
@@ -58,7 +58,7 @@ def test_q_is_the_interpolated_estimate_and_sums_to_one(tokens, longest):
     assert sum(q) == pytest.approx(1, abs=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(words.filter(bool), st.sampled_from([0.0, 1.0]), st.integers(0, 99))
 def test_the_q_of_a_proposal_is_its_score(tokens, temperature, seed):
     rule = ProposalRule(Sampling(temperature=temperature, seed=seed))
@@ -70,7 +70,7 @@ def test_the_q_of_a_proposal_is_its_score(tokens, temperature, seed):
     np.testing.assert_allclose(confidence, np.exp(state.score(token_ids(proposal))), rtol=1e-5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(words, words, st.integers(0, 6), st.integers(0, 14), words)
 def test_truncate_then_extend_equals_never_having_drafted(prompt, wrong, drafted, kept, text):
     state = state_after(prompt)

@@ -136,19 +136,6 @@ def test_proposals_at_a_temperature_use_steered_logits_and_the_verifiers_noise(d
         prefix.append(token)
 
 
-def test_a_new_vector_leaves_what_is_computed_and_counts_from_there_on(drafter):
-    state = drafter.open(GREEDY)
-    state.extend((3, 1, 4))
-    state.steer(ONE, since=3)
-    first = token_ids(state.propose(4))  # positions 3 to 5 are computed, position 6 is not yet
-    state.steer(OTHER, since=3)
-    second = token_ids(state.propose(3))  # positions 6 to 8
-    state.steer(None, since=3)
-    third = token_ids(state.propose(2))
-    vectors = dict.fromkeys((3, 4, 5), ONE) | dict.fromkeys((6, 7, 8), OTHER)
-    np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), vectors))
-
-
 def test_a_rollback_recomputes_with_the_newest_vector_but_for_the_prompt(drafter):
     state = drafter.open(GREEDY)
     state.extend((3, 1, 4, 1))
@@ -163,20 +150,6 @@ def test_a_rollback_recomputes_with_the_newest_vector_but_for_the_prompt(drafter
     state.extend((5, 9, 2))
     state.propose(2)
     np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:6], {4: OTHER, 5: OTHER}))
-
-
-def test_a_longer_prompt_begins_unsteered_and_keeps_what_was_computed(drafter):
-    state = drafter.open(GREEDY)
-    state.extend((3, 1, 4))
-    state.steer(ONE, since=3)
-    state.propose(4)  # a turn, of which three tokens were kept
-    state.truncate(6)
-    state.steer(None, since=10)
-    state.extend((7, 7, 7, 7))
-    state.steer(OTHER, since=10)
-    state.propose(3)
-    vectors = {3: ONE, 4: ONE} | dict.fromkeys((10, 11), OTHER)
-    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:12], vectors))
 
 
 @pytest.mark.parametrize(("prompt", "before", "scored"), [(3, 3, 5), (3, 5, 40), (30, 3, 60), (100, 3, 20), (1, 1, 1)])
@@ -262,19 +235,6 @@ def test_the_small_graph_runs_once_a_vector_and_no_buffer_is_bound_again(drafter
     state.steer(OTHER, since=20)
     state.propose(8)
     assert (len(runs), binds) == (2, [])
-
-
-def test_its_steering_survives_a_cache_that_grows(drafter):
-    state = drafter.open(GREEDY)
-    state.extend(some_tokens(5))
-    state.steer(ONE, since=5)
-    state.propose(3)
-    state.extend(some_tokens(FIRST_CAPACITY))
-    state.propose(1)
-    tokens = state._tokens[: state._computed]
-    np.testing.assert_array_equal(computed(state), rows_of(tokens, dict.fromkeys(range(5, len(tokens)), ONE)))
-    state.close()
-    assert token_ids(state.propose(1)) == ()
 
 
 def test_a_vector_of_another_length_is_refused(drafter):

@@ -163,7 +163,7 @@ class Watched(EdgeSession):
             assert not self.vectors_show_position or round(float(self.drafter_has[0])) == self.newest
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 1 << 30),
     vectors=st.sampled_from(["right", "noise", "lost", "malformed"]),

@@ -44,7 +44,7 @@ def pool(oracle, rights, seed, **options):
     return [drafter_of(oracle, seed + 100 * i, right, **options) for i, right in enumerate(rights)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     selector=st.sampled_from(sorted(SELECTORS)),

@@ -32,7 +32,7 @@ FLOAT16, INT8 = SteeringPrecision.FLOAT16, SteeringPrecision.INT8
 MINE, OTHER = "0123456789ab", "ba9876543210"
 HALF_TINY = 2.0**-25  # half the distance of neighbours among the smallest float16
 
-quick = settings(max_examples=200, deadline=None, derandomize=True)
+quick = settings(max_examples=100, deadline=None, derandomize=True)
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 vectors = st.integers(0, 96).flatmap(
     lambda rank: arrays(np.float32, rank, elements=finite | st.floats(-4, 4, width=32))
