@@ -76,7 +76,6 @@ opens = st.builds(
         t.Patience,
         st.floats(0, allow_nan=False),
         st.integers(1, (1 << 32) - 1),
-        st.none() | st.floats(0, allow_nan=False),
     ),
     drafting=st.booleans(),
     window=counts,
@@ -85,7 +84,9 @@ opens = st.builds(
     logp=st.booleans(),
     protocol_version=counts,
     learning=st.none() | st.builds(t.Learning, st.integers(0, t.PROMPT_CLASSES - 1)),
+    keep_s=microseconds,
 )
+continues = st.builds(t.Continue, counts, tokens, st.none() | samplings, counts)
 
 
 def runs_of(least: int) -> st.SearchStrategy[tuple[t.Branch, ...]]:
@@ -124,7 +125,7 @@ vectors = st.builds(
     st.sampled_from(t.SteeringPrecision),
 )
 branches = st.builds(t.Branches, counts, runs_of(1))
-edge_frames = opens | drafts() | branches | reports_of_edges | st.builds(t.Cancel, words)
+edge_frames = opens | continues | drafts() | branches | reports_of_edges | st.builds(t.Cancel, words)
 
 
 @st.composite
@@ -146,6 +147,7 @@ def commits(draw):
         finish=draw(st.none() | st.sampled_from(t.FinishReason)),
         chain=draw(counts),
         verified=draw(counts),
+        turn=draw(counts),
     )
 
 
@@ -164,6 +166,7 @@ cloud_frames = (
         counts,
         st.booleans(),
         steered=st.booleans(),
+        keep_s=microseconds,
     )
     | st.builds(t.Goaway, words, doubles)
 )

@@ -221,29 +221,6 @@ def test_what_the_drafter_read_in_earlier_turns_is_not_read_again():
 # === on the wire ================================================================================================
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        Continue(0, (1,)),
-        Continue(7, (), None, 3),
-        Continue(1 << 20, (0, 8191), Sampling(temperature=0.5, seed=1 << 63, stop_tokens=(4,), max_tokens=3), 9),
-    ],
-)
-def test_a_continue_survives_the_wire(frame):
-    assert codec.decode_edge_frame(codec.encode_edge_frame(frame)) == frame
-
-
-def test_what_keeping_adds_to_the_other_frames_survives_the_wire():
-    opening = open_frame(keep_s=2.5)
-    opened = Opened(0, 1, 2, "v", 3, keep_s=1.5)
-    commit = Commit(1, committed(2), 0, 3, turn=4)
-    assert codec.decode_edge_frame(codec.encode_edge_frame(opening)) == opening
-    assert codec.decode_cloud_frame(codec.encode_cloud_frame(opened)) == opened
-    assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
-    plain = codec.encode_cloud_frame(Commit(1, committed(2), 0, 3))
-    assert len(codec.encode_cloud_frame(commit)) == len(plain) + 2, "a text of one turn pays nothing"
-
-
 def test_a_continue_of_a_stranger_is_checked_before_a_list_is_built():
     data = codec.encode_edge_frame(Continue(0, (1,) * 50))
     with pytest.raises(PromptTooLong) as caught:
