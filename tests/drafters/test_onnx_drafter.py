@@ -169,21 +169,6 @@ def test_an_allowed_set_without_a_candidate_ends_the_proposal_and_keeps_the_pref
     assert state.length == 4
 
 
-def test_sessions_of_one_drafter_share_nothing(drafter):
-    alone = [drafter.open(WARM) for _ in range(3)]
-    together = [drafter.open(WARM) for _ in range(3)]
-    for states in (alone, together):
-        for number, state in enumerate(states):
-            state.extend(some_tokens(20, seed=number))
-    expected = [token_ids(state.propose(10)) for state in alone]
-    got = [()] * 3
-    for _ in range(10):
-        for number, state in enumerate(together):
-            got[number] += token_ids(state.propose(1))
-    assert got == expected
-    assert len(set(expected)) == 3
-
-
 def test_the_cache_is_written_in_place_and_only_rebuilt_to_grow(drafter):
     state = drafter.open(GREEDY)
     state.extend(some_tokens(20))

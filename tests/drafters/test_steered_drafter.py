@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.drafters import NgramDrafter, ProposalRule
+from outrider.drafters import NgramDrafter
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.drafters.packages import SteeringShape
 from outrider.drafters.protocol import steering_of
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
-    CANDIDATES,
     GREEDY,
     LAYERS,
     MLP,
@@ -35,8 +34,7 @@ from outrider.edge.testing.tiny_drafter import (
     write_package,
 )
 from outrider.proto.errors import InvalidArgument, ModelRefused
-from outrider.proto.noise import gumbel
-from outrider.proto.types import Sampling, token_ids
+from outrider.proto.types import token_ids
 
 SHAPE = SteeringShape(RANK, MLP, "0123456789ab", ((1, 0.12), (8, 0.08)))
 
@@ -124,18 +122,6 @@ def test_a_vector_changes_what_is_drafted(drafter):
     assert len({draft[0] for draft in drafts}) == 1, "the prompt's last position is unsteered"
 
 
-def test_proposals_at_a_temperature_use_steered_logits_and_the_verifiers_noise(drafter):
-    state = drafter.open(WARM)
-    state.steer(ONE, since=3)
-    state.extend((3, 1, 4))
-    prefix = [3, 1, 4]
-    for token in token_ids(state.propose(20)):
-        log_q = log_q_after(prefix, dict.fromkeys(range(3, len(prefix)), ONE))
-        candidates = np.argsort(-log_q)[:CANDIDATES]
-        assert token == candidates[np.argmax(log_q[candidates] + gumbel(11, len(prefix), candidates))]
-        prefix.append(token)
-
-
 def test_a_rollback_recomputes_with_the_newest_vector_but_for_the_prompt(drafter):
     state = drafter.open(GREEDY)
     state.extend((3, 1, 4, 1))
@@ -194,16 +180,6 @@ def test_each_position_has_the_newest_vector_of_when_it_was_computed(drafter, st
         vectors = {position: by for position, by in vectors.items() if position < state._computed}
         vectors |= {p: newest for p in range(had, state._computed) if p >= since and newest is not None}
         np.testing.assert_array_equal(computed(state), rows_of(state._tokens[: state._computed], vectors))
-
-
-def test_an_allowed_set_without_a_candidate_keeps_prefix_and_steering(drafter):
-    worst = int(np.argmin(log_q_after((3, 1, 4))))
-    state = drafter.open(ProposalRule(Sampling(allowed_tokens=(worst,))))
-    state.steer(ONE, since=3)
-    state.extend((3, 1, 4))
-    assert token_ids(state.propose(2)) == ()
-    state.follow(GREEDY)
-    assert token_ids(state.propose(4)) == steered_greedily((3, 1, 4), 3, ONE, 4)
 
 
 def test_sessions_of_one_drafter_are_steered_separately(drafter):

@@ -116,21 +116,6 @@ def test_vectors_count_on_both_sides_of_the_prompts_end(steered, since, vector):
     assert_forces(state, twin, some_tokens(PREFILL_TOKENS + 20, seed=8))
 
 
-def test_a_greedy_forced_proposal_is_the_models_argmax_and_probability(plain):
-    state = plain.open(GREEDY)
-    state.extend((3, 1, 4))
-    text = some_tokens(20)
-    forced = state.propose_forced(text)
-    for index, token in enumerate(token_ids(forced)):
-        log_q = log_q_after((3, 1, 4, *text[:index]))
-        assert token == np.argmax(log_q)
-        assert (
-            forced[index].confidence
-            == forced[index].perturbed_probability
-            == pytest.approx(math.exp(log_q[token]), rel=1e-4)
-        )
-
-
 def test_a_forced_proposal_in_place_of_an_accepted_draft_is_that_draft(plain):
     state = plain.open(WARM)
     state.extend((3, 1, 4))
