@@ -11,7 +11,7 @@ from kept_lessons import KeptLessons
 from tokenizers import Tokenizer
 
 from outrider.cloud.learning.batch import check_record
-from outrider.cloud.learning.judge import ShadowJudge, ShadowText, reading_of
+from outrider.cloud.learning.judge import ShadowJudge, ShadowText, hits_of
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
@@ -53,7 +53,7 @@ async def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(ser
     prompt = Tokenizer.from_file(str(bad / "tokenizer.json")).encode(PROMPT).ids
     text = ShadowText(np.array([*prompt, *ids]), len(prompt), ProposalRule(sampling, prompt_length=len(prompt)))
     good, worse = (
-        reading_of(OnnxDrafter(load_package(folder), threads=1), text).hits.mean()
+        hits_of(OnnxDrafter(load_package(folder), threads=1), text).mean()
         for folder in (find_package("general").folder, bad)
     )
     assert worse < good, "it is poisoned indeed"

@@ -140,12 +140,6 @@ class DrafterPackage:
         return self.path_of(ADAPTER)
 
     @property
-    def graph_sha256(self) -> tuple[str, ...]:
-        """Hashes of the graphs on disk, which an adapter shares with its parent."""
-        by_name = {file.name: file.sha256 for file in self.files}
-        return tuple(by_name[name] for name in (MODEL, STEERING_GRAPH) if name in by_name)
-
-    @property
     def graph_bytes(self) -> int:
         """Size of the graphs on disk, in bytes."""
         return sum(file.bytes for file in self.files if file.name in (MODEL, STEERING_GRAPH))

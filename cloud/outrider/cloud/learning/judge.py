@@ -2,7 +2,7 @@
 
 With the shared noise a drafter's proposal at a position is a function of the text before it, the seed and the position;
 it would be accepted if it is the text's token. So a text with its sampling gives the hits of any drafter, whoever
-drafted it: `reading_of`. Candidate and current drafter are compared on the same tokens (`PairedTest`).
+drafted it: `hits_of`. Candidate and current drafter are compared on the same tokens (`PairedTest`).
 
 A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
 One that fails in one of them needs that very test to err, so each takes all of alpha_j (`sequential.py`; Berger 1982,
@@ -16,10 +16,8 @@ came; a text of which anything came before, or that equals an earlier one, judge
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -34,26 +32,16 @@ from outrider.cloud.learning.trial import (
     TrialJournal,
     VersionWatch,
 )
-from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.proposals import ProposalRule
-from outrider.drafters.protocol import Drafter, DraftState
+from outrider.drafters.protocol import Drafter
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.sequential import (
-    MAX_SLOWDOWN,
-    MIN_CLASS_SHARE,
-    LossTest,
-    SignTest,
-    candidate_error,
-    clipped,
-)
+from outrider.proto.policy.sequential import MIN_CLASS_SHARE, LossTest, SignTest, candidate_error, clipped
 
 MAX_TOKENS = 256  # of one text
 MIN_TOKENS = 8
 MAX_TEXTS = 300  # that a candidate is judged on: one that gains .02 shows it in 100, and newer ones wait
 MAX_DOUBTED_TEXTS = 2000  # that one is judged on which was shown to gain, and may lose in a kind of text
 KEY_WEIGHT = 2.0  # limit of a key's share of the texts, in equal shares of all keys that came
-TIMED_TOKENS = 8  # that are drafted for their time, twice
-SLOWDOWN_CLIP = 0.1  # of its logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,53 +68,20 @@ class ShadowText:
         return cls(tokens, record.first_generated, rule)
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowReading:
-    """A drafter's reading of a text.
+def hits_of(drafter: Drafter, text: ShadowText) -> np.ndarray:
+    """Return whether what a drafter would have proposed at each generated position is the text's token: [g] bool.
 
-    Attributes:
-        hits: [g] bool, whether its proposal at each generated position is the text's token.
-        draft_s: time to draft a token of it, seconds; 0: not measured, or it drafted none.
-    """
-
-    hits: np.ndarray
-    draft_s: float
-
-
-def reading_of(drafter: Drafter, text: ShadowText, clock: Callable[[], float] | None = None) -> ShadowReading:
-    """Return what the drafter would have proposed all along a text, and how long it takes to draft its beginning.
-
-    The hits are the bits that decoding the same text with this drafter gives. A steered drafter is judged unsteered.
-
-    Args:
-        drafter: any.
-        text: text with its sampling.
-        clock: seconds that this thread has worked, since a wall clock counts what others do meanwhile; None: the time
-            is not measured.
+    These are the bits that decoding the same text with this drafter gives. A steered drafter is judged unsteered.
     """
     state = drafter.open(text.rule)
     try:
-        prompt, generated = text.tokens[: text.first_generated].tolist(), text.tokens[text.first_generated :].tolist()
-        state.extend(prompt)
+        generated = text.tokens[text.first_generated :].tolist()
+        state.extend(text.tokens[: text.first_generated].tolist())
         proposed = state.propose_forced(generated)
-        draft_s = min(_draft_s(state, len(prompt), clock) for _ in range(2)) if clock is not None else 0.0
     finally:
         state.close()
-    return ShadowReading(np.array([draft.id for draft in proposed]) == np.array(generated), draft_s)
-
-
-def _draft_s(state: DraftState, length: int, clock: Callable[[], float]) -> float:
-    state.truncate(length)
-    began = clock()
-    drafts = state.propose(TIMED_TOKENS)
-    return (clock() - began) / len(drafts) if drafts else 0.0
-
-
-def _differ_in_graph(one: Drafter, other: Drafter) -> bool:
-    """Return whether one may take longer for a token than the other: those of one graph differ in numbers alone."""
-    if not (isinstance(one, OnnxDrafter) and isinstance(other, OnnxDrafter)):
-        return True
-    return one.package.graph_sha256 != other.package.graph_sha256
+    hits: np.ndarray = np.array([draft.id for draft in proposed]) == np.array(generated)
+    return hits
 
 
 class Verdict(StrEnum):
@@ -187,46 +142,13 @@ class PairedTest(LossTest):
         )
 
 
-class PaceTest:
-    """Comparison of a version's time to draft a token with that of its parent, one ratio a text.
-
-    It bets on both sides of the limit `MAX_SLOWDOWN`, with logarithms, which noise of both times leaves in the middle.
-    """
-
-    def __init__(self) -> None:
-        self._below, self._above = SignTest(), SignTest()
-        self._logs = 0.0
-
-    @property
-    def slowdown(self) -> float:
-        """Geometric mean of the ratios; 1 without any."""
-        return math.exp(self._logs / max(1, self._below.count))
-
-    def add(self, slowdown: float) -> None:
-        """Count a ratio of times, own over parent's; raises `InvalidArgument` unless it is finite and above 0."""
-        if not 0 < slowdown < math.inf:
-            raise InvalidArgument(f"must be finite and above 0, not {slowdown}", field="slowdown")
-        spare = (math.log(MAX_SLOWDOWN) - math.log(slowdown)) / SLOWDOWN_CLIP
-        self._below.add(min(1.0, max(-1.0, spare)))
-        self._above.add(min(1.0, max(-1.0, -spare)))
-        self._logs += math.log(slowdown)
-
-    def shows_kept(self, error: float) -> bool:
-        """Return whether drafting is shown to take less than the limit; wrong with a chance of `error`, ever."""
-        return self._below.shows(error)
-
-    def shows_slower(self, error: float) -> bool:
-        """Return whether drafting is shown to take more than the limit; wrong with a chance of `error`, ever."""
-        return self._above.shows(error)
-
-
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """The end of a candidate's trial.
 
     Attributes:
         better: whether it may be published.
-        worse: whether training should go back to the version before: it is known to hit less, or to take longer.
+        worse: whether training should go back to the version before, since it is known to hit less.
         why: reason in a few words.
         texts: texts that it was judged on.
         difference: mean difference of hit rates.
@@ -239,30 +161,12 @@ class Judgement:
     difference: float
 
 
-class _Readings:
-    """Readings of one text by several drafters, each made once."""
-
-    def __init__(self, text: ShadowText) -> None:
-        self._text = text
-        self._made: dict[int, ShadowReading] = {}
-
-    def of(self, drafter: Drafter, clock: Callable[[], float] | None = None) -> ShadowReading:
-        """Return a drafter's reading, with its time if it is the first and there is a clock."""
-        if id(drafter) not in self._made:
-            self._made[id(drafter)] = reading_of(drafter, self._text, clock)
-        return self._made[id(drafter)]
-
-    def difference(self, drafter: Drafter, other: Drafter) -> float:
-        """Return the hit rate of a drafter less that of another."""
-        return float(self.of(drafter).hits.mean() - self.of(other).hits.mean())
-
-
 class ShadowJudge:
     """The only way of records to training: each is judged on by the candidate of that time, if it is fresh.
 
-    A candidate is better only if it hits more, keeps its hit rate in every kind of text that is common or was when the
-    trial began, and takes no longer to draft. That needs no test where both have one graph, as an adapter and its
-    parent do: it is merged into the weights before the first token.
+    A candidate is better only if it hits more, and keeps its hit rate in every kind of text that is common or was when
+    the trial began. How long it takes to draft needs no test: it is an adapter of its parent's graph, which is merged
+    into the weights before the first token.
 
     A current drafter that is a version of a parent may be watched: it is to be retired if it hits less than that, over
     all texts since it was published.
@@ -271,10 +175,8 @@ class ShadowJudge:
         current: drafter that candidates are compared with.
         candidates: candidates judged before, in earlier runs too; each further one needs more evidence.
         parent: drafter that the current one is compared with; None: it is not watched.
-        kept: kinds of text that must be known to keep their hit rate, however rare they are.
         memory: what outlives the process, for whoever saves it.
         journal: file of the trial; None: it is not to be resumed.
-        clock: seconds that this thread has worked.
     """
 
     def __init__(
@@ -283,21 +185,16 @@ class ShadowJudge:
         *,
         parent: Drafter | None = None,
         candidates: int = 0,
-        kept: Collection[int] = (),
         memory: JudgeMemory | None = None,
         journal: TrialJournal | None = None,
-        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.current = current
         self._parent = parent
         self.candidates = candidates
         self.memory = memory if memory is not None else JudgeMemory()
-        self._kept = kept
         self._journal = journal
-        self._clock = clock
         self._candidate: Drafter | None = None
         self._test = PairedTest()
-        self._pace: PaceTest | None = None
         self._texts_of_key: Counter[bytes] = Counter()
         self._keys: set[bytes] = set()
 
@@ -318,10 +215,9 @@ class ShadowJudge:
         """
         if self._candidate is not None:
             raise InvalidArgument("is being judged; one candidate at a time", field="candidate")
-        kept = tuple(sorted({*self._kept, *self.memory.common()}))
         if self._journal is not None:
             self._journal.begin(sequence)
-        self.memory.trial = OpenTrial(sequence, self.candidates + 1, kept)
+        self.memory.trial = OpenTrial(sequence, self.candidates + 1, self.memory.common())
         self._open(candidate, self.memory.trial)
 
     def resume(self, candidate: Drafter, trial: OpenTrial, texts: Iterable[JudgedText]) -> None:
@@ -346,17 +242,21 @@ class ShadowJudge:
         if text is None:
             return record
         self.memory.count(record.prompt_class)
-        readings = _Readings(text)
-        if self._candidate is not None and self._may_count(record.key_salt):
-            difference, slowdown = self._compared(self._candidate, readings)
-            judged = JudgedText(difference, slowdown, record.prompt_class, record.key_salt, names)
+        candidate = self._candidate if self._may_count(record.key_salt) else None
+        parent = self._parent if self._parent is not None and self.current.version != self._parent.version else None
+        if candidate is None and parent is None:
+            return record
+        rate = hits_of(self.current, text).mean()
+        if candidate is not None:
+            difference = float(hits_of(candidate, text).mean() - rate)
+            judged = JudgedText(difference, record.prompt_class, record.key_salt, names)
             if self._journal is not None:
                 self._journal.append(judged)
             self._count(judged)
-        if self._parent is not None and self.current.version != self._parent.version:
+        if parent is not None:
             watch = self.memory.watch or VersionWatch(self.current.version, 1)
             self.memory.watch = watch.next(self.current.version)
-            self.memory.watch.add(readings.difference(self.current, self._parent))
+            self.memory.watch.add(float(rate - hits_of(parent, text).mean()))
         return record
 
     def fallen(self) -> str:
@@ -369,46 +269,24 @@ class ShadowJudge:
         test, candidate = self._test, self._candidate
         if candidate is None:
             return None
-        verdict, why = self._verdict()
+        verdict, why = test.verdict
         if verdict is Verdict.OPEN and test.texts < (MAX_DOUBTED_TEXTS if test.gains else MAX_TEXTS):
             return None
         if verdict is Verdict.BETTER:
             self.current = candidate
         self._candidate = self.memory.trial = None
-        slower = self._pace is not None and self._pace.shows_slower(candidate_error(test.number))
-        worse = slower or (verdict is Verdict.WORSE and test.difference < 0)
+        worse = verdict is Verdict.WORSE and test.difference < 0
         return Judgement(verdict is Verdict.BETTER, worse, why, test.texts, test.difference)
 
     def _open(self, candidate: Drafter, trial: OpenTrial) -> None:
         self.candidates = trial.number
         self._candidate = candidate
         self._test = PairedTest(trial.number, trial.kept)
-        self._pace = PaceTest() if _differ_in_graph(candidate, self.current) else None
         self._texts_of_key.clear()
-
-    def _compared(self, candidate: Drafter, readings: _Readings) -> tuple[float, float]:
-        """Return the difference of hit rates and the ratio of times; either is first in turn, since caches are cold."""
-        for drafter in [candidate, self.current][:: -1 if self._test.texts % 2 else 1]:
-            readings.of(drafter, self._clock if self._pace is not None else None)
-        own, other = readings.of(candidate).draft_s, readings.of(self.current).draft_s
-        slowdown = own / other if own > 0 and other > 0 else 0.0
-        return readings.difference(candidate, self.current), slowdown
 
     def _count(self, text: JudgedText) -> None:
         self._test.add(text.difference, text.prompt_class)
-        if self._pace is not None and text.slowdown:
-            self._pace.add(text.slowdown)
         self._texts_of_key[text.key] += 1
-
-    def _verdict(self) -> tuple[Verdict, str]:
-        """Return the outcome so far, and the reason for it in a few words."""
-        pace, error = self._pace, candidate_error(self._test.number)
-        if pace is not None and pace.shows_slower(error):
-            return Verdict.WORSE, f"drafting takes {pace.slowdown:.2f} times as long"
-        verdict, why = self._test.verdict
-        if verdict is Verdict.BETTER and pace is not None and not pace.shows_kept(error):
-            return Verdict.OPEN, f"{why}, and may draft more slowly"
-        return verdict, why
 
     def _may_count(self, key: bytes) -> bool:
         """Return whether a key has fewer texts than its share allows, so that one that floods decides nothing alone."""

@@ -31,29 +31,26 @@ class JudgedText:
 
     Attributes:
         difference: hit rate of the candidate less that of the current drafter.
-        slowdown: time to draft a token over that of the current drafter; 0: not measured.
         prompt_class: kind of text.
         key: salted hash of its API key.
         names: hashes of its session and of its beginning, by which it is known again.
     """
 
     difference: float
-    slowdown: float
     prompt_class: int
     key: bytes
     names: tuple[bytes, ...]
 
     def line(self) -> str:
         """Return it as a line of JSON."""
-        names = [name.hex() for name in self.names]
-        return json.dumps([self.difference, self.slowdown, self.prompt_class, self.key.hex(), names])
+        return json.dumps([self.difference, self.prompt_class, self.key.hex(), [name.hex() for name in self.names]])
 
     @classmethod
     def from_line(cls, line: str) -> Self:
         """Restore what `line` returned; raises `ValueError` or `TypeError` if it is malformed."""
-        difference, slowdown, prompt_class, key, names = json.loads(line)
+        difference, *_, prompt_class, key, names = json.loads(line)  # older releases wrote one more number between
         restored = tuple([bytes.fromhex(name) for name in names])
-        return cls(float(difference), float(slowdown), int(prompt_class), bytes.fromhex(key), restored)
+        return cls(float(difference), int(prompt_class), bytes.fromhex(key), restored)
 
 
 @dataclass(frozen=True, slots=True)
