@@ -16,7 +16,8 @@ from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.drafters.adapters import merged_graph, write_adapter_package
-from outrider.drafters.packages import DrafterPackage, LearnedFrom, find_package, load_package
+from outrider.drafters.packages import DrafterPackage, find_package, load_package
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import ModelRefused
 
 

@@ -17,7 +17,8 @@ from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.trainer import Trainer
 from outrider.drafters.adapters import write_adapter_package
-from outrider.drafters.packages import LearnedFrom, find_package, load_package
+from outrider.drafters.packages import find_package, load_package
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Sampling
 

@@ -30,9 +30,8 @@ from outrider.cloud.training.training_settings import DrafterShape, DrafterTrain
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import LearnedFrom
 from outrider.drafters.proposals import ProposalRule
-from outrider.proto.drafter_format import CacheShape
+from outrider.proto.drafter_format import CacheShape, LearnedFrom
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling

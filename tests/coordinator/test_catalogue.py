@@ -29,7 +29,7 @@ def scanned(folder: Path) -> Catalogue:
 def test_a_package_is_listed_with_its_manifest_among_its_files(tmp_path: Path) -> None:
     write_package(tmp_path / "d", files={"model.onnx": b"weights", "vocab.txt": b"words"})
     (manifest,) = scanned(tmp_path).manifests
-    assert {file.name for file in manifest.files} == {"manifest.json", "model.onnx", "vocab.txt"}
+    assert {file.name for file in manifest.files} == {"manifest.json", "model.onnx", "tokenizer.json", "vocab.txt"}
     assert (manifest.name, manifest.version, manifest.target) == ("tiny-drafter", "1", "tiny")
 
 
@@ -127,9 +127,9 @@ def test_a_file_that_is_changed_after_the_check_is_not_served(tmp_path: Path) ->
     ("change", "complaint"),
     [
         ({"format": "other/1"}, "format"),
-        ({"name": "../up"}, "drafter.name"),
+        ({"name": "../up"}, "manifest.name"),
         ({"name": 3}, "name"),
-        ({"version": ""}, "drafter.version"),
+        ({"version": ""}, "manifest.version"),
         ({"tokenizer_sha256": "abc"}, "tokenizer_sha256"),
         ({"sequence": -1}, "sequence"),
         ({"sequence": "2"}, "sequence"),
@@ -141,7 +141,7 @@ def test_a_file_that_is_changed_after_the_check_is_not_served(tmp_path: Path) ->
         ({"files": {"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
         ({"files": {"manifest.json": {"sha256": "0" * 64, "bytes": 1}}}, "manifest itself"),
         ({"files": {"model.onnx": {"sha256": "0" * 64}}}, "files.model.onnx"),
-        ({"files": {"model.onnx": {"sha256": "zz", "bytes": 1}}}, "file.sha256"),
+        ({"files": {"model.onnx": {"sha256": "zz", "bytes": 1}}}, "files.model.onnx"),
     ],
 )
 def test_an_impossible_manifest_is_a_config_error_that_says_what(
@@ -155,7 +155,7 @@ def test_an_impossible_manifest_is_a_config_error_that_says_what(
     assert refusal.value.field == "d/manifest.json"
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"9" * 5000])
 def test_a_manifest_that_is_no_json_object_is_a_config_error(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(raw)
     with pytest.raises(ConfigError):
@@ -230,7 +230,7 @@ def test_an_adapter_without_a_graph_takes_the_one_beside_it(tmp_path: Path) -> N
     assert catalogue.rescan()
     assert [m.name for m in catalogue.manifests] == ["general", "math", "other"]
     files = {file.name: file.sha256 for file in catalogue.manifests[1].files}
-    assert set(files) == {"manifest.json", "model.onnx", "adapter.safetensors"}
+    assert set(files) == {"manifest.json", "model.onnx", "tokenizer.json", "adapter.safetensors"}
     with catalogue.open(files["model.onnx"], 0) as reader:
         assert reader.read() == b"the graph"
     write_package(tmp_path / "general", name="general", version="3", files={"model.onnx": b"a new one"})

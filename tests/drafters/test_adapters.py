@@ -15,9 +15,9 @@ from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix
 from outrider.drafters import adapters, find_package, load_package
 from outrider.drafters.adapters import merged_graph, product_norm, read_adapter, weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import AdapterShape, LearnedFrom
 from outrider.drafters.tensor_file import read_tensors, write_tensors
 from outrider.edge.testing.tiny_drafter import GREEDY, TABLE, WEIGHT, WIDTH, some_tokens, tiny_graph, write_package
+from outrider.proto.drafter_format import AdapterShape, LearnedFrom
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused
 from outrider.proto.plumbing.files import sha256_of
 
@@ -304,7 +304,7 @@ def test_the_file_must_be_what_hash_and_manifest_say(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"parent": "v1"}, "manifest.parent"),
+        ({"parent": "v/1"}, "manifest.parent"),
         ({"sequence": -1}, "manifest.sequence"),
         ({"sequence": True}, "manifest.sequence"),
         ({"learned_from": {"positions": 1, "keys": 0}}, "manifest.learned_from.classes"),

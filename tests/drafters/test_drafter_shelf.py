@@ -16,7 +16,7 @@ import pytest
 from outrider.drafters import DrafterCache, DrafterShelf, NgramDrafter, embedded_packages, find_package
 from outrider.drafters import shelf as shelf_module
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import DrafterPackage, SteeringShape
+from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.search import BROKEN, DrafterSearch, on_trial_here
 from outrider.drafters.shelf import Member, give_back, own_bytes
 from outrider.edge import Client, EdgeConfig
@@ -32,6 +32,7 @@ from outrider.edge.testing.tiny_drafter import (
     tiny_graph,
     write_package,
 )
+from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.drafters import DrafterCache, embedded_packages, find_package, load_package
-from outrider.drafters.packages import FOR_ANY_SUBJECT, SteeringShape
+from outrider.drafters.packages import FOR_ANY_SUBJECT
+from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import shipped_tokenizer, tokenizer_hash
@@ -134,7 +135,7 @@ def test_the_tokenizer_must_have_the_canonical_hash(tmp_path):
         ({"cache": {"dtype": "float16", "layout": "x"}}, ModelRefused, "manifest.cache.dtype"),
         ({"name": None}, InvalidArgument, "manifest.name"),
         ({"name": "../x"}, InvalidArgument, "manifest.name"),
-        ({"version": "1"}, InvalidArgument, "manifest.version"),
+        ({"version": "a/1"}, InvalidArgument, "manifest.version"),
         ({"vocab_size": "32"}, InvalidArgument, "manifest.vocab_size"),
         ({"vocab_size": True}, InvalidArgument, "manifest.vocab_size"),
         ({"context_length": 0}, InvalidArgument, "manifest.context_length"),

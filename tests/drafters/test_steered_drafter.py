@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from outrider.drafters import NgramDrafter
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
-from outrider.drafters.packages import SteeringShape
 from outrider.drafters.protocol import steering_of
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
@@ -33,6 +32,7 @@ from outrider.edge.testing.tiny_drafter import (
     tiny_graph,
     write_package,
 )
+from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.types import token_ids
 

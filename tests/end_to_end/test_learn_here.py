@@ -19,11 +19,12 @@ from outrider.deploy.local import learn_here
 from outrider.deploy.local.learn_here import LearningHere
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
-from outrider.drafters.packages import LearnedFrom, load_package
+from outrider.drafters.packages import load_package
 from outrider.drafters.tensor_file import write_tensors
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import SessionReport
 

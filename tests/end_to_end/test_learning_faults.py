@@ -17,9 +17,10 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import LearnedFrom, load_package
+from outrider.drafters.packages import load_package
 from outrider.drafters.proposals import ProposalRule
 from outrider.edge.event_stream import Tokens
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.types import Sampling
 
 HEAD = "model.lm_head.weight"

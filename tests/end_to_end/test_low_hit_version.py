@@ -13,9 +13,10 @@ from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.local.local_cluster import local_cluster
 from outrider.drafters import find_package
-from outrider.drafters.packages import MANIFEST, load_package
+from outrider.drafters.packages import load_package
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
+from outrider.proto.drafter_format import MANIFEST
 from outrider.proto.types import Sampling, VersionStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]

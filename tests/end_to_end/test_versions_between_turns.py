@@ -13,12 +13,13 @@ import pytest
 from outrider.drafters import NgramDrafter, ProposalRule, find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import LearnedFrom, SteeringShape, load_package
+from outrider.drafters.packages import load_package
 from outrider.drafters.shelf import loaded_member
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
 from outrider.edge.testing import FailingDrafter, ScriptedDrafter
+from outrider.proto.drafter_format import LearnedFrom, SteeringShape
 from outrider.proto.types import Continue, Draft, EdgeFrame, Open, Patience
 
 HEAD = "model.lm_head.weight"

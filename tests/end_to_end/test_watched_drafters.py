@@ -17,12 +17,12 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVer
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
-from outrider.drafters.packages import LearnedFrom
 from outrider.edge import Client, Completion, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.pool import preparation
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
 
 SECRET = b"a secret of the two of them"

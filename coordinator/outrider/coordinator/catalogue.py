@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from outrider.coordinator.served_package import (
-    MANIFEST,
     Content,
     MemoryContent,
     Package,
@@ -22,6 +21,7 @@ from outrider.coordinator.served_package import (
     load_package,
     stamp,
 )
+from outrider.proto.drafter_format import MANIFEST
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile

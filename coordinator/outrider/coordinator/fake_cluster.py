@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
-from outrider.coordinator.served_package import MANIFEST
-from outrider.proto.drafter_format import DRAFTER_FORMAT
+from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, MANIFEST
 from outrider.proto.errors import NotFound, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import TrainerStatus
@@ -103,7 +102,7 @@ def write_package(
     **more: Any,
 ) -> Path:
     """Write a drafter package into `folder`, the manifest with `more` fields last, and return `folder`."""
-    contents = {"model.onnx": b"onnx " + version.encode()} if files is None else files
+    contents = {"model.onnx": b"onnx " + version.encode(), "tokenizer.json": TOKENIZER_JSON.encode(), **(files or {})}
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, data in contents.items():
         (folder / file_name).write_bytes(data)
@@ -114,6 +113,9 @@ def write_package(
         "kind": "onnx-lm",
         "target": target,
         "tokenizer_sha256": tokenizer_sha256,
+        "precision": "float32",
+        "cache": {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": "float32", "layout": CACHE_LAYOUT},
+        **dict.fromkeys(("vocab_size", "context_length", "candidates", "parameters"), 1),
         "files": {
             file_name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
             for file_name, data in contents.items()

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from outrider.proto.drafter_format import DRAFTER_FORMAT
-from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
+from outrider.proto.drafter_format import ADAPTER, MANIFEST, MODEL, STEERING_GRAPH, described
+from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, ModelRefused
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 from outrider.proto.types import DrafterManifest, RemoteFile
-from outrider.proto.types.checks import SHA256
 
-MANIFEST = "manifest.json"
-ADAPTER, GRAPHS = "adapter.safetensors", ("model.onnx", "steering.onnx")
 MAX_MANIFEST_BYTES = 1 << 20
 
 Stamp = tuple[int, int, int, int]
@@ -104,27 +100,18 @@ def load_package(folder: Path) -> Package:
     manifest_path = folder / MANIFEST
     raw, manifest_stamp = _read_manifest(manifest_path)
     where = f"{folder.name}/{MANIFEST}"
+    itself = RemoteFile(MANIFEST, hashlib.sha256(raw).hexdigest(), len(raw))
     try:
-        parsed = json.loads(raw)
-        listed = _listed_files(parsed)
-        itself = RemoteFile(MANIFEST, hashlib.sha256(raw).hexdigest(), len(raw))
-        manifest = DrafterManifest(
-            name=_text(parsed, "name"),
-            version=_text(parsed, "version"),
-            tokenizer_sha256=_text(parsed, "tokenizer_sha256"),
-            target=_text(parsed, "target"),
-            files=(itself, *listed),
-        )
-        sequence, parent = _sequence(parsed), _text(parsed, "parent") if "parent" in parsed else ""
-        _check_is_for_all(parsed)
-    except ValueError as error:  # JSON, Unicode, and the contract's own InvalidArgument
+        drafter = described(raw)
+    except (InvalidArgument, ModelRefused) as error:
         raise ConfigError(str(error), field=where) from error
-    if not SHA256.fullmatch(manifest.tokenizer_sha256):
-        raise ConfigError("tokenizer_sha256 must be 64 hexadecimal digits", field=where)
+    manifest = DrafterManifest(
+        drafter.name, drafter.version, drafter.tokenizer_sha256, drafter.target, (itself, *drafter.files)
+    )
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
-    for file in listed:
+    for file in drafter.files:
         contents[file.sha256] = _content_of(file, folder, manifest)
-    return Package(manifest, contents, sequence, parent)
+    return Package(manifest, contents, drafter.sequence, drafter.parent)
 
 
 def _read_manifest(path: Path) -> tuple[bytes, Stamp]:
@@ -139,47 +126,11 @@ def _read_manifest(path: Path) -> tuple[bytes, Stamp]:
     return raw, before
 
 
-def _text(parsed: Mapping[str, Any], key: str) -> str:
-    value = parsed.get(key)
-    if not isinstance(value, str):
-        raise InvalidArgument("must be a string", field=key)
-    return value
-
-
-def _sequence(parsed: Mapping[str, Any]) -> int:
-    value = parsed.get("sequence", 0)
-    if type(value) is not int or value < 0:
-        raise InvalidArgument("must be a whole number, 0 or more", field="sequence")
-    return value
-
-
-def _check_is_for_all(parsed: Mapping[str, Any]) -> None:
-    """Refuse what an older release has learned from one API key's texts, which nobody else may have."""
-    if "owner" in parsed:
-        raise InvalidArgument("names one API key, and drafters are for all; delete the package's folder", field="owner")
-
-
-def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:
-    if not isinstance(parsed, dict) or parsed.get("format") != DRAFTER_FORMAT:
-        raise InvalidArgument(f"is not {DRAFTER_FORMAT!r}; export the drafter again", field="format")
-    files = parsed.get("files")
-    if not isinstance(files, dict) or not files:
-        raise InvalidArgument("must list at least one file", field="files")
-    listed = []
-    for name, entry in files.items():
-        if name == MANIFEST:
-            raise InvalidArgument("cannot list the manifest itself", field="files")
-        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or entry["bytes"] < 0:
-            raise InvalidArgument("must hold sha256 and bytes", field=f"files.{name}")
-        listed.append(RemoteFile(name, _text(entry, "sha256"), entry["bytes"]))
-    return tuple(listed)
-
-
 def graphs_beside(folder: Path) -> tuple[Path, ...]:
     """Return the graphs of packages beside `folder` that may be its own, where it has an adapter and no graph."""
     if not (folder / ADAPTER).is_file():
         return ()
-    missing = (name for name in GRAPHS if not (folder / name).exists())
+    missing = (name for name in (MODEL, STEERING_GRAPH) if not (folder / name).exists())
     return tuple(path for name in missing for path in sorted(folder.parent.glob(f"[!.]*/{name}")))
 
 

@@ -28,16 +28,9 @@ import numpy as np
 
 from outrider.drafters.graph_file import read_graph_file
 from outrider.drafters.graph_matrices import GraphMatrix, graph_matrices
-from outrider.drafters.packages import (
-    ADAPTER,
-    GRAPHS,
-    MANIFEST,
-    DrafterPackage,
-    LearnedFrom,
-    load_package,
-    version_of,
-)
+from outrider.drafters.packages import DrafterPackage, load_package, version_of
 from outrider.drafters.tensor_file import read_tensors, write_tensors
+from outrider.proto.drafter_format import ADAPTER, GRAPHS, MANIFEST, LearnedFrom
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.plumbing.files import sha256_of
 

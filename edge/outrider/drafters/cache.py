@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.drafters.packages import MANIFEST, DrafterPackage, check_file, embedded_file, load_package, read_manifest
+from outrider.drafters.packages import DrafterPackage, check_file, embedded_file, load_package, read_manifest
+from outrider.proto.drafter_format import MANIFEST
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, Unavailable
 from outrider.proto.types import DrafterManifest, RemoteFile
 

@@ -39,9 +39,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
 from outrider.drafters.adapters import merged_graph
 from outrider.drafters.graph_file import read_graph_file
-from outrider.drafters.packages import DrafterPackage, SteeringShape
+from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.drafters.protocol import check_scorable, check_truncation
+from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, OutriderError, UnknownToken
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken, Sampling

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.drafters.packages import SteeringShape
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
+from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftToken
 

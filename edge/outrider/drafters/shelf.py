@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.drafters.packages import DrafterPackage, SteeringShape
+from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState, TokenPrefix, steering_of
-from outrider.proto.drafter_format import ON_TRIAL
+from outrider.proto.drafter_format import ON_TRIAL, SteeringShape
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 from outrider.proto.session import DrafterName
 from outrider.proto.types import DraftToken

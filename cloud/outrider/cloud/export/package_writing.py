@@ -34,8 +34,8 @@ from outrider.cloud.export.model import Anatomy, context_length, load, load_for_
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
 from outrider.cloud.models.heads import HEAD, tokens_of
-from outrider.drafters.packages import GRAPHS, version_of
-from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT
+from outrider.drafters.packages import version_of
+from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT, GRAPHS
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash

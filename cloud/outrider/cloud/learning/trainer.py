@@ -30,7 +30,8 @@ from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory
 from outrider.cloud.learning.version_folder import VersionFolder
 from outrider.drafters.adapters import LowRank, read_adapter, write_adapter_package
-from outrider.drafters.packages import DrafterPackage, LearnedFrom, find_package, load_package
+from outrider.drafters.packages import DrafterPackage, find_package, load_package
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 
 CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"

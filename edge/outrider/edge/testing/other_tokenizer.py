@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.drafters.packages import MANIFEST, MODEL, find_package
+from outrider.drafters.packages import find_package
+from outrider.proto.drafter_format import MANIFEST, MODEL
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
 
