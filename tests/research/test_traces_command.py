@@ -8,10 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
+from outrider.cloud import verifier_config
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.built_in_prompts import Prompt
 from outrider.deploy.link.shape import LinkShape
@@ -513,3 +515,30 @@ def test_drafters_of_different_texts_are_not_compared() -> None:
 def test_a_trace_file_is_one_that_others_can_read(tmp_path) -> None:
     recording = recording_of()
     assert len(load_traces(written(recording, tmp_path))) == sum(map(len, recording.traces.values()))
+
+
+# --- threads ---
+
+
+class Asked(Exception):
+    """The threads that a command has asked for, in place of the command."""
+
+
+@pytest.mark.parametrize(
+    ("command", "threads"),
+    [
+        (["traces", "record", "--output", "traces.jsonl"], 5),
+        (["traces", "record", "--output", "traces.jsonl", "--threads", "2"], 2),
+    ],
+)
+def test_where_nobody_names_threads_there_is_one_fewer_than_cores(
+    command: list[str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(number: int) -> None:
+        raise Asked(number)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verifier_config, "computing_cores", lambda: 5)
+    monkeypatch.setattr(torch, "set_num_threads", asked)
+    with pytest.raises(Asked, match=str(threads)):
+        main(command)

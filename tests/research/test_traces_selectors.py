@@ -13,7 +13,8 @@ import pytest
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.record import save
+from outrider.bench.record import from_json, save, to_json
+from outrider.deploy.arguments import read_text
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.selectors import SELECTORS, FixedShare, Hedge, MetaSdUcb
 from outrider.proto.errors import ConfigError
@@ -26,6 +27,7 @@ from research.traces.pool_replay import (
     SELECTOR,
     Aligned,
     Pool,
+    PoolReplayed,
     PoolRow,
     Stage,
     row_names,
@@ -372,3 +374,19 @@ def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, capfd
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert out == ""
+
+
+def test_the_committed_record_of_selectors_loads_and_is_written_as_it_is(root) -> None:
+    path = root / "docs" / "figures" / "selection.json"
+    found = from_json(PoolReplayed, read_text(path, "record"), "record")
+    committed, written = (json.loads(text) for text in (path.read_text(encoding="utf-8"), to_json(found)))
+    assert contains(written, committed)
+
+
+def contains(whole: object, part: object) -> bool:
+    """Return whether `whole` is `part` but for fields that were added to records later."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(name in whole and contains(whole[name], value) for name, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
+    return whole == part
