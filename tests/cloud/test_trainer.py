@@ -75,7 +75,7 @@ def test_a_trainer_learns_to_propose_what_the_target_says(tmp_path: Path, temper
     fresh = records(1000, 6, temperature=temperature)
     before = hits(trainer, fresh)
     losses = []
-    for number in range(24):
+    for number in range(14):
         feed(trainer, first=10 * number, temperature=temperature)
         assert trainer.ready()
         losses.append(trainer.step())
@@ -311,7 +311,7 @@ def test_a_drafter_that_knows_a_part_of_the_vocabulary_learns_and_is_published(t
     trainer = Trainer(settings(tmp_path / "state", drafter=str(tmp_path / "package")))
     fresh = records(1000, 6)
     before = hits(trainer, fresh)
-    teach(trainer, 24)
+    teach(trainer, 12)
     assert hits(trainer, fresh) > before + 0.15
     assert load_package(publish(trainer)).parent == trainer.package.version
 
