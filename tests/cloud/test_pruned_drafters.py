@@ -1,4 +1,4 @@
-"""Drafters that begin as another small model: its layers are pruned, and it is distilled and exported."""
+"""Drafters that begin as another small model: its layers are pruned, and it is distilled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from random_models import SMALL, save_random_model, teacher_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.cloud.export import export_drafter
 from outrider.cloud.testing import save_byte_tokenizer
 from outrider.cloud.training.drafter_training import train_drafter
 from outrider.cloud.training.pruned import kept_layers, read_pruned
@@ -85,7 +84,7 @@ def test_another_tokenizer_and_logits_that_are_capped_are_refused(target: Path, 
         assert refused.value.field == "source"
 
 
-def test_a_pruned_model_is_distilled_with_a_small_head_and_exported(target: Path, tmp_path: Path) -> None:
+def test_a_pruned_model_is_distilled_with_a_small_head(target: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved(source, "qwen3", tie_word_embeddings=True)
     texts = (" ".join(f"{i * j}" for j in range(40)) for i in range(1, 60))
@@ -103,8 +102,7 @@ def test_a_pruned_model_is_distilled_with_a_small_head_and_exported(target: Path
     result = train_drafter(config)
     written = json.loads((result.folder / "config.json").read_text())
     assert (written["model_type"], written["num_hidden_layers"], written["max_position_embeddings"]) == ("qwen3", 2, 64)
-    manifest = export_drafter(result.folder, tmp_path / "package", name="p", candidates=8, target_id="big")
-    assert manifest["head"] == {"tokens": 60}
+    assert written["outrider_head"]["tokens"] == 60
     with pytest.raises(ConfigError, match="one of the two"):
         replace(config, start="general")
     with pytest.raises(ConfigError, match="not given"):
