@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +45,12 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Issued:
     return issue(tmp_path_factory.mktemp("theirs"), HOSTS)
 
 
-def serving(issued: Issued, *, mutual: bool = False) -> ServerTls:
-    return ServerTls(issued.server_cert, issued.server_key, issued.ca if mutual else None)
+def serving(issued: Issued) -> ServerTls:
+    return ServerTls(issued.server_cert, issued.server_key)
+
+
+def mutual(issued: Issued) -> ServerTls:
+    return replace(serving(issued), client_ca=issued.ca)
 
 
 def with_own(issued: Issued) -> ClientTls:
@@ -107,7 +111,7 @@ async def test_a_proxy_of_the_environment_takes_no_part_on_this_machine(monkeypa
 
 
 async def test_under_mutual_tls_the_server_knows_its_client(issued):
-    assert await asked(serving(issued, mutual=True), with_own(issued)) == "edge"
+    assert await asked(mutual(issued), with_own(issued)) == "edge"
 
 
 async def test_a_blocking_channel_speaks_tls_too(issued):
@@ -121,40 +125,27 @@ async def test_a_blocking_channel_speaks_tls_too(issued):
         assert await asyncio.to_thread(call) == b"nobody"
 
 
-async def test_mutual_tls_refuses_a_client_without_certificate_and_names_the_options(issued):
-    said = await asked(serving(issued, mutual=True), ClientTls(issued.ca))
+REFUSED: dict[str, tuple[Callable[[Issued], ServerTls | None], Callable[[Issued, Issued], ClientTls | None], str]] = {
+    "no certificate of its own": (mutual, lambda ours, _: ClientTls(ours.ca), "--tls-cert"),
+    "one of another authority": (mutual, lambda ours, theirs: replace(with_own(theirs), ca=ours.ca), "--tls-cert"),
+    "another authority": (serving, lambda _, theirs: ClientTls(theirs.ca), "--tls-ca"),
+    "public authorities": (serving, lambda *_: ClientTls(PUBLIC), "--tls-ca"),
+    "another name": (serving, lambda ours, _: ClientTls(ours.ca, server_name="elsewhere"), "--tls-server-name"),
+    "plain text": (serving, lambda *_: None, "--tls-ca"),
+    "a server of plain text": (lambda _: None, lambda ours, _: ClientTls(ours.ca), "does not speak TLS"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+async def test_what_does_not_fit_is_refused_and_the_option_named(issued, strangers, wrong):
+    tls, client, option = REFUSED[wrong]
+    said = await asked(tls(issued), client(issued, strangers))
     assert said.startswith("failed")
-    assert "--tls-cert" in explain(said)
+    assert option in explain(said)
 
 
-async def test_a_clients_certificate_of_another_authority_is_refused(issued, strangers):
-    own = replace(with_own(strangers), ca=issued.ca)
-    said = await asked(serving(issued, mutual=True), own)
-    assert said.startswith("failed")
-    assert "--tls-cert" in explain(said)
-
-
-@pytest.mark.parametrize("ca", ["strangers", "public"])
-async def test_a_server_of_another_authority_is_refused_and_the_option_named(issued, strangers, ca):
-    said = await asked(serving(issued), ClientTls(PUBLIC if ca == "public" else strangers.ca))
-    assert said.startswith("failed")
-    assert "--tls-ca" in explain(said)
-
-
-async def test_a_certificate_for_another_name_is_refused_and_the_option_named_helps(issued):
-    said = await asked(serving(issued), ClientTls(issued.ca, server_name="elsewhere.example"))
-    assert said.startswith("failed")
-    assert "--tls-server-name" in explain(said)
+async def test_the_name_in_a_certificate_may_be_given(issued):
     assert await asked(serving(issued), ClientTls(issued.ca, server_name="localhost")) == "nobody"
-
-
-async def test_plain_text_and_tls_do_not_mix_and_either_side_says_so(issued):
-    to_tls = await asked(serving(issued), None)
-    assert to_tls.startswith("failed")
-    assert "--tls-ca" in explain(to_tls)
-    to_plain = await asked(None, ClientTls(issued.ca))
-    assert to_plain.startswith("failed")
-    assert "does not speak TLS" in explain(to_plain)
 
 
 @pytest.mark.parametrize("details", ["Connection refused", "", "Deadline Exceeded", "Socket closed"])
