@@ -188,7 +188,7 @@ class DelayedThreads:
         self._waiting.append(task)
         if not task.begun and self.source is not None:
             [session] = [each.session for each in self.source._texts.values() if each.task is task]
-            self._prefixes[task] = [*session.transcript, *token_ids(session.drafts()[0])]
+            self._prefixes[task] = [*session.transcript, *token_ids(session.drafts())]
         late_s = self._rng.choice((0.05, 0.3) if self._kind == "slow" else (0.0, 0.0, 0.001, 0.004, 0.05))
         self._clock.at(self._clock.now + late_s, partial(self._work, task))
 

@@ -7,7 +7,7 @@
         kv_tokens: int = option(32768, "positions in the KV cache", check=at_least(16))
         keep_s: float = option(300.0, "how long an idle conversation is kept; 0: never", check=at_least(0))
 
-The name, type, default, help and check of a field make `--kv-tokens N` and `--max-gap S`, their environment variables,
+The name, type, default, help and check of a field make `--kv-tokens N` and `--keep S`, their environment variables,
 their keys in a config file and their rows in docs/cli.md (`outrider.deploy.arguments`). `CacheSettings(kv_tokens=1)` in
 code raises `ConfigError` with the same message and `field`. A subclass that changes a default alone writes that alone.
 """
