@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from outrider.cloud.learning.idle import LOOK_S, OPEN, RESTING, WAITING, IdleGate
+from outrider.cloud.learning.cpu_share import LOOK_S, OPEN, RESTING, WAITING, IdleGate
 
 
 class Machine:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from outrider.cloud.learning.cpu_share import BURST_S, ROW_S, LessonBudget
 from outrider.cloud.learning.inclusion import Inclusion, LessonKind
-from outrider.cloud.learning.lesson_budget import BURST_S, ROW_S, LessonBudget
 
 A, M, O = LessonKind
 SHARE, STEP_S = 0.02, 0.01

@@ -18,8 +18,8 @@ from drafting_outbox import DraftingOutbox
 from kept_lessons import KeptLessons
 
 from outrider.cloud.learning import lessons, sink
+from outrider.cloud.learning.cpu_share import LessonBudget
 from outrider.cloud.learning.inclusion import BURST_S, LessonKind
-from outrider.cloud.learning.lesson_budget import LessonBudget
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.lessons import LessonCollector, Lost
 from outrider.cloud.learning.packing import StepRows, read_steps, teaching

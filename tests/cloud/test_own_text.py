@@ -12,9 +12,8 @@ from lessons_for_tests import bigram_target, quick_settings, text_record
 
 from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.learner import Learner
-from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord
+from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord, record_of_text
 from outrider.cloud.learning.losses import LOSSES
-from outrider.cloud.learning.own_text import record_of_text
 from outrider.cloud.learning.trainer import Trainer
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.packages import find_package, load_package

@@ -13,8 +13,7 @@ from lessons_for_tests import quick_settings
 from outrider.cloud.learning import trial
 from outrider.cloud.learning.judge import ShadowJudge
 from outrider.cloud.learning.learner import Learner
-from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.own_text import record_of_text
+from outrider.cloud.learning.lesson_record import LessonRecord, record_of_text
 from outrider.cloud.learning.trainer_settings import OWN
 from outrider.cloud.learning.trial import JudgeMemory, VersionWatch
 from outrider.drafters import ProposalRule

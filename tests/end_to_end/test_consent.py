@@ -14,7 +14,7 @@ from kept_lessons import KeptLessons
 
 from outrider.cloud.learning import lessons
 from outrider.cloud.learning import trainer_actor as trainers
-from outrider.cloud.learning.lesson_budget import LessonBudget
+from outrider.cloud.learning.cpu_share import LessonBudget
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.lessons import TICK_S
 from outrider.cloud.serving.verifier_actor import VerifierActor

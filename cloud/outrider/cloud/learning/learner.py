@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.learning.judge import ShadowJudge
-from outrider.cloud.learning.record_file import read_records
+from outrider.cloud.learning.lesson_record import read_records
 from outrider.cloud.learning.trainer import Trainer, VersionCandidate
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import TrialJournal

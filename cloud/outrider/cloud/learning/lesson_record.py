@@ -1,6 +1,7 @@
 """The record of lessons: part of one text with what the target said in the rows that verified it.
 
-A verifier makes records (`outrider.cloud.learning.lessons`), a trainer reads them.
+A verifier makes records (`outrider.cloud.learning.lessons`), a trainer reads them. An edge that learns from its own
+texts makes them of what it knows (`record_of_text`). A file of records has each behind its length.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import base64
 import binascii
 import json
 import math
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,12 @@ MAX_BYTES = 1 << 22  # of an encoded record
 _MAGIC = b"OUTLESN2"
 _HEADER = struct.Struct("<8sI")
 _MAX_HEADER = 1 << 18
+_LENGTH = struct.Struct("<I")
 _LIMITS = (MAX_TOKENS, MAX_ROWS, TOP)  # of the sizes of arrays
 _NARROW = 1 << 16  # token ids below it take two bytes
+
+Teacher = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Likeliest tokens [m, s] uint32, log p of these [m, s] float16, log of the rest [m] float32, as a record has them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,3 +239,85 @@ def _check_arrays(record: LessonRecord) -> None:
     first, end = max(record.start + 1, record.first_generated), record.start + len(record.tokens)
     inside = bool(((positions >= first) & (positions < end)).all())
     _require(inside, "positions", "must be those of generated tokens of the text that have one before them")
+
+
+def record_of_text(
+    tokens: Sequence[int],
+    first_generated: int,
+    sampling: Sampling,
+    *,
+    model: str,
+    session_salt: bytes,
+    key_salt: bytes,
+    prompt_class: int = 0,
+    at_s: float = 0.0,
+    teacher: Teacher | None = None,
+    tokenizer_sha256: str = "",
+) -> LessonRecord:
+    """Return the record of a text that nobody verified here, with a row for each generated token.
+
+    Args:
+        tokens: [n] the text from position 0; what is beyond `MAX_ROWS` generated tokens is left out.
+        first_generated: position of the first token after the prompt.
+        sampling: settings with the seed.
+        model: id of the target.
+        session_salt: [16] bytes, the same for all texts of a session.
+        key_salt: [16] bytes, the same for all texts of whom they are taken to be.
+        prompt_class: kind of text.
+        at_s: time, Unix seconds.
+        teacher: the target's likeliest tokens in each row; None: unknown, and losses of tokens alone learn from it.
+        tokenizer_sha256: hash of the target's tokenizer; empty: unknown.
+
+    Raises:
+        InvalidArgument: nothing may be learned from such a text, or it has no prompt.
+    """
+    tokens = tokens[: first_generated + MAX_ROWS]
+    n = len(tokens) - first_generated
+    nothing = np.zeros((n, 0), np.uint32), np.zeros((n, 0), np.float16), np.zeros(n, np.float32)
+    top_ids, top_logp, rest_logp = teacher or nothing
+    return LessonRecord(
+        model=model,
+        session_salt=session_salt,
+        key_salt=key_salt,
+        prompt_class=prompt_class,
+        sampling=sampling,
+        at_s=at_s,
+        start=0,
+        first_generated=first_generated,
+        tokens=np.array(tokens, np.uint32),
+        positions=np.arange(first_generated, first_generated + n, dtype=np.uint32),
+        top_ids=top_ids,
+        top_logp=top_logp,
+        rest_logp=rest_logp,
+        weights=np.ones(n, np.float32),
+        tokenizer_sha256=tokenizer_sha256,
+    )
+
+
+def write_records(path: Path, records: Iterable[LessonRecord]) -> None:
+    """Write a file, which is there whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        for record in records:
+            encoded = record.encode()
+            file.write(_LENGTH.pack(len(encoded)) + encoded)
+    os.replace(unfinished, path)
+
+
+def read_records(path: Path) -> list[LessonRecord]:
+    """Return the records of a file.
+
+    Raises:
+        InvalidArgument: the file cannot be read, or holds something else.
+    """
+    records = []
+    try:
+        with path.open("rb") as file:
+            while head := file.read(_LENGTH.size):
+                size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else MAX_BYTES + 1
+                if size > MAX_BYTES:
+                    raise InvalidArgument(f"{path} is no file of records", field="lessons")
+                records.append(LessonRecord.decode(file.read(size)))
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="lessons") from error
+    return records

@@ -19,8 +19,8 @@ from enum import Enum
 
 import torch
 
+from outrider.cloud.learning.cpu_share import MAX_SHARE, LessonBudget
 from outrider.cloud.learning.inclusion import Inclusion, LessonKind
-from outrider.cloud.learning.lesson_budget import MAX_SHARE, LessonBudget
 from outrider.cloud.learning.packing import KeptRows, StepRows, TextPart, pack, read_steps
 from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
 from outrider.proto.salts import key_salt, salted

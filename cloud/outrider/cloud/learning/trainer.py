@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory
-from outrider.cloud.learning.version_folder import VersionFolder
 from outrider.drafters.adapters import LowRank, read_adapter, write_adapter_package
-from outrider.drafters.packages import DrafterPackage, find_package, load_package
+from outrider.drafters.packages import DrafterPackage, find_package, load_package, read_manifest
 from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
 
@@ -39,8 +38,74 @@ MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
 MIN_SHARE_OF_KEY = 0.02  # of the positions, for a key to count among those that taught
 MAX_VERSIONS = 32  # that are kept where no coordinator tells which are retired, 0.3 MB each
 TOLERATED = 3  # steps in a row that are not finite
+_GONE = ".deleted"
 
 log = logging.getLogger(__name__)
+
+
+class VersionFolder:
+    """A drafter's published versions, a package for each under its number, where catalogues look; it need not be there.
+
+    One that is to go is hidden first, so that no catalogue ever sees a part of a package.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def finish_deleting(self) -> None:
+        """Delete what an earlier process has hidden, and died before it was gone."""
+        for hidden in self.path.glob(f".*{_GONE}"):
+            _delete(hidden)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the versions that are there, ascending."""
+        return sorted(int(path.name) for path in self.path.glob("[0-9]*") if path.name.isdecimal())
+
+    def of(self, number: int) -> Path:
+        """Return the folder of a version, which need not be there."""
+        return self.path / str(number)
+
+    def keep_newest(self, count: int) -> None:
+        """Delete all versions but the newest `count`."""
+        numbers = self.numbers()
+        for number in numbers[: max(0, len(numbers) - count)]:
+            self._remove(number)
+
+    def retire(self, versions: Collection[str]) -> frozenset[str]:
+        """Delete these versions, and return those that were there."""
+        found = {number: self._version_of(number) for number in self.numbers()}
+        gone = {number: version for number, version in found.items() if version in versions}
+        for number in gone:
+            self._remove(number)
+        return frozenset(gone.values())
+
+    def _version_of(self, number: int) -> str:
+        try:
+            return read_manifest(self.of(number)).version
+        except OutriderError as error:
+            log.warning("version %d in %s cannot be read: %s", number, self.path, error)
+            return ""
+
+    def _remove(self, number: int) -> None:
+        hidden = self.path / f".{number}{_GONE}"
+        try:
+            if hidden.exists():
+                _delete(hidden)
+            self.of(number).rename(hidden)
+        except OSError as error:
+            log.warning("version %d in %s stays: %s", number, self.path, error)
+            return
+        _delete(hidden)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, which may be gone; what cannot be deleted is logged, and tried again later."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s cannot be deleted: %s", folder, error)
 
 
 @dataclass(slots=True)

@@ -49,8 +49,7 @@ class TrainerActor:
     def __init__(self, settings: TrainerSettings, log_level: str = "", log_format: str = "text") -> None:
         import torch
 
-        from outrider.cloud.learning.cpu_share import CpuShare
-        from outrider.cloud.learning.idle import IdleGate
+        from outrider.cloud.learning.cpu_share import CpuShare, IdleGate
         from outrider.cloud.learning.learner import Learner
 
         if log_level:

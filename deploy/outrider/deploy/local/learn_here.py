@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.learning.own_text import record_of_text
+from outrider.cloud.learning.lesson_record import record_of_text
 from outrider.deploy.process.child import Child
 from outrider.deploy.process.termination import temporary_folder
 from outrider.drafters.packages import DrafterPackage
