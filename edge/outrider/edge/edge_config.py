@@ -133,7 +133,7 @@ class EdgeConfig(Settings):
         metavar="DIR",
         group=DRAFTING,
     )
-    threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=RULES, check=at_least(1))
+    threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=DRAFTING, check=at_least(1))
     steering: str = option(
         "auto",
         "steer the drafter by the target's states: as often as it pays, with every commit, or never",

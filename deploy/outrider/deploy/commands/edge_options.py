@@ -159,7 +159,7 @@ EDGE = Command(
     (
         edge_part(*WHERE, "chat_template"),
         part(DaemonConfig),
-        edge_part(DRAFTING, SHARING),
+        edge_part(DRAFTING, "battery", SHARING),
         part(LearnHereSettings),
         part(ServerTls, defaults={"cert": None, "key": None}),
         part(
