@@ -42,7 +42,6 @@ class LiveText:
 
     Attributes:
         marks: marks of the target's own tokens.
-        possible_marks: the marks that the console can show.
 
     Args:
         console: console of the texts.
@@ -52,7 +51,6 @@ class LiveText:
 
     def __init__(self, console: Console, notes: Console | None = None, marks: Marks | None = None) -> None:
         self.marks = marks or (Marks.on(console) if console.is_terminal else Marks.NONE)
-        self.possible_marks = Marks.on(console)
         self._console = console
         self._notes = notes or console
 

@@ -144,7 +144,7 @@ GENERATE = Command(
     ),
 )
 CHAT = Command(
-    "outrider.deploy.chat.chat_command:chat",
+    "outrider.deploy.chat:chat",
     (
         part(TalkSettings),
         part(MarkSettings),
