@@ -283,7 +283,9 @@ async def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_w
         updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
         assert [m.version for m in await anext(updates)] == ["1"]
         write_package(drafters / ".2", version="2").rename(drafters / "2")
-        assert [(m.version, m.share) for m in await anext(updates)] == [("1", 0), ("2", 1)], "few edges: all try it"
+        assert [(m.version, m.share) for m in await anext(updates)] == [("2", 0), ("1", 1)], (
+            "few edges: all compare both"
+        )
         (drafters / "2").rename(drafters / ".2")
         assert [m.version for m in await anext(updates)] == ["1"]
 

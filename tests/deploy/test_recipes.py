@@ -94,8 +94,7 @@ def test_the_recipes_train_and_export_drafters_of_the_models_that_they_name(
         config = json.loads((folder / name / "config.json").read_text())
         assert config["num_hidden_layers"] == layers
         with safe_open(folder / name / "model.safetensors", "pt") as tensors:
-            matrix, rows = ("model.embed_tokens.weight", 258) if name == "qwen" else ("lm_head.up.weight", 120)
-            assert tensors.get_slice(matrix).get_shape() == [rows, 64]
+            assert tensors.get_slice("lm_head.up.weight").get_shape() == [120, 64]
         words = [word.replace("qwen", name) for word in export]
         run_here([*words, "--candidates", "16"], folder)
         package = find_package(folder / "package")
