@@ -11,13 +11,13 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from scripted_drafters import ScriptedDrafter
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.edge_metrics import EdgeMetrics
-from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import JsonLines
 from outrider.proto.types import Patience

@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from fake_cluster import ScriptedCluster, ready, write_package
 
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.coordinator.lease_admission import MAX_LEASED_OF_KEY, Caller, CallerAdmission
 from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
 from outrider.edge.link.security import Security

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from fake_cluster import TOKENIZER_JSON
 from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.coordinator.cluster import StaticCluster, VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.fake_cluster import TOKENIZER_JSON
 from outrider.proto.channel import REPORT_METHOD
 from outrider.proto.errors import ConfigError
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cluster import ScriptedCluster, ready, write_package
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.coordinator.fleet_hits import (
     BROADER_TRIALS,
     HALF_LIFE,

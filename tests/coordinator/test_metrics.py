@@ -7,12 +7,12 @@ import urllib.request
 from dataclasses import replace
 
 import pytest
+from fake_cluster import ScriptedCluster, ready, write_package
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import MAX_MODELS, CoordinatorMetrics
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, TrainerStatus
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_cluster import TOKENIZER_SHA256, ready
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
 from outrider.coordinator.fleet_view import PrefixMemory
 from outrider.coordinator.placement import RETRY_WHEN_DOWN_S, place
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable

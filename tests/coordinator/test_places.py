@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cluster import ready
 
 from outrider.coordinator.cluster import SendAway, VerifierState
-from outrider.coordinator.fake_cluster import ready
 from outrider.coordinator.key_places import ENDING_S, RESUME_S
 from outrider.coordinator.lease_admission import Caller, CallerAdmission
 from outrider.proto.errors import ResourceExhausted

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_cluster import TOKENIZER_SHA256, ready
 from waiting_world import Finding, Shape, WaitingWorld, by_luck, in_order
 
 from outrider.coordinator import queue
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import (
     GRACE_S,

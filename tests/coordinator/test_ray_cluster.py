@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import ray
+from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256
 
 from outrider.cloud.learning import trainer_actor as trainer
 from outrider.cloud.serving import verifier_actor
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256
 from outrider.coordinator.ray_cluster import RayCluster
 from outrider.deploy.local.local_cluster import _start_local_ray
 from outrider.proto.errors import ConfigError, NotFound, Unavailable

@@ -14,11 +14,11 @@ from typing import Any
 import grpc.aio
 import pytest
 from command_processes import free_port
+from fake_cluster import ScriptedCluster, ready
 from prometheus_client import CollectorRegistry
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_metrics import RelayMetrics
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.coordinator.relay import StreamRelay
 from outrider.proto import codec
 from outrider.proto.errors import (

@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import pytest
 from command_processes import free_port
+from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from grpc_health.v1 import health_pb2
 
 from outrider.coordinator import coordinator_server
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer, StreamLimits
-from outrider.coordinator.fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cluster import ScriptedCluster, ready, write_package
 
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
 from outrider.proto.errors import Unauthenticated

@@ -12,11 +12,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from fake_cluster import TOKENIZER_JSON, ScriptedCluster, ready, write_package
 from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.coordinator.cluster import StaticCluster, VerifierInfo, VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.fake_cluster import TOKENIZER_JSON, ScriptedCluster, ready, write_package
 from outrider.deploy.certs import Issued, issue
 from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
 from outrider.edge.link.link import Channels, lease_metadata

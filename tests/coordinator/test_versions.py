@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cluster import ScriptedCluster, ready, write_package
 
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready, write_package
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_LEAD, MAX_VOTERS, VersionState
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from fake_cluster import TOKENIZER_SHA256, ready
+
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.fake_cluster import TOKENIZER_SHA256, ready
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import GRACE_S, RETRY_WHEN_FULL_S
 from outrider.proto.errors import ResourceExhausted, Unavailable

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from other_tokenizer import byte_tokenizer, with_tokenizer
 
 from outrider.cloud.learning import trainer_actor
 from outrider.cloud.learning.trainer_settings import TrainerSettings
@@ -22,7 +23,6 @@ from outrider.deploy.cli import main, parse
 from outrider.deploy.local import local_cluster, servers
 from outrider.deploy.local.local_cluster import LocalCluster, catalogue_folders
 from outrider.drafters import find_package
-from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 
 
 @pytest.mark.parametrize(

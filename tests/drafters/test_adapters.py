@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
+from tiny_drafter import GREEDY, TABLE, WEIGHT, WIDTH, some_tokens, tiny_graph, write_package
 
 from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix
 from outrider.drafters import adapters, find_package, load_package
 from outrider.drafters.adapters import merged_graph, product_norm, read_adapter, weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.tensor_file import read_tensors, write_tensors
-from outrider.edge.testing.tiny_drafter import GREEDY, TABLE, WEIGHT, WIDTH, some_tokens, tiny_graph, write_package
 from outrider.proto.drafter_format import AdapterShape, LearnedFrom
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused
 from outrider.proto.plumbing.files import sha256_of

@@ -12,6 +12,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scripted_drafters import GarbageDrafter, ScriptedDrafter
+from tiny_drafter import (
+    GREEDY,
+    STEERING_MANIFEST,
+    TOKENIZER,
+    steering_graph,
+    tiny_graph,
+    write_package,
+)
 
 from outrider.drafters import DrafterCache, DrafterShelf, NgramDrafter, embedded_packages, find_package
 from outrider.drafters import shelf as shelf_module
@@ -20,18 +29,8 @@ from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.search import BROKEN, DrafterSearch, on_trial_here
 from outrider.drafters.shelf import Member, give_back, own_bytes
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Outcome, speed
-from outrider.edge.doctor.agreement import Visit
+from outrider.edge.doctor import Outcome, examination
 from outrider.edge.pool.preparation import Preparation, Ready
-from outrider.edge.testing import GarbageDrafter, ScriptedDrafter
-from outrider.edge.testing.tiny_drafter import (
-    GREEDY,
-    STEERING_MANIFEST,
-    TOKENIZER,
-    steering_graph,
-    tiny_graph,
-    write_package,
-)
 from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import (
     ConfigError,
@@ -512,11 +511,10 @@ def test_a_doctor_looks_at_every_drafter_of_a_list(tmp_path, broken):
         (tmp_path / "docs" / "model.onnx").write_bytes(b"no graph")
 
     async def look():
-        visit = Visit.begin(EdgeConfig(**WHERE, drafter=f"{tmp_path}/code,{tmp_path}/docs,ngram"))
-        try:
-            return await speed.load_drafter(visit)
-        finally:
-            await visit.close()
+        config = EdgeConfig(**WHERE, drafter=f"{tmp_path}/code,{tmp_path}/docs,ngram")
+        visit = examination._Visit(config, lambda _: None)
+        async with Client(config) as visit.drafting:
+            return await visit.load_drafter()
 
     found = asyncio.run(look())
     if broken:
@@ -525,7 +523,8 @@ def test_a_doctor_looks_at_every_drafter_of_a_list(tmp_path, broken):
         assert "leave them out of --drafter" in found.remedy
     else:
         assert found.outcome is Outcome.OK
-        assert found.message.startswith("code, docs, ngram: every file as promised")
+        assert found.message.startswith("code, docs, ngram ")
+        assert "every file as promised" in found.message
 
 
 # --- what a coordinator offers ---

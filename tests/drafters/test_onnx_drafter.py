@@ -10,11 +10,7 @@ import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from outrider.drafters import ProposalRule, find_package
-from outrider.drafters.graph_file import read_graph_file
-from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
-from outrider.edge.testing.tiny_drafter import (
+from tiny_drafter import (
     CANDIDATES,
     CONTEXT,
     GREEDY,
@@ -31,6 +27,10 @@ from outrider.edge.testing.tiny_drafter import (
     tiny_graph,
     write_package,
 )
+
+from outrider.drafters import ProposalRule, find_package
+from outrider.drafters.graph_file import read_graph_file
+from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, UnknownToken
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling, token_ids

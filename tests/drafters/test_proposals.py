@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
 
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.proposals import NO_PROPOSAL
-from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.proto.errors import Internal, InvalidArgument
 from outrider.proto.noise import gumbel
 from outrider.proto.types import DraftToken, Sampling, token_ids

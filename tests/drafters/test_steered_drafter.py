@@ -11,12 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from outrider.drafters import NgramDrafter
-from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
-from outrider.drafters.protocol import steering_of
-from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
-from outrider.edge.testing.tiny_drafter import (
+from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from tiny_drafter import (
     GREEDY,
     LAYERS,
     MLP,
@@ -32,6 +28,10 @@ from outrider.edge.testing.tiny_drafter import (
     tiny_graph,
     write_package,
 )
+
+from outrider.drafters import NgramDrafter
+from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
+from outrider.drafters.protocol import steering_of
 from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.types import token_ids

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from outrider.drafters import NgramDrafter, ProposalRule, find_package
-from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
-from outrider.drafters.protocol import TokenPrefix
-from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
-from outrider.edge.testing.tiny_drafter import (
+from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from tiny_drafter import (
     CONTEXT,
     GREEDY,
     RANK,
@@ -26,6 +22,10 @@ from outrider.edge.testing.tiny_drafter import (
     tiny_graph,
     write_package,
 )
+
+from outrider.drafters import NgramDrafter, ProposalRule, find_package
+from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
+from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import Internal, InvalidArgument, UnknownToken
 from outrider.proto.types import DraftToken, Sampling, token_ids
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from scripted_cloud import EOS, scripted_client
+from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
 
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import find_package
 from outrider.edge import Client, Conversation, EdgeConfig, SyncConversation, Tokens, Transcript
 from outrider.edge.event_stream import collect, stream_events
-from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded, InvalidArgument
 from outrider.proto.session import Done, EdgeStatistics, Emit

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from scripted_drafters import FailingDrafter, GarbageDrafter
+
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.own_drafter import load_own_drafter
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge import Sampling
-from outrider.edge.testing import FailingDrafter, GarbageDrafter
 from outrider.proto.types import DraftToken, Patience
 
 VOCAB = 8192

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command_processes import Command, free_port
+from scripted_drafters import FailingDrafter
 
 from outrider.cloud.drafting import draft_threads
 from outrider.cloud.drafting.drafted_text import OwnDrafter
@@ -21,7 +22,6 @@ from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.edge import Sampling
 from outrider.edge.decoding import Observer
-from outrider.edge.testing import FailingDrafter
 from outrider.proto.policy.measures import Smoothed
 from outrider.proto.session import RetryRules
 from outrider.proto.types import CloudFrame, Commit, Continue, DraftToken, EdgeFrame, Open, Opened, Patience

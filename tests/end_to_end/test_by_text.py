@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from other_tokenizer import byte_tokenizer, with_tokenizer
 
 from outrider.drafters import NgramDrafter, find_package
 from outrider.drafters.by_text import TextDrafter, Vocabulary
 from outrider.edge.event_stream import Finished
-from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 from outrider.proto.session import EdgeStatistics
 
 PROMPT = "The cat sat on the mat. The dog sat on the mat. The cat sat on the"

@@ -8,9 +8,9 @@ import math
 import shutil
 
 import pytest
+from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
-from outrider.edge.testing import FailingDrafter, ScriptedDrafter
 from outrider.proto.errors import (
     DeadlineExceeded,
     InvalidArgument,

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
+from fake_cluster import ScriptedCluster, ready
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.serving.verifier_server import VerifierServer
@@ -26,7 +27,6 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator import coordinator_server as coordinator_server
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.proto.address import split_address
 from outrider.proto.plumbing import connections
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from scripted_drafters import FailingDrafter, GarbageDrafter
 
 from outrider.drafters import NgramDrafter
 from outrider.edge import Sampling
-from outrider.edge.testing import FailingDrafter, GarbageDrafter
 from outrider.proto.types import FinishReason, Patience
 
 GREEDY = Sampling(max_tokens=20)

@@ -14,6 +14,7 @@ import pytest
 from command_processes import free_port
 from fleets import fleet
 from openai import APIError, AsyncOpenAI
+from scripted_drafters import FailingDrafter
 
 from outrider.cloud.models.family_index import chat_template_json, target_folder
 from outrider.cloud.serving.verifier_server import VerifierServer
@@ -21,7 +22,6 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.http_server import Daemon
-from outrider.edge.testing import FailingDrafter
 
 MODEL = "reference"
 PROMPT = "def main(argv):\n"

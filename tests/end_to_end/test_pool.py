@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from scripted_drafters import FailingDrafter
 
 from outrider.drafters import NgramDrafter, find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.testing import FailingDrafter
 
 FAMILY = "general,swift,ngram"
 SELECTORS = ("leader", "metasd-bd")  # with and without catching up; the session's own tests have them all

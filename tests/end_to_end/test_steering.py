@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.target.projection import Projection
@@ -20,7 +21,6 @@ from outrider.drafters.onnx import OnnxState
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Finished, Tokens
-from outrider.edge.testing.tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 from outrider.proto import codec
 from outrider.proto.errors import Internal
 from outrider.proto.steering_vector import decode, encode

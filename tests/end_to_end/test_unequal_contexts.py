@@ -6,13 +6,13 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from fake_cluster import ScriptedCluster, ready
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.edge import Client, EdgeConfig, Sampling, Tokens
 from outrider.proto.session import RetryRules
 from outrider.proto.tokenizer import tokenizer_hash

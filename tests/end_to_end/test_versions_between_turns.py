@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.drafters import NgramDrafter, ProposalRule, find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
@@ -18,7 +19,6 @@ from outrider.drafters.shelf import loaded_member
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
-from outrider.edge.testing import FailingDrafter, ScriptedDrafter
 from outrider.proto.drafter_format import LearnedFrom, SteeringShape
 from outrider.proto.types import Continue, Draft, EdgeFrame, Open, Patience
 

@@ -16,7 +16,6 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.drafters.packages import FAMILY
-from outrider.edge.testing.tiny_drafter import greedy_by_hand
 
 pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
 
@@ -94,14 +93,3 @@ def test_the_environment_of_an_edge_stays_small_on_disk(edge_python) -> None:
     size = 512 * sum(file.st_blocks for file in {(file.st_dev, file.st_ino): file for file in files}.values())
     print(f"environment of the edge: {size / 1e6:.0f} MB")
     assert 10_000_000 < size < MAX_EDGE_BYTES
-
-
-def test_what_the_edge_ships_for_tests_works_in_the_wheel_without_pytest(edge_python, tmp_path) -> None:
-    program = (
-        "import importlib.util; from outrider.edge.testing import ScriptedDrafter, tiny_drafter;"
-        "from outrider.drafters import ProposalRule; from outrider.proto.types import Sampling;"
-        "state = ScriptedDrafter([5, 6]).open(ProposalRule(Sampling()));"
-        "print(importlib.util.find_spec('pytest'), len(state.propose(3)), *tiny_drafter.greedy_by_hand((1,), 2))"
-    )
-    out = subprocess.run([str(edge_python), "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path)
-    assert out.stdout.split() == ["None", "2", *map(str, greedy_by_hand((1,), 2))]

@@ -16,6 +16,7 @@ import http_door
 import pytest
 import value_doors
 from extreme_values import NUMERALS, Extreme, arguments, changed, changed_body, fields_of, json_ways
+from fake_cluster import ScriptedCluster, ready
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from loop_thread import LoopThread
@@ -25,7 +26,6 @@ from value_doors import VerifierAtDoor, messages, opening, oracle_text, written
 
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
-from outrider.coordinator.fake_cluster import ScriptedCluster, ready
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon.api_access import RESPONSES
 from outrider.edge.daemon.http_errors import MESSAGES

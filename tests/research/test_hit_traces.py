@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
+from scripted_drafters import ScriptedDrafter
 
 from outrider.drafters.protocol import TokenPrefix
-from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
 from research.text_writer import TextRequest, TextVectors

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripted_drafters import ScriptedDrafter
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
@@ -18,7 +19,6 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.built_in_prompts import Prompt
 from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import NgramDrafter
-from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.types import Goal, Sampling

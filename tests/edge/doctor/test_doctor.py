@@ -7,11 +7,11 @@ import json
 import shutil
 
 import pytest
+from other_tokenizer import byte_tokenizer, with_tokenizer
 
 from outrider.drafters.packages import FAMILY, find_package
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Finding, Outcome, examination, examine
-from outrider.edge.testing.other_tokenizer import byte_tokenizer, with_tokenizer
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.testing import word_tokenizer, write_keys

@@ -28,7 +28,7 @@ class ScriptedDrafter:
         self._script = script
         self._q = q
 
-    def open(self, rule: ProposalRule) -> DraftState:  # noqa: ARG002 - a script has no use for noise
+    def open(self, rule: ProposalRule) -> DraftState:
         """Begin an empty prefix."""
         return _ScriptedState(self._script, self._q)
 
@@ -71,7 +71,7 @@ class GarbageDrafter:
         self._vocab = vocab
         self._seed = seed
 
-    def open(self, rule: ProposalRule) -> DraftState:  # noqa: ARG002 - garbage follows no rule
+    def open(self, rule: ProposalRule) -> DraftState:
         """Begin an empty prefix."""
         return _GarbageState(self._vocab, self._seed)
 
