@@ -94,7 +94,7 @@ BENCH = Command(
         part(BuiltInPrompts),
         part(BenchSettings),
         part(Sampling, *CHOSEN),
-        part(EdgeConfig, "drafter", "steering", "drafts_here", RULES),
+        part(EdgeConfig, "drafter", "threads", "steering", "drafts_here", RULES),
         part(VerifierConfig, TARGET, SERVING),
         part(VerifierConfig, HERE, defaults={"draft_here": "on"}),
     ),
