@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from outrider.drafters.by_text import Vocabulary
 
 NGRAM, RETRIEVAL = "ngram", "retrieval"
+WITHOUT_PACKAGE = {
+    NGRAM: Member(NGRAM, NgramDrafter.version, 0, NgramDrafter),
+    RETRIEVAL: Member(RETRIEVAL, RetrievalDrafter.version, 0, RetrievalDrafter),
+}
 
 BROKEN = (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError)
 """Errors of a drafter itself and not of the request for it: the others go on without it."""
@@ -204,10 +208,8 @@ class DrafterSearch:
         return replace(found, load=load, steering=None, by_text=True)
 
     def _find(self, name: str) -> Member:
-        if name == NGRAM:
-            return Member(NGRAM, NgramDrafter.version, 0, NgramDrafter)
-        if name == RETRIEVAL:
-            return Member(RETRIEVAL, RetrievalDrafter.version, 0, RetrievalDrafter)
+        if name in WITHOUT_PACKAGE:
+            return WITHOUT_PACKAGE[name]
         known = name in self._offers or name in embedded_packages()
         local = "/" in name or (not known and Path(name).is_dir())
         offer = None if local else self._offers.get(name)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.drafters import NgramDrafter, find_package
+from outrider.drafters.search import WITHOUT_PACKAGE
 from outrider.edge.client import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.doctor.connection_check import (
@@ -37,7 +38,7 @@ from outrider.proto.types import CloudFrame, Guarantee, Lease, LeaseRequest, Ope
 
 PROMPT = "Once upon a time there was a small house at the edge of the forest, and in it lived"
 TOKENS = 16
-NO_PACKAGE = ("auto", "all", "ngram", "retrieval", "none")
+NO_PACKAGE = ("auto", "all", "none", *WITHOUT_PACKAGE)
 
 log = logging.getLogger(__name__)
 
