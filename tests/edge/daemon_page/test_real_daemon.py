@@ -94,6 +94,7 @@ def test_a_text_streams_with_both_kinds_of_tokens_and_the_panels_fill(page) -> N
 
 
 def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
+    real.verifier.set_pace(0.2)  # or a text may end before it is stopped
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Max tokens").fill("1500")
     page.get_by_role("button", name="Close").click()
@@ -107,6 +108,7 @@ def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
             break
         page.wait_for_timeout(50)
     assert real.verifier.status().sessions == 0
+    real.verifier.set_pace(0.0)
 
 
 def test_a_refusal_of_the_daemon_is_shown_in_words(page) -> None:
