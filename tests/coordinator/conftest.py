@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,6 @@ class Caller:
             raise from_rpc_error(error) from error
 
 
-Scenario = Callable[[Caller], Awaitable[None]]
-
-
 @asynccontextmanager
 async def coordinator(cluster: Cluster | None = None, **options: Any) -> AsyncIterator[Caller]:
     defaults: dict[str, Any] = {"lease_secret": SECRET, "listen": "127.0.0.1:0", "poll_s": 0.1}
@@ -87,20 +84,6 @@ async def coordinator(cluster: Cluster | None = None, **options: Any) -> AsyncIt
 def coordinating() -> Callable[..., AbstractAsyncContextManager[Caller]]:
     """A coordinator over real gRPC."""
     return coordinator
-
-
-@pytest.fixture
-def serve() -> Callable[..., None]:
-    """Run a scenario against a coordinator over real gRPC, for two minutes at most."""
-
-    def run(scenario: Scenario, cluster: Cluster | None = None, **options: Any) -> None:
-        async def whole() -> None:
-            async with coordinator(cluster, **options) as call:
-                await scenario(call)
-
-        asyncio.run(asyncio.wait_for(whole(), 120))
-
-    return run
 
 
 @pytest.fixture

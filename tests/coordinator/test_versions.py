@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, VersionStatus
 
-Serve = Callable[..., None]
+Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 PROSE, CODE = 1, 3
 DAY_S = 86400.0
 CURRENT, FORMER, RETIRED = VersionState
@@ -582,8 +583,8 @@ def test_damaged_states_begin_with_nothing(tmp_path: Path, damage: Callable[[dic
 # --- over the wire ---
 
 
-def test_a_bad_version_is_retired_by_reports_of_a_tenth_of_the_edges_and_stays_so(
-    serve: Serve, drafters: Path, tmp_path: Path
+async def test_a_bad_version_is_retired_by_reports_of_a_tenth_of_the_edges_and_stays_so(
+    coordinating: Coordinating, drafters: Path, tmp_path: Path
 ) -> None:
     write_package(drafters / "1", version="1")
     fleet, state = Fleet(), tmp_path / "state.json"
@@ -595,7 +596,8 @@ def test_a_bad_version_is_retired_by_reports_of_a_tenth_of_the_edges_and_stays_s
         report = fleet.report(f"edge-{edge}", gains)
         await call("ReportSession", SessionReport("s", "tiny", "v", edge=report.edge, drafter_hits=renamed(report)))
 
-    async def scenario(call: Any) -> None:
+    options = {"drafters": (drafters,), "state": state}
+    async with coordinating(ScriptedCluster(ready("v")), **options) as call:
         await call("OpenLease", LeaseRequest("tiny", "s"))
         for edge in range(25):
             await send(call, edge, {"1": 0.0})
@@ -609,10 +611,7 @@ def test_a_bad_version_is_retired_by_reports_of_a_tenth_of_the_edges_and_stays_s
         status = await call("Status", None)
         assert {v.version: v.state for v in status.versions} == {"1": "current", "bad": "retired"}
 
-    async def restarted(call: Any) -> None:
+    async with coordinating(ScriptedCluster(ready("v")), **options) as call:
         assert [m.version for m in await call("ListDrafters", "")] == ["1"]
         await asyncio.sleep(0.3)  # further scans change nothing
         assert [m.version for m in await call("ListDrafters", "")] == ["1"]
-
-    serve(scenario, ScriptedCluster(ready("v")), drafters=(drafters,), state=state)
-    serve(restarted, ScriptedCluster(ready("v")), drafters=(drafters,), state=state)

@@ -212,7 +212,7 @@ def test_two_edges_share_no_measurements_unless_they_are_given_some() -> None:
 
 @dataclass(frozen=True)
 class View:
-    """What a window decides by."""
+    """The numbers by which a window decides."""
 
     in_flight: int
     survival: float

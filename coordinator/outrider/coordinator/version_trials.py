@@ -140,7 +140,10 @@ class VersionComparison:
 
     @property
     def loss(self) -> str:
-        """What is worse than before, as no key's texts alone show it, in a few words; empty: nothing is."""
+        """Say in a few words in which way it is worse than before, where that holds without the texts of any one key.
+
+        Empty: it is not shown to be.
+        """
         agreed = all(each.loss(self.against) for each in self._without.values())
         return self._all.loss(self.against) if agreed else ""
 

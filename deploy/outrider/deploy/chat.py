@@ -28,6 +28,7 @@ from outrider.edge import Client, Conversation, EdgeConfig, Event, Finished, Sam
 from outrider.edge.chat.rendering import TemplateProcess
 from outrider.proto.errors import ConfigError, FailedPrecondition, OutriderError
 from outrider.proto.near import did_you_mean
+from outrider.proto.types import FinishReason
 
 BLOCK = '"""'
 PROMPT, MORE = "> ", ". "
@@ -340,7 +341,7 @@ def _statistics(event: Finished, continued: int) -> str:
     ]
     parts += [f"{continued} tokens kept"] if continued else []
     parts += [f"drafter failed: {s.drafter_error}"] if s.drafter_error else []
-    parts += [event.reason.name.lower()] if event.reason.name not in ("EOS", "STOP") else []
+    parts += [event.reason.name.lower()] if event.reason is not FinishReason.EOS else []
     return "; ".join(parts)
 
 

@@ -216,7 +216,7 @@ class DrafterSearch:
         if offer is not None:
             return self._offered(offer)
         folder = Path(name).expanduser() if local else find_folder(name)
-        return self._member(read_manifest(folder), partial(load_package, folder))
+        return own_member(read_manifest(folder), self._threads)
 
     def _trials_of(self, current: Member) -> list[Member]:
         """Return the versions of a drafter that this edge tries beside it, without those that cannot be had."""
@@ -236,10 +236,7 @@ class DrafterSearch:
 
     def _offered(self, offer: DrafterManifest, name: str = "") -> Member:
         package = self._cache.look(offer, self._fetch)
-        return self._member(package, partial(self._cache.ensure, offer, self._fetch), name)
-
-    def _member(self, package: DrafterPackage, check: Callable[[], DrafterPackage], name: str = "") -> Member:
-        return _member(package, check, self._threads, name)
+        return _member(package, partial(self._cache.ensure, offer, self._fetch), self._threads, name)
 
 
 def own_member(package: DrafterPackage, threads: int) -> Member:
