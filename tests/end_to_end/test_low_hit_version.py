@@ -21,6 +21,7 @@ from outrider.proto.types import Sampling, VersionStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]
 TEXTS = 60
+WAIT_S = 600.0  # for the trainer, which yields to whatever else runs on the machine: 15 s where nothing does
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
@@ -64,9 +65,9 @@ def test_a_version_that_hits_less_is_not_published_and_where_planted_is_retired(
 
             async with Client(EdgeConfig(**where, drafter="general", share_texts=True)) as client:
                 made: Path | None = None
-                end, number = time.monotonic() + 120, 0
+                end, number = time.monotonic() + WAIT_S, 0
                 while (info := await trained())["counts"].get("candidates dropped", 0) < 1 or made is None:
-                    assert time.monotonic() < end
+                    assert time.monotonic() < end, info
                     assert info["counts"].get("versions", 0) == 0
                     await text(client, number)
                     number += 1
@@ -99,4 +100,4 @@ def test_a_version_that_hits_less_is_not_published_and_where_planted_is_retired(
                 assert (await trained())["counts"].get("versions", 0) == 0
             await control.close()
 
-    asyncio.run(asyncio.wait_for(main(), 240))
+    asyncio.run(asyncio.wait_for(main(), 2 * WAIT_S))
