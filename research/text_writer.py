@@ -19,7 +19,7 @@ from outrider.cloud.target.steering_vectors import fold, tapped_layers
 from outrider.cloud.target.target import Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Open, Sampling
 
 AT_ONCE = 64  # texts

@@ -18,7 +18,7 @@ from outrider.cloud.serving.slots import Slot
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import Internal
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, common_length, token_ids
 from research.chaos.world import CONTEXT, EOS, TOKENIZER, VOCAB, Event, LocalClock, Violation, World
 from research.simulator.pages import CountedPages, toy_facts

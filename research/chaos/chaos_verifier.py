@@ -19,7 +19,7 @@ from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.lease import verify_lease
 from outrider.proto.plumbing.access import Bucket, Meters
 from outrider.proto.plumbing.loop_watch import LOOK_S
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import (
     Branches,
     CloudFrame,

@@ -12,8 +12,9 @@ from outrider.cloud.serving.batching import Batching, Share
 from outrider.cloud.serving.local_source import NoSource, Post
 from outrider.cloud.serving.slots import Slot, Slots
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
-from outrider.proto.session import Drafted, DrafterFailed, DraftJob, VerifierSession
+from outrider.proto.session import Drafted, DrafterFailed, DraftJob
 from outrider.proto.session.both_ends import DraftingHere, LocalJob
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import DraftToken
 from research.simulator.clock import VirtualClock
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from outrider.cloud.serving.batching import Batch, Batching
 from outrider.cloud.serving.slots import Outbox, Slot
 from outrider.proto.errors import OutriderError
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, Open, Ping, Pong, token_ids
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads

@@ -13,8 +13,8 @@ from outrider.cloud.serving.runner import StepResult
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.serving.step_timing import StepTimes
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import branch_taken
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, DraftToken, token_ids
 from research.simulator.pages import CountedPages
 

@@ -25,10 +25,9 @@ from outrider.proto.session import (
     EdgeStatistics,
     Selection,
     TeacherForced,
-    VerifierRules,
-    VerifierSession,
 )
 from outrider.proto.session.both_ends import DraftingHere
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads

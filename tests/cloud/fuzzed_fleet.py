@@ -34,7 +34,7 @@ from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open, token_ids
 from research.simulator.clock import VirtualClock
 from research.simulator.simulated_verifier import Link, SimulatedStream

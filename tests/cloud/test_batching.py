@@ -20,7 +20,7 @@ from outrider.cloud.serving.batching import (
     Share,
 )
 from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 
 HASH = "0" * 64

@@ -20,7 +20,7 @@ from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Internal, InvalidArgument
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids
 
 RUN_AHEAD = Patience(0.0)

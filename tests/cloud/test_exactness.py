@@ -25,8 +25,8 @@ from documented_law import documented_law
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampled, Sampler
 from outrider.proto.noise import gumbel, row_key
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
 VOCAB = 4

@@ -39,8 +39,8 @@ from outrider.cloud.target.sampler import Sampler
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, Unavailable
 from outrider.proto.noise import gumbel
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, Draft, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
 from outrider.proto.v1 import decoding_pb2 as pb
 

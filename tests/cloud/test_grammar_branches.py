@@ -18,7 +18,7 @@ from outrider.cloud.serving.batching import Share
 from outrider.cloud.serving.masks import Masks
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import Outbox, Slot, Slots
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a|b|ab|ba|bab|aab|abba")

@@ -30,7 +30,7 @@ from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import CONTEXT, VOCAB, tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.salts import salted
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import Cancel, Grammar, GrammarKind, Learning, Sampling
 

@@ -15,7 +15,8 @@ from outrider.cloud.serving.slots import Slot
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
-from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
+from outrider.proto.session import Drafted
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, DraftToken, Open, Sampling
 
 RULES = VerifierRules("v", "m", "ab" * 32, 1000, 400, frozenset({0}))

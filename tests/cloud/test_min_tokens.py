@@ -21,8 +21,8 @@ from test_exactness import HASH, PROMPT, VOCAB, chi_square_p, logits_after, nois
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampler
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
 EOS, STOP = 2, 3

@@ -21,7 +21,7 @@ from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import MAX_TOP_LOGPROBS, Commit, Continue, Open, Opened, PromptLogprobs, Sampling, TokenFacts
 from outrider.proto.v1 import decoding_pb2 as pb
 

@@ -22,7 +22,7 @@ from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
     Commit,

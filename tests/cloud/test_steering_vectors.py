@@ -28,7 +28,7 @@ from outrider.cloud.target.transformers_backend import TransformersBackend, newe
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.steering_vector import decode
 from outrider.proto.types import (
     Commit,

@@ -25,7 +25,7 @@ def rows_cost_nothing(monkeypatch) -> None:
     def best_tree(*given: Any, row_share: float = 0.0, **named: Any) -> trees_module.Tree:
         return really(*given, **named)
 
-    monkeypatch.setattr("outrider.proto.session.step_tree.best_tree", best_tree)
+    monkeypatch.setattr("outrider.proto.session.verifier.best_tree", best_tree)
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")

@@ -21,9 +21,8 @@ from outrider.proto.session import (
     Reopen,
     Started,
     StreamReady,
-    Verified,
-    VerifierSession,
 )
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import (
     Branches,
     Cancel,

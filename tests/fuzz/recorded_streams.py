@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outrider.proto import codec
-from outrider.proto.session import EdgeSession, TurnBegun, VerifierRules
+from outrider.proto.session import EdgeSession, TurnBegun
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of

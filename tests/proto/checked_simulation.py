@@ -11,8 +11,9 @@ from hand_driven import committed
 
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.selector import Selector
-from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
+from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested
 from outrider.proto.session import verifier as session_verifier
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
 from research.simulator import virtual_engine as simulated_engine
 from research.simulator.clock import Costs, VirtualClock

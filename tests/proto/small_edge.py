@@ -41,8 +41,8 @@ from outrider.proto.session import (
     StreamReady,
     TeacherForced,
     TurnBegun,
-    VerifierSession,
 )
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import FinishReason, Grammar, GrammarKind, Sampling, token_ids
 
 MINUTE_S = 61.0  # a little more than a text may go without a verifier

@@ -12,7 +12,8 @@ import pytest
 
 from outrider.proto.policy import Measurements, likely_branches, measurements, measures
 from outrider.proto.policy.selector import Selector
-from outrider.proto.session import VerifierRules, both_ends, drafting, measuring
+from outrider.proto.session import both_ends, drafting, measuring
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import DraftToken
 
 END, LETTERS = 0, (1, 2)  # the end of a text, and the alphabet

@@ -24,9 +24,10 @@ from outrider.cloud.serving.slots import Outbox, Slot, Slots
 from outrider.cloud.target.backend import StepOutput, StepRow
 from outrider.cloud.target.sampler import Sampled
 from outrider.proto.errors import OutriderError
-from outrider.proto.session import Drafted, Verified
+from outrider.proto.session import Drafted
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.both_ends import DraftingHere, LocalJob
+from outrider.proto.session.verifier import Verified
 from outrider.proto.types import (
     BlockBranch,
     Branches,

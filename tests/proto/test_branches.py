@@ -13,9 +13,10 @@ from outrider.cloud.serving.inbox import Inbox
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.likely_branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches
-from outrider.proto.session import Drafted, DraftJob, Verified, VerifierSession
+from outrider.proto.session import Drafted, DraftJob
 from outrider.proto.session import verifier as verifier_module
 from outrider.proto.session.tree import DraftTree
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import (
     Branch,
     Branches,

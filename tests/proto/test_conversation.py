@@ -32,9 +32,8 @@ from outrider.proto.session import (
     StopRequested,
     TeacherForced,
     TurnBegun,
-    Verified,
-    VerifierSession,
 )
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import (
     Cancel,
     CloudFrame,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.proto.policy.patience import Division
-from outrider.proto.session import Drafted, VerifierRules, VerifierSession
+from outrider.proto.session import Drafted
 from outrider.proto.session.both_ends import DraftingHere
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Draft, DraftToken, Open, Sampling
 
 RULES = VerifierRules("v", "m", "ab" * 32, 100, 400, frozenset({0}))

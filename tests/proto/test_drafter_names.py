@@ -9,7 +9,8 @@ from outrider.proto import codec
 from outrider.proto.errors import Unavailable
 from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
-from outrider.proto.session import Selection, Send, Verified, VerifierSession
+from outrider.proto.session import Selection, Send
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, Continue, Draft, DraftToken, FinishReason, Opened, Sampling
 
 OPENED = Opened(0, 16, 40, "v", 512, vocab_size=8, keep_s=9.0)

@@ -9,7 +9,8 @@ from checked_simulation import open_frame, rules
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import Unavailable
-from outrider.proto.session import EdgeSession, Emit, Reopen, Verified, VerifierSession
+from outrider.proto.session import EdgeSession, Emit, Reopen
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import CloudFrame, Commit, FinishReason, Goaway, Opened, Pong
 
 OPENED = Opened(0, 64, 40, "v", 512, vocab_size=8)

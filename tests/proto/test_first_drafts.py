@@ -24,8 +24,8 @@ from outrider.proto.session import (
     StopRequested,
     StreamReady,
     TurnBegun,
-    VerifierSession,
 )
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit, Draft, Open, Opened, Sampling
 from research.simulator.scripted import drafter_of, hashing_oracle
 from research.simulator.simulated_faults import Faults

@@ -13,10 +13,11 @@ from collections import Counter
 
 import pytest
 
-from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
+from outrider.proto.session import Drafted
 from outrider.proto.session import verifier as verifier_module
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import CommittedToken, Continue, Draft, DraftToken, Open, Report, Sampling, token_ids
 from research.simulator.scripted import hashing_oracle
 

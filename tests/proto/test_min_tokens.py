@@ -11,7 +11,8 @@ from hand_driven import HandDrivenEdge, committed
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.policy import Window
-from outrider.proto.session import Done, Send, VerifierSession
+from outrider.proto.session import Done, Send
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
 from outrider.proto.types.sampling import LATER_SETTINGS
 from outrider.proto.v1 import decoding_pb2 as pb

@@ -15,18 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import (
-    Line,
-    Measurements,
-    Smoothed,
-    StepCost,
-    Window,
-    batching_delay_s,
-    measures,
-)
+from outrider.proto.policy import Line, Measurements, Smoothed, StepCost, Window, measures
 from outrider.proto.policy.measurements import DRAFT_BYTES, Pace
 from outrider.proto.policy.measures import Acceptance, Calibration, TextCalibration
-from outrider.proto.policy.patience import Prospect, VerifierView, best_block, overtakes, plan_for
+from outrider.proto.policy.patience import Prospect, VerifierView, batching_delay_s, best_block, overtakes, plan_for
 from outrider.proto.policy.window import due_to_flush
 from outrider.proto.types import Goal, Patience
 

@@ -10,7 +10,8 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, PromptTooLong, Unavailable
 from outrider.proto.policy import Window
-from outrider.proto.session import Done, Reopen, RetryRules, Send, VerifierSession
+from outrider.proto.session import Done, Reopen, RetryRules, Send
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
 
 SAMPLING = Sampling(max_tokens=40)

@@ -26,8 +26,9 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.session import Done, Emit, Reopen, RetryRules, Send, Verified, VerifierRules, VerifierSession
+from outrider.proto.session import Done, Emit, Reopen, RetryRules, Send
 from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Branch,

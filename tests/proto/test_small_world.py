@@ -15,7 +15,7 @@ from state_search import Found, Search
 
 from outrider.cloud.serving.slots import Slots
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.session import received, step_tree, stream, tree
+from outrider.proto.session import received, stream, tree, verifier
 
 __all__ = ["still_measurements"]
 
@@ -104,7 +104,7 @@ def test_no_run_of_more_detours_breaks_a_small_world(name, root):
 
 def twins_stay(monkeypatch) -> Rules:
     """Wrong: a step's tree may have two branches of one place and token."""
-    monkeypatch.setattr(step_tree, "_without_twins", list)
+    monkeypatch.setattr(verifier, "_without_twins", list)
     return GRAMMAR
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.session import Verified, VerifierSession
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.steering_vector import decode, encode
 from outrider.proto.types import (
     CommittedToken,

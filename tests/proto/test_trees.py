@@ -14,9 +14,10 @@ from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhaus
 from outrider.proto.policy.likely_branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.trees import Run, Tree, best_tree
-from outrider.proto.session import Drafted, Verified, VerifierRules, VerifierSession
+from outrider.proto.session import Drafted
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.both_ends import DraftingHere
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
     Branch,
     Branches,

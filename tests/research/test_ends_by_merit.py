@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from outrider.proto.policy.measures import Acceptance
-from outrider.proto.session import EdgeSession, EdgeStatistics, Selection, VerifierRules, VerifierSession
+from outrider.proto.session import EdgeSession, EdgeStatistics, Selection
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.drafting import VerifierArm
 from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads

@@ -10,8 +10,9 @@ import pytest
 
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy.patience import division_of
-from outrider.proto.session import Done, EdgeSession, EdgeStatistics, VerifierRules, both_ends
+from outrider.proto.session import Done, EdgeSession, EdgeStatistics, both_ends
 from outrider.proto.session.both_ends import BothEnds, DraftingHere
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.cloud.serving.batching import Batch, Batching, credit_of
-from outrider.proto.session import EdgeSession, VerifierRules
+from outrider.proto.session import EdgeSession
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle

@@ -27,7 +27,7 @@ from outrider.edge import Client, Conversation, EdgeConfig, Tokens
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import InvalidArgument, ModelRefused, OutriderError
-from outrider.proto.session import Disconnected, EdgeSession, step_tree
+from outrider.proto.session import Disconnected, EdgeSession, verifier
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.types import CloudFrame, Commit, FinishReason, Opened, Sampling
 
@@ -124,11 +124,11 @@ class Play:
         world, patch = self._world, self._patch
         patch.setattr(verifier_server, "local_source", lambda _, facts: self._own_source())
         if world.pays:
-            really = step_tree.best_tree
+            really = verifier.best_tree
             patch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.max_drafts)
             patch.setattr("outrider.proto.session.verifier.overtakes", lambda view: True)
             patch.setattr(BothEnds, "edge_pays", property(lambda _: True, lambda *_: None), raising=False)
-            patch.setattr(step_tree, "best_tree", lambda *given, row_share=0.0, **named: really(*given, **named))
+            patch.setattr(verifier, "best_tree", lambda *given, row_share=0.0, **named: really(*given, **named))
         handle, ages = EdgeSession.handle, Counter[int]()
 
         def handled(machine: EdgeSession, event: Any, now: float, *more: Any) -> Any:

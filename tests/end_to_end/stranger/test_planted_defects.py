@@ -21,7 +21,7 @@ from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters.token_text import TokenDecoder
 from outrider.edge import text as text_module
-from outrider.proto.session import step_tree
+from outrider.proto.session import verifier
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.types import sampling as settings_module
 
@@ -41,7 +41,7 @@ def masks_in_order(patch: Patch) -> None:
             given[branch] = mask if len(mask) == len(right) else right
         return replace(found, branches=given)
 
-    patch.setattr(step_tree, "_without_twins", list)
+    patch.setattr(verifier, "_without_twins", list)
     patch.setattr(Allowed, "about", about)
 
 

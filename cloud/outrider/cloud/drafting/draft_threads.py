@@ -15,7 +15,7 @@ from outrider.cloud.drafting.drafted_text import DraftedText
 from outrider.drafters import ProposalRule
 from outrider.proto.session import Drafted
 from outrider.proto.session.both_ends import LocalJob
-from outrider.proto.session.drafting import CATCH_UP
+from outrider.proto.session.jobs import CATCH_UP
 from outrider.proto.types import DraftToken
 
 CHUNK = 128  # tokens of a text that are read at a stretch; some 20 ms for the embedded family

@@ -24,7 +24,7 @@ from outrider.cloud.learning.inclusion import Inclusion, LessonKind
 from outrider.cloud.learning.packing import KeptRows, StepRows, TextPart, pack, read_steps
 from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
 from outrider.proto.salts import key_salt, salted
-from outrider.proto.session import Verified, VerifierSession
+from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import Commit
 
 RECORD_TOKENS = 512  # of text, after which a record is made though the text goes on

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
-from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
-from outrider.proto.session import VerifierRules, VerifierSession, tokens_before_scores, unscored_tokens
+from outrider.proto.policy import Smoothed, StepCost
+from outrider.proto.policy.patience import batching_delay_s
+from outrider.proto.session.verifier import VerifierRules, VerifierSession, tokens_before_scores, unscored_tokens
 from outrider.proto.types import BlockBranch, DraftToken, token_ids
 
 MAX_SCORED_ROWS = 128  # of these, rows whose logits are all kept for log probabilities of prompts: [rows, vocab]

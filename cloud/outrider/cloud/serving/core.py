@@ -26,7 +26,7 @@ from outrider.cloud.serving.step_timing import StepMeter
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.backend import Backend
 from outrider.proto.plumbing.logs import about
-from outrider.proto.session import Verified, VerifierRules
+from outrider.proto.session.verifier import Verified, VerifierRules
 from outrider.proto.types import Cancel, Commit, EdgeFrame, Open
 
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread

@@ -34,7 +34,7 @@ from outrider.proto.plumbing.connections import network_of_peer
 from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
 from outrider.proto.plumbing.logs import LineLimit, about
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.streams import write_answers
 from outrider.proto.types import Commit, Continue, EdgeFrame, Goaway, Open, Opened, Ping
 

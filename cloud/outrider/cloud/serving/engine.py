@@ -16,7 +16,7 @@ from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.backend import Backend
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 
 IDLE_S = 0.5
 

@@ -21,8 +21,8 @@ from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.session import VerifierSession
 from outrider.proto.session.both_ends import DraftingHere
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import DraftToken
 
 MAX_FAILURES = 3  # texts in a row in which the drafter fails before it is given up

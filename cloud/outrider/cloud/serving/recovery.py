@@ -24,7 +24,7 @@ from outrider.cloud.serving.sessions import verifier_failed
 from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot, Slots, key_name
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
 
 MAX_IN_A_ROW = 3  # keys whose texts fail alone, or plans that fail for nobody alone, with no success between

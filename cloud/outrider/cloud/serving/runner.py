@@ -16,7 +16,7 @@ from outrider.cloud.target.backend import Backend, StepRow, VerificationBranch
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.steering_vectors import SteeringVectors
-from outrider.proto.session import Verified, tokens_before_scores, unscored_tokens
+from outrider.proto.session.verifier import Verified, tokens_before_scores, unscored_tokens
 from outrider.proto.types import DraftToken, PromptLogprobs, token_ids
 
 

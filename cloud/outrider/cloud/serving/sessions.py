@@ -15,7 +15,7 @@ from outrider.cloud.serving.stream_state import expects, pass_frame
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Fenced, Internal, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.lease import text_name
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Commit, Continue, EdgeFrame, Goaway, Open, Report, Sampling, token_ids
 
 MAX_ADMITTED = 256

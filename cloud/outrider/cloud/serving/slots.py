@@ -15,7 +15,7 @@ from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.cloud.target.backend import Backend, Handle
 from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
-from outrider.proto.session import VerifierSession
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import CloudFrame, Goaway
 

@@ -6,7 +6,7 @@ Rules without socket or clock, which the engine and the simulators share.
 from __future__ import annotations
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import (
     Branches,
     Cancel,

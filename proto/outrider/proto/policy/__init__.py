@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from outrider.proto.policy.measurements import Measurements
 from outrider.proto.policy.measures import Line, Smoothed, StepCost
-from outrider.proto.policy.patience import batching_delay_s
 from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering, SteeringPolicy
 from outrider.proto.policy.window import Window
 
@@ -20,5 +19,4 @@ __all__ = [
     "SteeringPolicy",
     "StepCost",
     "Window",
-    "batching_delay_s",
 ]

@@ -8,13 +8,12 @@ transcript; it dies at the first draft that contradicts a committed token, and i
 whose next draft equals the target's own token lives on. Where the verifier keeps a session after its text, the edge
 begins another *turn* by naming the tokens that are new; both halves are then as after a fresh Open.
 
-The edge's half is `edge`, with its drafts in `tree` and their makers in `drafting`. The verifier's half is `verifier`,
-with the edge's drafts in `received`, its own in `both_ends`, a step's in `step_tree`, and `admission` and `acceptance`.
+This package exports the edge's half, `edge`, with its drafts in `tree` and their makers in `drafting`. Only `verifier`
+loads the verifier's half, with the edge's drafts in `received`, its own in `both_ends`, and `acceptance`.
 """
 
 from __future__ import annotations
 
-from outrider.proto.session.admission import VerifierRules
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
     CaughtUp,
@@ -38,7 +37,6 @@ from outrider.proto.session.selection import PROMPT_TOKENS, DrafterName, Selecti
 from outrider.proto.session.session_steering import DrafterSteering
 from outrider.proto.session.session_text import DrafterCounts, EdgeStatistics
 from outrider.proto.session.stream import RetryRules
-from outrider.proto.session.verifier import Verified, VerifierSession, tokens_before_scores, unscored_tokens
 
 __all__ = [
     "PROMPT_TOKENS",
@@ -68,9 +66,4 @@ __all__ = [
     "StreamReady",
     "TeacherForced",
     "TurnBegun",
-    "Verified",
-    "VerifierRules",
-    "VerifierSession",
-    "tokens_before_scores",
-    "unscored_tokens",
 ]

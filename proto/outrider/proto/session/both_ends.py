@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from outrider.proto.policy.likely_branches import MissShares
 from outrider.proto.policy.measures import BETTER, Calibration, Smoothed, TextCalibration
 from outrider.proto.policy.patience import AT_ONCE, MARGIN_S, Division, Plan, VerifierView, division_of
-from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
-from outrider.proto.session.jobs import DraftJob
+from outrider.proto.session.jobs import CATCH_UP, DraftJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import DraftToken, common_length, token_ids
 

@@ -17,7 +17,7 @@ from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import Window
 from outrider.proto.policy.measures import Acceptance, Smoothed
 from outrider.proto.session.events import CaughtUp, Drafted
-from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
+from outrider.proto.session.jobs import CATCH_UP, CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import DrafterName, Selection
 from outrider.proto.session.session_steering import Steer, VectorKeeper
@@ -26,7 +26,6 @@ from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.tree import DraftTree
 from outrider.proto.types import Commit, DraftToken, token_ids
 
-CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 JOB_S = 0.004  # drafting time between looks at the verifier's frames
 MAX_JOB_TOKENS = 8
 RUN = 8  # most tokens that an idle drafter proposes after its own in place of a draft

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from outrider.proto.session.session_steering import Steer
 from outrider.proto.types import DraftToken
 
+CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
+
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:

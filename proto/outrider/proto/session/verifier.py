@@ -1,11 +1,25 @@
-"""The verifier's half of a session: committed tokens, the drafts that may follow, and whether to wait for them."""
+"""The verifier's half of a session: committed tokens, the drafts that may follow, and whether to wait for them.
+
+Its parts, in this order: the rules that it announces, the session, the checks of frames against the rules, and the
+branches that a step verifies beside the chain, which are those that pay for their rows.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outrider.proto.errors import InvalidArgument
+from outrider.proto.errors import (
+    InvalidArgument,
+    PromptTooLong,
+    ResourceExhausted,
+    TokenizerMismatch,
+    Unavailable,
+    UnknownToken,
+    UnsupportedProtocol,
+)
+from outrider.proto.policy.likely_branches import MAX_BRANCHES
 from outrider.proto.policy.measures import Acceptance
 from outrider.proto.policy.patience import (
     LATE,
@@ -18,21 +32,15 @@ from outrider.proto.policy.patience import (
     overtakes,
     plan_for,
 )
+from outrider.proto.policy.trees import Run, best_tree
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.session.admission import (
-    VerifierRules,
-    check_branches,
-    check_continue,
-    check_draft,
-    check_open,
-    limited,
-)
 from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.selection import DrafterName
-from outrider.proto.session.step_tree import branches_beside
 from outrider.proto.types import (
+    PROTOCOL_VERSION,
     BlockBranch,
+    Branch,
     Branches,
     Commit,
     CommittedToken,
@@ -41,9 +49,12 @@ from outrider.proto.types import (
     DraftToken,
     FinishReason,
     Goal,
+    Guarantee,
     Open,
     Opened,
+    Patience,
     Report,
+    Sampling,
     Steering,
     SteeringRequest,
     Timing,
@@ -53,6 +64,48 @@ from outrider.proto.types.sampling import LATER_SETTINGS
 
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
 PROBE_RARELY_EVERY = 48  # where the verifier drafts itself
+_UNKNOWN_SHARE = 0.4  # of misses whose token is the first of a branch, where its edge does not say
+
+_Candidate = tuple[Run, tuple[DraftToken, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierRules:
+    """Rules that a verifier announces to its sessions; fixed while it runs.
+
+    Attributes:
+        context_length: tokens that the target holds, prompt included.
+        max_drafts: most drafts verified in a step.
+        max_credit: most unverified drafts of a session.
+        patience: how long to wait for drafts; None: planned, from each session's own measurements.
+        max_patience_s: longest that a step waits for drafts, whatever an edge asks for, in seconds.
+        guarantee: what a text keeps whatever shares its steps.
+        keep_s: longest time that an idle session is kept at its edge's request, in seconds.
+        release: version of Outrider, for people.
+        projections: projections whose steering vectors the verifier can make.
+        precision: what decides its rounding; empty: unknown.
+        scores_prompts: whether it can tell the log probabilities of prompts.
+        trees: whether a step can verify branches beside the chain.
+    """
+
+    name: str
+    model: str
+    tokenizer_sha256: str
+    vocab_size: int
+    context_length: int
+    eos_tokens: frozenset[int]
+    max_drafts: int = 16
+    max_credit: int = 64
+    patience: Patience | None = None
+    max_patience_s: float = 10.0
+    goal: Goal = Goal.LATENCY
+    guarantee: Guarantee = Guarantee.DISTRIBUTION
+    keep_s: float = 300.0
+    release: str = ""
+    projections: frozenset[str] = frozenset()
+    precision: str = ""
+    scores_prompts: bool = True
+    trees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +159,9 @@ class VerifierSession:
             UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
             Unavailable: the text was promised more positions than the target has.
         """
-        check_open(frame, rules)
+        _check_open(frame, rules)
         self.id, self.epoch = frame.session, frame.epoch
-        self.sampling = limited(frame, rules)
+        self.sampling = _limited(frame, rules)
         self.eos_tokens = rules.eos_tokens
         self.prompt_length = len(frame.prompt)
         self.transcript: list[int] = [*frame.prompt, *frame.committed]
@@ -185,7 +238,7 @@ class VerifierSession:
             raise InvalidArgument(
                 "comes while a turn still runs; cancel it or wait for its last commit", field="frame.continuation"
             )
-        prompt = check_continue(frame, self.transcript, self._first_chain, self._rules)
+        prompt = _check_continue(frame, self.transcript, self._first_chain, self._rules)
         session = VerifierSession(
             replace(
                 self._frame,
@@ -273,7 +326,7 @@ class VerifierSession:
         length, self.branches = max(0, min(worthwhile or int(probe), room)), ()
         if self._trees and worthwhile and room > 0:
             row_share = row_s / step_s if step_s else 0.0
-            beside = branches_beside(
+            beside = _branches_beside(
                 drafts, self.received, self.ends, depth=room, room=self.max_drafts, row_share=row_share
             )
             length = min(length, len(drafts), self.max_drafts - sum(len(branch.drafts) for branch in beside))
@@ -379,7 +432,7 @@ class VerifierSession:
         """
         if draft.chain < self._first_chain:
             return  # it belongs to an earlier turn
-        check_draft(draft, self.prompt_length, self._rules)
+        _check_draft(draft, self.prompt_length, self._rules)
         self._messages_received += 1
         self._newest_arrival = now
         if self.received.receive(draft):
@@ -392,7 +445,7 @@ class VerifierSession:
             InvalidArgument, ResourceExhausted: no honest edge sends such branches; the field is named.
         """
         if frame.chain >= self._first_chain:
-            check_branches(frame, self.prompt_length, self._rules)
+            _check_branches(frame, self.prompt_length, self._rules)
             self.received.receive_branches(frame)
 
     def on_report(self, report: Report) -> None:
@@ -480,3 +533,204 @@ def unscored_tokens(session: VerifierSession, uncomputed: int) -> int:
             token after it.
     """
     return 0 if session.prompt_logprobs is None else max(0, uncomputed - 1 - session.generated)
+
+
+# --- checks of frames ---
+
+
+def _check_continue(
+    frame: Continue, transcript: Sequence[int], first_chain: int, rules: VerifierRules
+) -> tuple[int, ...]:
+    """Return the prompt of the turn that `frame` begins; `first_chain` is the first chain number of the last turn.
+
+    Raises:
+        InvalidArgument: the frame cannot follow the transcript; the field is named.
+    """
+    if frame.start > len(transcript):
+        raise InvalidArgument(
+            f"{frame.start} lies beyond the transcript, which ends at {len(transcript)}", field="continuation.start"
+        )
+    if frame.chain < first_chain:
+        raise InvalidArgument(f"is {frame.chain}, the last turn began with {first_chain}", field="continuation.chain")
+    prompt = (*transcript[: frame.start], *frame.prompt)
+    if not prompt:
+        raise InvalidArgument("leaves no token at all; give at least one", field="continuation.prompt")
+    _check_vocabulary(frame.prompt, rules.vocab_size, "continuation.prompt")
+    _check_prompt_length(prompt, rules.context_length, "continuation.prompt")
+    return prompt
+
+
+def _check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
+    """Refuse drafts that no text of this prompt can hold.
+
+    Raises:
+        InvalidArgument: a field is wrong; it is named.
+    """
+    if draft.start < prompt_length:
+        raise InvalidArgument(
+            f"{draft.start} lies inside the prompt; text begins at {prompt_length}", field="draft.start"
+        )
+    if draft.start + len(draft.tokens) > rules.context_length + rules.max_credit:
+        raise InvalidArgument(f"{draft.start} lies beyond the context of {rules.context_length}", field="draft.start")
+    if draft.tokens:
+        largest = max(draft.tokens).id  # tokens are ordered by their ids first
+        _check_vocabulary((largest,), rules.vocab_size, "draft.tokens")
+    if draft.branches:
+        _check_runs(draft.branches, prompt_length, rules, "draft.branches.")
+
+
+def _check_branches(frame: Branches, prompt_length: int, rules: VerifierRules) -> None:
+    """Refuse branches that no text of this prompt can hold.
+
+    Raises:
+        InvalidArgument: a field is wrong; it is named.
+        ResourceExhausted: there are more than any chain may have.
+    """
+    _check_runs(frame.branches, prompt_length, rules, "branches.")
+
+
+def _check_runs(branches: tuple[Branch, ...], prompt_length: int, rules: VerifierRules, prefix: str) -> None:
+    if len(branches) > MAX_BRANCHES:
+        raise ResourceExhausted(f"are {len(branches)}; send {MAX_BRANCHES} at most", field=f"{prefix}starts")
+    for branch in branches:
+        if not prompt_length <= branch.start < rules.context_length + rules.max_credit:
+            raise InvalidArgument(f"{branch.start} lies outside the text", field=f"{prefix}starts")
+        if len(branch.tokens) > rules.max_credit:
+            raise ResourceExhausted(f"exceed {rules.max_credit}; respect the credit", field=f"{prefix}lengths")
+        _check_vocabulary(branch.tokens, rules.vocab_size, f"{prefix}tokens")
+
+
+def _check_open(frame: Open, rules: VerifierRules) -> None:
+    """Refuse a session before any compute.
+
+    Raises:
+        UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
+        Unavailable: the text was begun where there is more room, and can go on there.
+    """
+    if frame.protocol_version != PROTOCOL_VERSION:
+        raise UnsupportedProtocol(
+            f"is {frame.protocol_version}, this verifier speaks {PROTOCOL_VERSION}; update the older side",
+            field="open.protocol_version",
+        )
+    if frame.tokenizer_sha256 != rules.tokenizer_sha256:
+        raise TokenizerMismatch(
+            f"is {frame.tokenizer_sha256[:12]}…, the target {rules.model!r} has {rules.tokenizer_sha256[:12]}…; "
+            "fetch the target's tokenizer from the coordinator",
+            field="open.tokenizer_sha256",
+        )
+    if frame.prompt_logprobs is not None and not rules.scores_prompts:
+        raise InvalidArgument(
+            "are not to be had here: the target runs on vLLM's engine; ask a verifier with --engine transformers",
+            field="open.prompt_logprobs",
+        )
+    _check_room(frame, rules)
+    _check_vocabulary(frame.prompt, rules.vocab_size, "open.prompt")
+    _check_vocabulary(frame.committed, rules.vocab_size, "open.committed")
+    sampling = frame.sampling
+    _check_vocabulary(sampling.allowed_tokens, rules.vocab_size, "sampling.allowed_tokens")
+    _check_vocabulary(sampling.stop_tokens, rules.vocab_size, "sampling.stop_tokens")
+    _check_vocabulary(tuple(token for token, _ in sampling.logit_bias), rules.vocab_size, "sampling.bias_tokens")
+    over = rules.eos_tokens & set(frame.committed) if not sampling.ignore_eos else set()
+    if over or set(sampling.stop_tokens) & set(frame.committed):
+        raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
+
+
+def _check_room(frame: Open, rules: VerifierRules) -> None:
+    so_far = len(frame.prompt) + len(frame.committed)
+    if frame.context_length and so_far >= frame.context_length:
+        raise InvalidArgument("fills the context that the text was promised; nothing is left", field="open.committed")
+    if max(frame.context_length, so_far + 1 if frame.committed else 0) > rules.context_length:
+        raise Unavailable(
+            f"is {frame.context_length or 'unknown'} and {so_far} positions are taken, verifier {rules.name} has "
+            f"{rules.context_length}; start another one with the --context-length and --kv-tokens of the first",
+            field="open.context_length",
+        )
+    _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
+
+
+def _limited(frame: Open, rules: VerifierRules) -> Sampling:
+    """Return the settings of a text that ends with the context that it was promised, or else with the target's."""
+    sampling, room = frame.sampling, (frame.context_length or rules.context_length) - len(frame.prompt)
+    max_tokens, min_tokens = min(sampling.max_tokens, room), min(sampling.min_tokens, room)
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _check_prompt_length(prompt: tuple[int, ...], context_length: int, field_name: str) -> None:
+    if len(prompt) >= context_length:
+        raise PromptTooLong(
+            f"has {len(prompt)} tokens; the target holds {context_length}, text included; shorten it", field=field_name
+        )
+
+
+def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int, field_name: str) -> None:
+    if tokens and max(tokens) >= vocab_size:
+        raise UnknownToken(f"token id {max(tokens)} is not in the vocabulary of {vocab_size}", field=field_name)
+
+
+# --- branches beside the chain ---
+
+
+def _branches_beside(
+    chain: Sequence[DraftToken],
+    received: ReceivedDrafts,
+    own: BothEnds | None,
+    *,
+    depth: int,
+    room: int,
+    row_share: float,
+) -> tuple[BlockBranch, ...]:
+    """Return the branches that a step verifies beside the chain.
+
+    Args:
+        chain: [n] drafts that follow the transcript, the edge's first.
+        received: what the edge has sent.
+        own: chain of the verifier's own drafter; None: it has none.
+        depth: most drafts along a path that the text has room for.
+        room: most drafts of the step.
+        row_share: time of a row over that of a step beside its rows; 0: unknown.
+    """
+    follows = received.acceptance.rate
+    chances = [follows] * min(depth, len(chain))
+    candidates = _of_edge(received, chain, depth)
+    if own is not None:
+        own_chance = own.calibration.chance
+        chances = [own_chance(draft.lead) if draft.other else follows for draft in chain[:depth]]
+        candidates = _without_twins([*candidates, *_of_own(own, chain[:depth], chances)])
+    tree = best_tree(chances, [run for run, _ in candidates], follows=follows, room=room, row_share=row_share)
+    kept = zip(candidates, tree.runs, strict=True)
+    return tuple(BlockBranch(run.index, drafts[:length]) for (run, drafts), length in kept if length)
+
+
+def _of_edge(received: ReceivedDrafts, chain: Sequence[DraftToken], depth: int) -> list[_Candidate]:
+    """Return the branches of the edge that leave its part of the chain, or its end."""
+    end, unknown = received.end, (1 - received.acceptance.rate) * _UNKNOWN_SHARE
+    ids, of_edge = token_ids(chain), sum(not draft.other for draft in chain)
+    found = []
+    for branch in received.branches():
+        index = branch.start - end
+        length = min(len(branch.tokens), depth - index)
+        if index > of_edge or length < 1 or ids[index : index + 1] == branch.tokens[:1]:
+            continue
+        chance = unknown if math.isnan(branch.chance) else branch.chance
+        found.append((Run(index, chance, length), tuple(map(DraftToken, branch.tokens))))
+    return found
+
+
+def _of_own(own: BothEnds, chain: Sequence[DraftToken], chances: Sequence[float]) -> list[_Candidate]:
+    """Return the runners-up of the verifier's own drafts."""
+    return [
+        (Run(index, (1 - chance) * own.shares.of(rank), 1), (DraftToken(token, other=True),))
+        for index, (draft, chance) in enumerate(zip(chain, chances, strict=True))
+        if draft.other
+        for rank, token in enumerate(draft.runners_up)
+    ]
+
+
+def _without_twins(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Return the branches, each place and token once, with the larger chance; the first has no shorter run."""
+    found: dict[tuple[int, int], _Candidate] = {}
+    for run, drafts in candidates:
+        place = run.index, drafts[0].id
+        kept, first = found.get(place, (run, drafts))
+        found[place] = replace(kept, chance=max(kept.chance, run.chance)), first
+    return list(found.values())
