@@ -224,13 +224,26 @@ def test_embedded_drafters_share_the_tokenizer_of_their_target() -> None:
         assert (package.tokenizer_sha256 == of_target) == (package.target == "reference"), package.name
 
 
+def loaded_by(module: str) -> set[str]:
+    program = f"import sys, {module}; print(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    )
+
+
 def test_importing_the_session_loads_no_grpc_no_protobuf_and_no_learning_rule() -> None:
-    program = "import sys, outrider.proto.session; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "outrider.proto.session.verifier" in loaded
-    assert not {"grpc", "google.protobuf", "cryptography", "prometheus_client"} & set(loaded)
+    loaded = loaded_by("outrider.proto.session.verifier, outrider.proto.session")
+    assert "outrider.proto.session.edge" in loaded
+    assert not {"grpc", "google.protobuf", "cryptography", "prometheus_client"} & loaded
     ours = {name for name in loaded if name.startswith("outrider.")}
     assert not {name for name in ours if ".plumbing" in name or name.startswith("outrider.edge")}
+
+
+def test_importing_the_client_does_not_load_the_verifiers_half_of_the_session() -> None:
+    loaded = loaded_by("outrider.edge.client")
+    assert "outrider.proto.session.edge" in loaded
+    verifiers = {f"outrider.proto.session.{name}" for name in ("verifier", "both_ends", "received")}
+    assert not (verifiers | {"outrider.proto.policy.patience", "outrider.proto.policy.trees"}) & loaded
 
 
 @pytest.fixture(scope="module")
