@@ -16,6 +16,7 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.proto import codec
 from outrider.proto.rpc_errors import from_rpc_error
+from outrider.proto.status import decode_status
 
 SECRET = b"0123456789abcdef"
 ENCODERS: dict[str, Callable[..., bytes]] = {
@@ -33,7 +34,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "WatchDrafters": codec.decode_drafters,
     "FetchFile": codec.decode_chunk,
     "ReportSession": codec.decode_nothing,
-    "Status": codec.decode_status,
+    "Status": decode_status,
     "Drain": codec.decode_drained,
 }
 

@@ -12,8 +12,8 @@ from typing import Any
 from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
 from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, MANIFEST
 from outrider.proto.errors import NotFound, Unavailable
+from outrider.proto.status import TrainerStatus
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import TrainerStatus
 
 TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
 TOKENIZER_SHA256 = tokenizer_hash(TOKENIZER_JSON)

@@ -21,7 +21,7 @@ from outrider.cloud.serving.verifier_actor import VerifierActor, start_verifier_
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.cluster import VerifierInfo
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import VerifierStatus
+from outrider.proto.status import VerifierStatus
 
 Build = Callable[..., VerifierActor]
 

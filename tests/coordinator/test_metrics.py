@@ -14,7 +14,8 @@ from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import MAX_MODELS, CoordinatorMetrics
 from outrider.proto.errors import ConfigError, NotFound
-from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, TrainerStatus
+from outrider.proto.status import TrainerStatus
+from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 
 def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -24,7 +24,8 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster
 from outrider.deploy.local.local_cluster import _start_local_ray
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
-from outrider.proto.types import LeaseRequest, TrainerStatus
+from outrider.proto.status import TrainerStatus
+from outrider.proto.types import LeaseRequest
 
 pytestmark = pytest.mark.ray
 Coordinating = Callable[..., AbstractAsyncContextManager[Any]]

@@ -32,8 +32,9 @@ from outrider.proto.errors import (
 )
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
 from outrider.proto.rpc_errors import from_rpc_error, to_status
+from outrider.proto.status import RelayStatus
 from outrider.proto.streams import CLIENT_GONE
-from outrider.proto.types import LeaseRequest, RelayStatus
+from outrider.proto.types import LeaseRequest
 
 SECRET = b"0123456789abcdef"
 Coordinating = Callable[..., AbstractAsyncContextManager[Any]]

@@ -16,7 +16,8 @@ from fake_cluster import ScriptedCluster, ready, write_package
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_LEAD, MAX_VOTERS, VersionState
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error
-from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport, VersionStatus
+from outrider.proto.status import VersionStatus
+from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 PROSE, CODE = 1, 3

@@ -8,20 +8,18 @@ import itertools
 from rich.console import Console
 
 from outrider.deploy.status import as_json, links_of, tables
-from outrider.proto import codec
-from outrider.proto.types import (
+from outrider.proto.status import (
     ClassAcceptance,
     ClusterStatus,
-    DrafterManifest,
-    DrafterPrior,
     EdgeStatus,
     RelayStatus,
-    RemoteFile,
-    SessionReport,
     TrainerStatus,
     VerifierStatus,
     VersionStatus,
+    decode_status,
+    encode_status,
 )
+from outrider.proto.types import DrafterManifest, DrafterPrior, RemoteFile, SessionReport
 
 
 def report(verifier: str = "llama-0", edge: str = "kitchen", **fields: object) -> SessionReport:
@@ -201,7 +199,7 @@ def test_without_sessions_there_are_no_links() -> None:
 
 
 def test_the_whole_view_survives_the_wire() -> None:
-    assert codec.decode_status(codec.encode_status(cluster())) == cluster()
+    assert decode_status(encode_status(cluster())) == cluster()
 
 
 # --- versions ---

@@ -15,6 +15,7 @@ from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import (
+    LATER_SETTINGS,
     Cancel,
     CloudFrame,
     Commit,
@@ -27,7 +28,6 @@ from outrider.proto.types import (
     Opened,
     token_ids,
 )
-from outrider.proto.types.sampling import LATER_SETTINGS
 
 EOS = 1
 VOCABULARY = CONTEXT = 8192

@@ -17,7 +17,8 @@ from outrider.drafters.packages import load_package
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.drafter_format import MANIFEST
-from outrider.proto.types import Sampling, VersionStatus
+from outrider.proto.status import VersionStatus
+from outrider.proto.types import Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]
 TEXTS = 60

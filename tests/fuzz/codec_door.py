@@ -12,6 +12,7 @@ from refusals import check_refusal
 
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
+from outrider.proto.status import decode_status, encode_status
 
 MAX_LENGTH = 4096
 _FEW = 3000  # tokens that a verifier with a small context takes in one message
@@ -29,7 +30,7 @@ _PAIRS: tuple[tuple[Any, Any], ...] = (
     (codec.decode_lease, codec.encode_lease),
     (codec.decode_report, codec.encode_report),
     (codec.decode_drafters, codec.encode_drafters),
-    (codec.decode_status, codec.encode_status),
+    (decode_status, encode_status),
     (codec.decode_fetch, lambda pair: codec.encode_fetch(*pair)),
     (codec.decode_drafter_query, codec.encode_drafter_query),
     (codec.decode_chunk, codec.encode_chunk),

@@ -13,11 +13,9 @@ from hypothesis import Phase
 
 from outrider.cloud.serving import decode_streams
 from outrider.edge.daemon import responses
-from outrider.proto import codec
-from outrider.proto.codec import decoding_codec
+from outrider.proto import codec, types
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import SessionReport, checks
-from outrider.proto.types.sampling import NumberRange
+from outrider.proto.types import NumberRange, SessionReport
 
 Patch = pytest.MonkeyPatch
 
@@ -27,8 +25,8 @@ def any_finite_number(patch: Patch) -> None:
 
 
 def lists_of_any_length(patch: Patch) -> None:
-    patch.setattr(decoding_codec, "_MAX_BYTES", {})
-    patch.setattr(decoding_codec, "_check_drafts", lambda *_: None)
+    patch.setattr(codec, "_MAX_BYTES", {})
+    patch.setattr(codec, "_check_drafts", lambda *_: None)
 
 
 def large_frames_on_the_loop(patch: Patch) -> None:
@@ -39,7 +37,7 @@ def large_frames_on_the_loop(patch: Patch) -> None:
 
 
 def chains_up_to_the_last_number(patch: Patch) -> None:
-    patch.setattr(checks, "MAX_CHAIN", (1 << 32) - 1)
+    patch.setattr(types, "MAX_CHAIN", (1 << 32) - 1)
 
 
 def limits_by_their_first_digits(patch: Patch) -> None:
@@ -67,7 +65,7 @@ def refusals_without_a_field(patch: Patch) -> None:
         if not holds:
             raise InvalidArgument(f"{field} {message}")
 
-    patch.setattr("outrider.proto.types.sampling.require", require)
+    patch.setattr("outrider.proto.types.require", require)
 
 
 PLANTED = [

@@ -7,6 +7,17 @@ from typing import Any, NamedTuple
 
 from outrider.proto import codec
 from outrider.proto import types as t
+from outrider.proto.status import (
+    ClassAcceptance,
+    ClusterStatus,
+    EdgeStatus,
+    RelayStatus,
+    TrainerStatus,
+    VerifierStatus,
+    VersionStatus,
+    decode_status,
+    encode_status,
+)
 
 HASH = "0123456789abcdef" * 4
 FILE = t.RemoteFile("tokenizer.json", HASH, 1 << 40)
@@ -283,9 +294,9 @@ EXAMPLES = {
     "session report": Example(REPORT, codec.encode_report, codec.decode_report),
     "session report, least": Example(t.SessionReport("", "", ""), codec.encode_report, codec.decode_report),
     "status": Example(
-        t.ClusterStatus(
+        ClusterStatus(
             verifiers=(
-                t.VerifierStatus(
+                VerifierStatus(
                     name="v0",
                     address="10.0.0.1:50051",
                     model="reference",
@@ -299,36 +310,36 @@ EXAMPLES = {
                     kv_pages=256,
                     guarantee="bytes",
                 ),
-                t.VerifierStatus("v1", "", "reference", "down"),
+                VerifierStatus("v1", "", "reference", "down"),
             ),
             drafters=MANIFESTS,
             leases_granted=17,
             recent=(REPORT, t.SessionReport("s-2", "m", "v1")),
-            relay=t.RelayStatus(2, 30, 4, 1, 1000, 1 << 34, 0.0001, 0.002),
-            edges=(t.EdgeStatus("pi", REPORT, 2.5, 40),),
-            acceptance=(t.ClassAcceptance("reference", 3, 2, PRIORS[0]),),
+            relay=RelayStatus(2, 30, 4, 1, 1000, 1 << 34, 0.0001, 0.002),
+            edges=(EdgeStatus("pi", REPORT, 2.5, 40),),
+            acceptance=(ClassAcceptance("reference", 3, 2, PRIORS[0]),),
         ),
-        codec.encode_status,
-        codec.decode_status,
+        encode_status,
+        decode_status,
     ),
     "status with a precision": Example(
-        t.ClusterStatus((t.VerifierStatus("v0", "", "reference", "down", precision="float32"),), (), 0, ()),
-        codec.encode_status,
-        codec.decode_status,
+        ClusterStatus((VerifierStatus("v0", "", "reference", "down", precision="float32"),), (), 0, ()),
+        encode_status,
+        decode_status,
     ),
     "status with a context": Example(
-        t.ClusterStatus((t.VerifierStatus("v0", "", "reference", "down", context_length=4096),), (), 0, ()),
-        codec.encode_status,
-        codec.decode_status,
+        ClusterStatus((VerifierStatus("v0", "", "reference", "down", context_length=4096),), (), 0, ()),
+        encode_status,
+        decode_status,
     ),
     "status with versions": Example(
-        t.ClusterStatus(
+        ClusterStatus(
             (),
             (t.DrafterManifest("swift", "8", HASH, "reference", (), 0.25),),
             0,
             (t.SessionReport("s-3", "reference", "v0", drafter_hits=(t.DrafterHits("swift", "8", 9, 12, 0.00025),)),),
             versions=(
-                t.VersionStatus(
+                VersionStatus(
                     drafter="swift",
                     version="8",
                     state="current",
@@ -344,13 +355,13 @@ EXAMPLES = {
                 ),
             ),
         ),
-        codec.encode_status,
-        codec.decode_status,
+        encode_status,
+        decode_status,
     ),
     "status with a drafter beside the target": Example(
-        t.ClusterStatus(
+        ClusterStatus(
             (
-                t.VerifierStatus(
+                VerifierStatus(
                     "v0",
                     "",
                     "reference",
@@ -367,17 +378,17 @@ EXAMPLES = {
             0,
             (),
         ),
-        codec.encode_status,
-        codec.decode_status,
+        encode_status,
+        decode_status,
     ),
     "status with a trainer": Example(
-        t.ClusterStatus(
+        ClusterStatus(
             (),
             (),
             0,
             (),
             trainers=(
-                t.TrainerStatus(
+                TrainerStatus(
                     model="reference",
                     state="waiting for idle time",
                     drafter="general",
@@ -398,13 +409,13 @@ EXAMPLES = {
                     published=3,
                     dropped=5,
                 ),
-                t.TrainerStatus("tiny", "loading"),
+                TrainerStatus("tiny", "loading"),
             ),
         ),
-        codec.encode_status,
-        codec.decode_status,
+        encode_status,
+        decode_status,
     ),
-    "status, least": Example(t.ClusterStatus((), (), 0, ()), codec.encode_status, codec.decode_status),
+    "status, least": Example(ClusterStatus((), (), 0, ()), encode_status, decode_status),
     "drain": Example("v0", codec.encode_drain, codec.decode_drain),
     "drained": Example(5, codec.encode_drained, codec.decode_drained),
     "nothing": Example(None, codec.encode_nothing, codec.decode_nothing),

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from outrider.proto.codec.decoding_codec import SAMPLING
+from outrider.proto.codec import SAMPLING
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.settings import declared
-from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, Grammar, GrammarKind, Sampling
-from outrider.proto.types.sampling import NumberRange
+from outrider.proto.types import BOUNDS, MAX_TOKEN_ID, Grammar, GrammarKind, NumberRange, Sampling
 from outrider.proto.v1 import decoding_pb2 as pb
 
 NUMBERS = [name for name in BOUNDS if name != "logit_bias"]

@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 
 from outrider.proto import codec
 from outrider.proto import types as t
-from outrider.proto.codec import decoding_codec
-from outrider.proto.codec.control_codec import FILE
-from outrider.proto.codec.fields import Table, many
+from outrider.proto.codec import FILE, Table, many
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
+from outrider.proto.status import (
+    ClassAcceptance,
+    ClusterStatus,
+    EdgeStatus,
+    RelayStatus,
+    VerifierStatus,
+    decode_status,
+    encode_status,
+)
 from outrider.proto.v1 import decoding_pb2 as pb
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -202,7 +209,7 @@ leases = st.builds(
     tls_name=words,
     relayed=st.booleans(),
 )
-relays = st.builds(t.RelayStatus, counts, big_counts, big_counts, big_counts, big_counts, big_counts, doubles, doubles)
+relays = st.builds(RelayStatus, counts, big_counts, big_counts, big_counts, big_counts, big_counts, doubles, doubles)
 reports = st.builds(
     t.SessionReport,
     words,
@@ -229,16 +236,16 @@ reports = st.builds(
     st.integers(0, t.LINK_CLASSES - 1),
 )
 statuses = st.builds(
-    t.ClusterStatus,
-    st.lists(st.builds(t.VerifierStatus, words, words, words, words, counts, doubles, counts, counts), max_size=2).map(
+    ClusterStatus,
+    st.lists(st.builds(VerifierStatus, words, words, words, words, counts, doubles, counts, counts), max_size=2).map(
         tuple
     ),
     st.lists(manifests, max_size=2).map(tuple),
     big_counts,
     st.lists(reports, max_size=2).map(tuple),
     st.none() | relays,
-    st.lists(st.builds(t.EdgeStatus, words, reports, doubles, big_counts), max_size=2).map(tuple),
-    st.lists(st.builds(t.ClassAcceptance, words, counts, counts, drafter_priors), max_size=2).map(tuple),
+    st.lists(st.builds(EdgeStatus, words, reports, doubles, big_counts), max_size=2).map(tuple),
+    st.lists(st.builds(ClassAcceptance, words, counts, counts, drafter_priors), max_size=2).map(tuple),
 )
 
 DECODERS = [
@@ -251,7 +258,7 @@ DECODERS = [
     codec.decode_fetch,
     codec.decode_chunk,
     codec.decode_report,
-    codec.decode_status,
+    decode_status,
     codec.decode_drain,
     codec.decode_drained,
 ]
@@ -289,7 +296,7 @@ def test_what_serves_drafters_survives_the_wire(drafters, query, sha256, offset,
 @given(reports, statuses, words, counts)
 def test_reports_and_status_survive_the_wire(report, status, verifier, sessions):
     assert codec.decode_report(codec.encode_report(report)) == report
-    assert codec.decode_status(codec.encode_status(status)) == status
+    assert decode_status(encode_status(status)) == status
     assert codec.decode_drain(codec.encode_drain(verifier)) == verifier
     assert codec.decode_drained(codec.encode_drained(sessions)) == sessions
 
@@ -453,8 +460,8 @@ def test_more_drafts_than_any_credit_allows_are_refused_before_a_list_is_made(fi
     def never(*_):
         raise AssertionError("a list is made of them")
 
-    monkeypatch.setitem(decoding_codec._FROM_EDGE, "draft", never)
-    monkeypatch.setitem(decoding_codec._FROM_EDGE, "branches", never)
+    monkeypatch.setitem(codec._FROM_EDGE, "draft", never)
+    monkeypatch.setitem(codec._FROM_EDGE, "branches", never)
     frames = [(pb.EdgeFrame(draft=pb.Draft(**fields)), field)]
     if "branches" in fields:
         frames.append((pb.EdgeFrame(branches=pb.Branches(**fields["branches"])), field.removeprefix("draft.")))

@@ -13,8 +13,7 @@ from outrider.proto.errors import InvalidArgument, Unavailable
 from outrider.proto.policy import Window
 from outrider.proto.session import Done, Send
 from outrider.proto.session.verifier import VerifierSession
-from outrider.proto.types import Commit, Continue, FinishReason, Opened, Sampling
-from outrider.proto.types.sampling import LATER_SETTINGS
+from outrider.proto.types import LATER_SETTINGS, Commit, Continue, FinishReason, Opened, Sampling
 from outrider.proto.v1 import decoding_pb2 as pb
 
 HELD = Sampling(max_tokens=8, min_tokens=5)

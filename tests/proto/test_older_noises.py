@@ -7,7 +7,7 @@ from checked_simulation import open_frame
 from hand_driven import HandDrivenEdge
 
 from outrider.proto import codec
-from outrider.proto.codec.decoding_codec import SAMPLING
+from outrider.proto.codec import SAMPLING
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import Window
 from outrider.proto.session import Done

@@ -24,8 +24,7 @@ from outrider.coordinator.served_package import (
 from outrider.proto.drafter_format import MANIFEST
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import DrafterManifest, RemoteFile
-from outrider.proto.types.checks import SHA256
+from outrider.proto.types import SHA256, DrafterManifest, RemoteFile
 
 logger = logging.getLogger(__name__)
 

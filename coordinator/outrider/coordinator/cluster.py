@@ -22,8 +22,8 @@ from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, REPORT_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
 from outrider.proto.lease import LEASE_METADATA, sign_coordinator, text_name
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
+from outrider.proto.status import TrainerStatus, VerifierStatus
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import TrainerStatus, VerifierStatus
 
 logger = logging.getLogger(__name__)
 

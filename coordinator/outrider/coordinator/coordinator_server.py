@@ -36,8 +36,8 @@ from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
+from outrider.proto.status import ClusterStatus, encode_status
 from outrider.proto.streams import write_answers
-from outrider.proto.types import ClusterStatus
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
         ),
         "ReportSession": entry.unary(codec.decode_report, service.report, codec.encode_nothing),
         "WatchDrafters": entry.stream(codec.decode_drafter_query, service.watch, codec.encode_drafters, watches),
-        "Status": entry.unary(codec.decode_nothing, status, codec.encode_status),
+        "Status": entry.unary(codec.decode_nothing, status, encode_status),
         "Drain": entry.unary(codec.decode_drain, drain, codec.encode_drained),
     }
 

@@ -30,15 +30,8 @@ from outrider.proto.plumbing.access import Keys
 from outrider.proto.plumbing.logs import about
 from outrider.proto.release import release
 from outrider.proto.salts import key_salt
-from outrider.proto.types import (
-    PROTOCOL_VERSION,
-    ClusterStatus,
-    DrafterManifest,
-    Lease,
-    LeaseRequest,
-    SessionReport,
-)
-from outrider.proto.types.checks import NAME, SHA256
+from outrider.proto.status import ClusterStatus
+from outrider.proto.types import NAME, PROTOCOL_VERSION, SHA256, DrafterManifest, Lease, LeaseRequest, SessionReport
 
 logger = logging.getLogger(__name__)
 

@@ -15,15 +15,8 @@ from pathlib import Path
 from outrider.coordinator.fleet_hits import REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
 from outrider.coordinator.version_trials import DrafterVersions, VersionChange, VersionState, hashed
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import (
-    MAX_REPORTED_DRAFTERS,
-    ClassAcceptance,
-    DrafterPrior,
-    DraftingPrior,
-    EdgeStatus,
-    SessionReport,
-    VersionStatus,
-)
+from outrider.proto.status import ClassAcceptance, EdgeStatus, VersionStatus
+from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterPrior, DraftingPrior, SessionReport
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from outrider.edge.edge_config import EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.address import address_of_server
 from outrider.proto.errors import Unavailable
-from outrider.proto.types import ClusterStatus
+from outrider.proto.status import ClusterStatus
 
 
 def status(given: Given) -> int:

@@ -52,15 +52,15 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.edge.features import class_name
-from outrider.proto.types import (
+from outrider.proto.status import (
     ClassAcceptance,
     ClusterStatus,
     EdgeStatus,
-    SessionReport,
     TrainerStatus,
     VerifierStatus,
     VersionStatus,
 )
+from outrider.proto.types import SessionReport
 
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")

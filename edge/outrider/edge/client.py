@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import Drafter
@@ -38,7 +38,10 @@ from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Window
 from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session import EdgeSession, SharedMeasurements
-from outrider.proto.types import Learning, Open, Sampling, VersionStatus
+from outrider.proto.types import Learning, Open, Sampling
+
+if TYPE_CHECKING:
+    from outrider.proto.status import VersionStatus
 
 DESCRIBED_WITHIN_S = 1.0  # by a verifier without a coordinator; if not, its first text tells as much
 
@@ -117,6 +120,8 @@ class Client:
 
         Of its own versions an edge knows no more than which of them were current before.
         """
+        from outrider.proto.status import VersionStatus  # here, since clients seldom ask
+
         if self._coordinator is not None:
             try:
                 return (await self._coordinator.status()).versions

@@ -14,8 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.proto.errors import PromptTooLong
-from outrider.proto.types import Lease, Opened
-from outrider.proto.types.checks import require, require_text, require_tokens
+from outrider.proto.types import Lease, Opened, require, require_text, require_tokens
 
 MAX_CHARACTERS = 4 << 20
 IN_THREAD = 4096  # characters; shorter texts are encoded sooner than a thread takes over

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import MAX_TOP_LOGPROBS, Open, Sampling
-from outrider.proto.types.checks import require, require_text
-from outrider.proto.types.sampling import NumberRange
+from outrider.proto.types import MAX_TOP_LOGPROBS, NumberRange, Open, Sampling, require, require_text
 
 _TOP_LOGPROBS = NumberRange(0, MAX_TOP_LOGPROBS)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.tokenizer import TOKENIZER_FILE
-from outrider.proto.types import RemoteFile
-from outrider.proto.types.checks import NAME, SHA256, require
+from outrider.proto.types import NAME, PROJECTION, SHA256, RemoteFile, require
 
 DRAFTER_FORMAT = "outrider-drafter/2"
 MANIFEST = "manifest.json"
@@ -25,7 +24,6 @@ ON_TRIAL = "@"  # which no name contains
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"  # keys, and values, of a layer
 CACHE_DTYPES = {"float32": 4, "int8": 1}  # bytes of a number
 
-_PROJECTION = re.compile(r"[0-9a-f]{12}")
 _AGE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
@@ -208,7 +206,7 @@ def _steering(steering: _Fields) -> SteeringShape:
     return SteeringShape(
         rank=steering.count("rank"),
         mlp=steering.count("mlp"),
-        projection=steering.matching("projection", _PROJECTION),
+        projection=steering.matching("projection", PROJECTION),
         gain=_gain(steering.inner("gain")) if steering.has("gain") else (),
     )
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from outrider.proto.types.checks import SHA256
+from outrider.proto.types import SHA256
 
 # These decide how text becomes ids and back; padding, truncation and the file's layout do not.
 DECIDING_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")

@@ -22,8 +22,9 @@ from outrider.edge.link.routes import DirectRoute
 from outrider.edge.pool.preparation import Ready
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
+from outrider.proto.status import VersionStatus
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, TokenFacts, VersionStatus
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, TokenFacts
 
 CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 

@@ -26,8 +26,7 @@ from outrider.edge.daemon.schema import (
 from outrider.edge.pool import prediction
 from outrider.edge.pool.prediction import indexed_prediction
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import Grammar, GrammarKind, Sampling
-from outrider.proto.types.sampling import MAX_GRAMMAR_BYTES, MAX_STOP_TOKENS
+from outrider.proto.types import MAX_GRAMMAR_BYTES, MAX_STOP_TOKENS, Grammar, GrammarKind, Sampling
 
 MESSAGE = {"role": "user", "content": "x"}
 BODIES: dict[type, dict[str, Any]] = {

@@ -21,9 +21,9 @@ from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters.token_text import TokenDecoder
 from outrider.edge import text as text_module
+from outrider.proto import types as settings_module
 from outrider.proto.session import verifier
 from outrider.proto.session.stream import EdgeStream
-from outrider.proto.types import sampling as settings_module
 
 Patch = pytest.MonkeyPatch
 

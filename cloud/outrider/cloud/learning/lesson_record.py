@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from outrider.proto.codec.decoding_codec import SAMPLING
+from outrider.proto.codec import SAMPLING
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.salts import SALT_BYTES
-from outrider.proto.types import Sampling
-from outrider.proto.types.checks import MAX_TOKEN_ID, SHA256
+from outrider.proto.types import MAX_TOKEN_ID, SHA256, Sampling
 
 TOP = 64  # likeliest tokens of a row, which teach as much as all do if the mass of the rest is known
 MAX_TOKENS = 1 << 17

@@ -20,7 +20,7 @@ from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.lease import check_coordinator
 from outrider.proto.plumbing.half_open import token_in
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.types import VerifierStatus
+from outrider.proto.status import VerifierStatus
 
 SERVICE, METHOD = REPORT_METHOD.strip("/").split("/")
 

@@ -40,7 +40,7 @@ from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
 from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.types import VerifierStatus
+from outrider.proto.status import VerifierStatus
 
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 # A client waits with more. A relay has a stream for each session, two more for each that come back, and spare ones.

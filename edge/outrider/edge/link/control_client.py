@@ -7,7 +7,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -18,7 +18,10 @@ from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.rpc_errors import from_rpc_error
-from outrider.proto.types import ClusterStatus, DrafterManifest, Lease, LeaseRequest, RemoteFile, SessionReport
+from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile, SessionReport
+
+if TYPE_CHECKING:
+    from outrider.proto.status import ClusterStatus
 
 MAX_WAIT_S = 10.0  # between two attempts at a download
 T = TypeVar("T")
@@ -77,7 +80,9 @@ class CoordinatorClient:
 
     async def status(self) -> ClusterStatus:
         """Return the coordinator's whole view."""
-        return await self._call("Status", b"", codec.decode_status)
+        from outrider.proto.status import decode_status  # here, since clients seldom ask
+
+        return await self._call("Status", b"", decode_status)
 
     async def drain(self, verifier: str) -> int:
         """Send the sessions of `verifier` elsewhere and return their number."""

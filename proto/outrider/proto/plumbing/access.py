@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticated
 from outrider.proto.plumbing.watched import Watched
-from outrider.proto.types.checks import SHA256
+from outrider.proto.types import SHA256
 
 logger = logging.getLogger(__name__)
 

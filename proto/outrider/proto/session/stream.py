@@ -10,6 +10,7 @@ from outrider.proto.policy.measures import BETTER
 from outrider.proto.session.events import Reopen
 from outrider.proto.session.session_text import EdgeText
 from outrider.proto.types import (
+    LATER_SETTINGS,
     MAX_TOKEN_ID,
     CloudFrame,
     Commit,
@@ -21,7 +22,6 @@ from outrider.proto.types import (
     SteeringRequest,
     token_ids,
 )
-from outrider.proto.types.sampling import LATER_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from outrider.proto.session.both_ends import BothEnds, DraftingHere, LocalJob
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.selection import DrafterName
 from outrider.proto.types import (
+    LATER_SETTINGS,
     PROTOCOL_VERSION,
     BlockBranch,
     Branch,
@@ -60,7 +61,6 @@ from outrider.proto.types import (
     Timing,
     token_ids,
 )
-from outrider.proto.types.sampling import LATER_SETTINGS
 
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
 PROBE_RARELY_EVERY = 48  # where the verifier drafts itself

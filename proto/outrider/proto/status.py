@@ -1,0 +1,191 @@
+"""The coordinator's view of its cluster, and its bytes on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.proto.codec import DRAFTER_PRIOR, MANIFEST, REPORT, Table, many, one, optional
+from outrider.proto.types import DrafterManifest, DrafterPrior, SessionReport
+from outrider.proto.v1 import decoding_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class ClassAcceptance:
+    """Hits of a drafter in texts of one kind, over links of one kind."""
+
+    model: str
+    prompt_class: int
+    link_class: int
+    prior: DrafterPrior
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """One version of a drafter, and how it compares with the one before it.
+
+    Attributes:
+        state: `current`, `former` or `retired`.
+        share: share of the edges that are offered it.
+        why: reason for its state; empty: none yet.
+        age_s: time in this state, in seconds.
+        against: version that it is compared with; empty: none.
+        texts: texts compared so far.
+        difference: mean difference of hit rates over these texts.
+        evidence: natural log of the wealth that bets on its being worse have made.
+        acceptance: share of hits over all texts.
+        trials: tokens that the share rests on, faded with age.
+    """
+
+    drafter: str
+    version: str
+    state: str
+    share: float = 0.0
+    why: str = ""
+    age_s: float = 0.0
+    against: str = ""
+    texts: int = 0
+    difference: float = 0.0
+    evidence: float = 0.0
+    acceptance: float = 0.0
+    trials: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierStatus:
+    """One verifier as the coordinator sees it.
+
+    Attributes:
+        state: `ready`, `draining` or `down`.
+        guarantee: what its texts keep whatever shares their steps: `bytes`, `bytes_by_tiles`, `distribution`; empty:
+            unknown.
+        precision: what decides its rounding, such as `bfloat16`; empty: unknown.
+        drafter_here: drafter of its own, as name@version; empty: none that works.
+        committed_tokens: tokens of all its texts since it started, as are the next.
+        drafted_here: tokens that its own drafter has proposed.
+        verified_here: those that its steps verified.
+        accepted_here: those that became text.
+        drafting_here_s: time that its own drafter has worked, over all its threads, in seconds.
+        context_length: positions that its target can hold; 0: unknown.
+    """
+
+    name: str
+    address: str
+    model: str
+    state: str
+    sessions: int = 0
+    step_s: float = 0.0
+    restarts: int = 0
+    kv_pages_free: int = 0
+    release: str = ""
+    max_sessions: int = 0
+    kv_pages: int = 0
+    guarantee: str = ""
+    precision: str = ""
+    drafter_here: str = ""
+    committed_tokens: int = 0
+    drafted_here: int = 0
+    verified_here: int = 0
+    accepted_here: int = 0
+    drafting_here_s: float = 0.0
+    context_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStatus:
+    """One trainer as the coordinator sees it.
+
+    Attributes:
+        model: target of the drafter that learns.
+        state: `training`, `waiting for idle time`, `nothing to learn from`, `loading` or `down`.
+        drafter: name of the drafter that learns.
+        version: newest version that proved better, or its parent.
+        sequence: number of that version.
+        load: share of its node's cores that verifiers took lately, 0 to 1; 0 if it does not look.
+        waited_s: time that the next step has waited for idle time, in seconds.
+        hurried: number of steps made without idle time.
+        cpu_share: share of one core that it took lately.
+        max_cpu_share: limit of that share.
+        steps: number of optimizer steps.
+        positions: number of judged positions that it learned from.
+        keys: number of API keys that these came from.
+        waiting: number of positions that it has not learned from yet.
+        candidate: sequence of the version on trial; 0: none.
+        candidate_texts: number of texts that it was compared on.
+        candidate_difference: mean difference of hit rates on these texts.
+        published: number of versions that proved better.
+        dropped: number of versions that did not.
+    """
+
+    model: str
+    state: str
+    drafter: str = ""
+    version: str = ""
+    sequence: int = 0
+    load: float = 0.0
+    waited_s: float = 0.0
+    hurried: int = 0
+    cpu_share: float = 0.0
+    max_cpu_share: float = 0.0
+    steps: int = 0
+    positions: int = 0
+    keys: int = 0
+    waiting: int = 0
+    candidate: int = 0
+    candidate_texts: int = 0
+    candidate_difference: float = 0.0
+    published: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeStatus:
+    """One edge: its newest report, how long ago that came, and how many have come."""
+
+    edge: str
+    last: SessionReport
+    age_s: float
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """Forwarding of the coordinator since it started; times are upper bounds of the quantiles, 0 before any."""
+
+    streams: int = 0
+    streams_total: int = 0
+    refused: int = 0
+    broken: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    forward_p50_s: float = 0.0
+    forward_p99_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """The coordinator's whole view; `relay` is None where it relays nothing."""
+
+    verifiers: tuple[VerifierStatus, ...]
+    drafters: tuple[DrafterManifest, ...]
+    leases_granted: int
+    recent: tuple[SessionReport, ...]
+    relay: RelayStatus | None = None
+    edges: tuple[EdgeStatus, ...] = ()
+    acceptance: tuple[ClassAcceptance, ...] = ()
+    versions: tuple[VersionStatus, ...] = ()
+    trainers: tuple[TrainerStatus, ...] = ()
+
+
+_STATUS = Table(
+    ClusterStatus,
+    pb.ClusterStatus,
+    verifiers=many(Table(VerifierStatus, pb.VerifierStatus)),
+    drafters=many(MANIFEST),
+    recent=many(REPORT),
+    relay=optional(Table(RelayStatus, pb.RelayStatus)),
+    edges=many(Table(EdgeStatus, pb.EdgeStatus, last=one(REPORT))),
+    acceptance=many(Table(ClassAcceptance, pb.ClassAcceptance, prior=one(DRAFTER_PRIOR))),
+    versions=many(Table(VersionStatus, pb.VersionStatus)),
+    trainers=many(Table(TrainerStatus, pb.TrainerStatus)),
+)
+encode_status, decode_status = _STATUS.encode, _STATUS.decode
