@@ -1,6 +1,6 @@
 """A picture of a terminal session, as SVG: `python tests/deploy/terminal_picture.py docs/figures/terminal.svg`.
 
-It shows what `outrider generate` and `outrider chat` print in terminals of their own, on a cluster that runs.
+It shows what `outrider run` and `outrider chat` print in terminals of their own, on a cluster that runs.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class RecordedCommand:
 def record(state: str, address: str) -> list[tuple[str, str]]:
     """Return commands and what they printed."""
     where = ["--coordinator", address]
-    generate = ["generate", *where, "--max-tokens", "48"]
-    generated = RecordedCommand([*generate, CONTINUED], state).rest()
+    run = ["run", *where, "--max-tokens", "48"]
+    generated = RecordedCommand([*run, CONTINUED], state).rest()
     chat = RecordedCommand(["chat", *where], state)
     for line in CHAT:
         chat.until("> ")
@@ -86,7 +86,7 @@ def record(state: str, address: str) -> list[tuple[str, str]]:
     chat.until("> ")
     chat.type("\x04")
     return [
-        (f"outrider {' '.join(generate)} '{CONTINUED}'", generated),
+        (f"outrider {' '.join(run)} '{CONTINUED}'", generated),
         (f"outrider chat {' '.join(where)}", chat.rest()),
     ]
 

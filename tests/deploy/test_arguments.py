@@ -251,12 +251,12 @@ def test_help_loads_nothing_heavy(command) -> None:
 
 
 def test_an_edges_help_loads_nothing_of_the_cloud() -> None:
-    assert not {name for name in loaded_by("generate", "--help") if name.startswith("outrider.cloud")}
+    assert not {name for name in loaded_by("chat", "--help") if name.startswith("outrider.cloud")}
 
 
 def test_what_runs_every_command_exists() -> None:
     declared = [entry for entry in COMMANDS.values() if entry.declared]
-    assert len(declared) > 20
+    assert len(declared) >= 20
     for entry in declared:
         module, _, function = entry.load().run.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), entry

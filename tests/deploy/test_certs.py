@@ -155,7 +155,7 @@ def test_an_edges_options_become_its_config(tmp_path, issued, monkeypatch):
     file = tmp_path / "key"
     file.write_text("otr_secret\n")
     tls = ["--tls-ca", str(issued.ca), "--tls-cert", str(issued.client_cert), "--tls-key", str(issued.client_key)]
-    options = parsed("generate", "--coordinator", "c.example:1", *tls, "--api-key-file", str(file), "x")
+    options = parsed("run", "--coordinator", "c.example:1", *tls, "--api-key-file", str(file), "x")
     config = options(EdgeConfig, api_key=api_key(options))
     assert config.security.tls == ClientTls(issued.ca, issued.client_cert, issued.client_key)
     assert config.security.metadata == (("authorization", "Bearer otr_secret"),)

@@ -100,7 +100,7 @@ def test_an_unknown_command_names_a_near_one_and_two_slashes_are_text(chat) -> N
 def test_a_target_without_a_template_is_refused_with_the_remedy(monkeypatch, capfd) -> None:
     monkeypatch.setattr(chat_module, "_client", ScriptedTexts([]).make_client)
     assert main(CHAT) == 1
-    assert "chat-template: tiny has none; give its file, or use `outrider generate`" in capfd.readouterr().err
+    assert "chat-template: tiny has none; give its file, or use `outrider run`" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

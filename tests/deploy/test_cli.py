@@ -65,7 +65,9 @@ def test_run_prints_one_json_object_a_prompt(tmp_path, capfd) -> None:
         (["run", "--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
         (["run", "x", "--config", "nowhere.toml"], 2, "nowhere.toml"),
         (["run", "x", "--device", "cuda:77"], 1, "device"),
-        (["generate", "x", "--coordinator", "127.0.0.1:1"], 1, "does not answer"),
+        (["run", "x", "--coordinator", "127.0.0.1:1"], 1, "does not answer"),
+        (["run", "x", "--coordinator", "127.0.0.1:1", "--target", "reference"], 1, "target: is the cluster's"),
+        (["run", "x", "--model", "reference"], 1, "model: goes with --coordinator"),
         (["coordinator"], 1, "lease-secret-file: is missing"),
         (["train", "drafter", "--teacher", "x", "--output", "o", "--steps", "1", "--hidden", "33"], 1, "hidden"),
         (["verifier", "--listen", "0.0.0.0:0"], 1, "not a loopback address"),
@@ -102,8 +104,8 @@ def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_
     fixed = ["--verifier", f"one={verifier.address}", "--tokenizer", str(tokenizer_file)]
     coordinator = Served("coordinator", *shared, *fixed)
     try:
-        generate = ["generate", "--coordinator", coordinator.address, "--cache", str(tmp_path), "--json"]
-        status, out, _ = run(*generate, "--max-tokens", "5", "def main():", capfd=capfd)
+        decode = ["run", "--coordinator", coordinator.address, "--cache", str(tmp_path), "--json"]
+        status, out, _ = run(*decode, "--max-tokens", "5", "def main():", capfd=capfd)
         assert status == 0
         assert len(json.loads(out)["tokens"]) == 5
         status, out, _ = run("status", "--coordinator", coordinator.address, "--json", capfd=capfd)

@@ -21,7 +21,7 @@ def test_a_list_of_drafters_and_its_memory_reach_the_edge():
 
 
 def test_an_option_that_cannot_be_meant_is_one_line_too(capfd):
-    assert main(["generate", "--coordinator", "127.0.0.1:1", "--drafter", "general,,ngram", "hello"]) != 0
+    assert main(["run", "--coordinator", "127.0.0.1:1", "--drafter", "general,,ngram", "hello"]) != 0
     said = capfd.readouterr().err
     assert "drafter: has an empty name between commas" in said
     assert len(said.splitlines()) == 1

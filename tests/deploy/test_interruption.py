@@ -29,14 +29,14 @@ def check(ending: Ending, number: int, command: str) -> None:
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("event", ["argparse", "outrider.edge.edge_config"])
 def test_a_signal_while_the_command_line_is_read_is_one_line(event: str, number: int) -> None:
-    ending = interrupted(["generate", "--coordinator", "127.0.0.1:1", "x"], event=event, number=number)
+    ending = interrupted(["run", "--coordinator", "127.0.0.1:1", "x"], event=event, number=number)
     check(ending, number, "outrider")
 
 
 @pytest.mark.parametrize(
     ("command", "options", "event"),
     [
-        ("generate", "--coordinator 127.0.0.1:1 x", "grpc"),
+        ("run", "--coordinator 127.0.0.1:1 x", "grpc"),
         ("edge", "--coordinator 127.0.0.1:1", "uvicorn"),
         ("run", "x", "numpy"),
         ("train drafter", "--teacher x --output x", "torch"),
@@ -50,7 +50,7 @@ def test_a_signal_during_imports_is_one_line(command: str, options: str, event: 
 @pytest.mark.parametrize(
     ("words", "number"),
     [
-        *(("generate --coordinator {} x", number) for number in STATUS),
+        *(("run --coordinator {} x", number) for number in STATUS),
         ("submit --address http://{} -- run x", signal.SIGINT),
     ],
 )

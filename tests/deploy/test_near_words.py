@@ -13,11 +13,11 @@ from outrider.proto.release import release
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("genrate x", "there is no command 'genrate'; did you mean generate? (see outrider --help)"),
+        ("verfier", "there is no command 'verfier'; did you mean verifier? (see outrider --help)"),
         ("train stear", "there is no command 'stear'; did you mean steer?"),
         ("xyzzy", "there is no command 'xyzzy' (see outrider --help)"),
-        ("generate --coordinater a:1 x", "did you mean --coordinator? (see outrider generate --help)"),
-        ("generate --coordinator a:1 x --max-token=3x", "'3x' is not a whole number"),
+        ("run --coordinater a:1 x", "did you mean --coordinator? (see outrider run --help)"),
+        ("run --coordinator a:1 x --max-token=3x", "'3x' is not a whole number"),
         ("bench --selector leadr", "did you mean leader?"),
         ("verifier --goal latencie", "did you mean latency?"),
         ("run x --drafter genral", "did you mean general?"),
@@ -40,7 +40,7 @@ def test_the_release_is_an_option(capsys) -> None:
 
 
 @pytest.mark.parametrize("written", ["127.0.0.1:5", "http://127.0.0.1:5", "http://127.0.0.1:5/", "127.0.0.1:5/"])
-@pytest.mark.parametrize("command", ["generate x --coordinator", "edge --coordinator", "doctor --coordinator"])
+@pytest.mark.parametrize("command", ["run x --coordinator", "edge --coordinator", "doctor --coordinator"])
 def test_an_address_may_be_written_as_a_url(written: str, command: str) -> None:
     assert parse([*command.split(), written])(EdgeConfig).coordinator == "127.0.0.1:5"
 

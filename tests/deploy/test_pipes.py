@@ -16,57 +16,57 @@ from outrider.edge import Provenance, Tokens
 from outrider.proto.types import CommittedToken
 
 TEXT = "\tone [bold]two[/] \x1b[31m\r\n  " + "very long " * 30 + "数\n\n"
-GENERATE = ["generate", "--coordinator", "127.0.0.1:1"]
+RUN = ["run", "--coordinator", "127.0.0.1:1"]
 
 
 @pytest.fixture
-def generate(monkeypatch, capfdbinary):
+def decoded(monkeypatch, capfdbinary):
     def run(texts: list[str], *words: str) -> tuple[int, bytes, bytes]:
         monkeypatch.setattr(decode, "_remote_client", ScriptedTexts(texts, sizes=(3,) * 400).opening())
-        status = main([*GENERATE, "--max-tokens", "4000", *words])
+        status = main([*RUN, "--max-tokens", "4000", *words])
         captured = capfdbinary.readouterr()
         return status, captured.out, captured.err
 
     return run
 
 
-def test_a_pipe_gets_the_text_alone_byte_for_byte_and_one_newline(generate) -> None:
-    status, out, err = generate([TEXT], "a prompt")
+def test_a_pipe_gets_the_text_alone_byte_for_byte_and_one_newline(decoded) -> None:
+    status, out, err = decoded([TEXT], "a prompt")
     assert status == 0
     assert out == f"{TEXT}\n".encode()
     assert b"target steps per token" in err
 
 
-def test_several_texts_follow_each_other_in_a_pipe(generate, tmp_path) -> None:
+def test_several_texts_follow_each_other_in_a_pipe(decoded, tmp_path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\ntwo\n")
-    _, out, err = generate(["first", "second"], "--prompts", str(prompts))
+    _, out, err = decoded(["first", "second"], "--prompts", str(prompts))
     assert out == b"first\nsecond\n"
     assert err.count(b"target steps per token") == 2
 
 
-def test_marks_come_into_a_pipe_where_they_are_asked_for(generate) -> None:
-    _, out, _ = generate(["one two three"], "--marks", "on", "a prompt")
+def test_marks_come_into_a_pipe_where_they_are_asked_for(decoded) -> None:
+    _, out, _ = decoded(["one two three"], "--marks", "on", "a prompt")
     assert "⟦" in out.decode()
     assert out.decode().replace("⟦", "").replace("⟧", "") == "one two three\n"
 
 
-def test_json_is_all_that_stands_on_standard_output(generate) -> None:
-    _, out, _ = generate(["one"], "--json", "a prompt")
+def test_json_is_all_that_stands_on_standard_output(decoded) -> None:
+    _, out, _ = decoded(["one"], "--json", "a prompt")
     assert json.loads(out)["text"] == "one"
 
 
-def test_text_is_utf_8_whatever_the_locale(generate, monkeypatch) -> None:
+def test_text_is_utf_8_whatever_the_locale(decoded, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    _, out, _ = generate(["数"], "a prompt")
+    _, out, _ = decoded(["数"], "a prompt")
     assert out == "数\n".encode()
 
 
-def test_standard_input_that_is_no_utf_8_is_a_mistake(generate, monkeypatch) -> None:
+def test_standard_input_that_is_no_utf_8_is_a_mistake(decoded, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
-    status, _, err = generate([], "-")
+    status, _, err = decoded([], "-")
     assert status == 1
-    assert err == b"outrider generate: prompt: cannot read standard input: it is not UTF-8\n"
+    assert err == b"outrider run: prompt: cannot read standard input: it is not UTF-8\n"
 
 
 @pytest.mark.parametrize(

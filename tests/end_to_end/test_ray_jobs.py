@@ -129,7 +129,7 @@ def test_a_drafter_is_trained_into_the_output_place_and_a_stopped_job_resumed(he
 
 
 def test_a_job_that_fails_ends_the_command_as_it_ended_itself(head: RayHead, tmp_path: Path) -> None:
-    command = ["generate", "hi", "--coordinator", "nowhere"]
+    command = ["run", "hi", "--coordinator", "nowhere"]
     failed = head.outrider("--installed", "--", *command, folder=tmp_path)
     assert failed.returncode == 1
     assert "is not host:port" in failed.stdout
@@ -156,6 +156,6 @@ def test_a_cluster_in_a_job_joins_the_one_that_runs_it(head: RayHead, tmp_path: 
     up = ["up", "--listen", "127.0.0.1:0", "--target", "reference", "--target-threads", "1"]
     sent = head.outrider("--installed", "--name", "up", "--no-wait", "--", *up, folder=tmp_path)
     assert sent.returncode == 0, sent.stderr
-    head.wait_for_log("up", "outrider generate")
+    head.wait_for_log("up", "outrider run")
     assert not (head.folder / "ray").exists(), "no other Ray was started"
     head.stopped("up")

@@ -62,7 +62,7 @@ async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(
     config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(FAMILY,))
     coordinator = CoordinatorServer(config)
     address = await coordinator.start()
-    arguments = ["generate", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]
+    arguments = ["run", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]
     prompt = "def main(argv):\n" * 40
     process = await asyncio.create_subprocess_exec(
         str(edge_python),

@@ -18,8 +18,8 @@ from image_store import ROOT, ImageStore
 
 COMPOSE = [ROOT / "deploy" / "docker" / name for name in ("compose.yaml", "compose.tls.yaml")]
 PROMPT = "def main(argv):\n"
-GENERATE = ["outrider", "generate", "--json", "--coordinator", "coordinator:50050", "--max-tokens", "96"]
-GENERATE += ["--tls-ca", "/etc/outrider/authority/ca.pem"]
+RUN = ["outrider", "run", "--json", "--coordinator", "coordinator:50050", "--max-tokens", "96"]
+RUN += ["--tls-ca", "/etc/outrider/authority/ca.pem"]
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 64}
 
 
@@ -49,9 +49,9 @@ def run_services(store: ImageStore, folder: Path) -> dict[str, Any]:
 
 
 def _generated(compose: ComposeInChroot, *options: str) -> dict[str, Any]:
-    done = compose.run_in("edge", *GENERATE, *options, PROMPT)
+    done = compose.run_in("edge", *RUN, *options, PROMPT)
     if done.returncode:
-        raise RuntimeError(f"outrider generate failed: {done.stderr[-1000:]}")
+        raise RuntimeError(f"outrider run failed: {done.stderr[-1000:]}")
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[0])
     return record
 

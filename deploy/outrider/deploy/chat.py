@@ -166,7 +166,7 @@ class ChatTurns:
         template = await TemplateProcess.of(ready.chat_template)
         if template is None:
             raise FailedPrecondition(
-                f"{ready.model} has none; give its file, or use `outrider generate`", field="chat_template"
+                f"{ready.model} has none; give its file, or use `outrider run`", field="chat_template"
             )
         return cls(client, template, system, sampling, stop)
 

@@ -43,7 +43,7 @@ class Entry:
         return command
 
 
-ON_EDGES = ("generate", "chat", "edge", "doctor", "status", "drain")  # need less than the others
+ON_EDGES = ("chat", "edge", "doctor", "status", "drain")  # need less than the others
 EDGE = "outrider.deploy.commands.edge_options"
 DECODING = "outrider.deploy.commands.decode_options"
 SERVING = "outrider.deploy.commands.serving_options"
@@ -54,12 +54,11 @@ OPERATING = "outrider.deploy.commands.operating"
 ZSH_COMPLETES = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
 
 COMMANDS = {
-    "run": Entry("decode prompts with verifier and edge in this process", f"{DECODING}:RUN"),
+    "run": Entry("decode prompts, on a running cluster or all in this process", f"{DECODING}:RUN"),
     "up": Entry("run a local Ray cluster with verifiers and a coordinator", f"{SERVING}:UP"),
     "coordinator": Entry("serve leases and drafters for a fleet of verifiers", f"{SERVING}:COORDINATOR"),
     "verifier": Entry("serve a target, here or as an actor in a Ray cluster", f"{SERVING}:VERIFIER"),
     "trainer": Entry("train a drafter on what verifiers log, as an actor in their Ray cluster", f"{SERVING}:TRAINER"),
-    "generate": Entry("decode prompts on a running cluster", f"{EDGE}:GENERATE"),
     "chat": Entry("chat with a running cluster in this terminal", f"{EDGE}:CHAT"),
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
     "train": Entry("train drafters"),
@@ -188,7 +187,7 @@ def _subcommands(parser: Parser, metavar: str, name: str) -> argparse._SubParser
 
 
 def _run(given: Given) -> int:
-    # Imported now, since `outrider generate` must not load torch.
+    # Imported now, since `outrider chat` must not load torch.
     module, _, function = given.run.partition(":")
     try:
         with waiting("starting"):
@@ -197,7 +196,8 @@ def _run(given: Given) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("outrider"):
             raise
-        extra = "jobs" if given.command == "submit" else "edge" if given.command in ON_EDGES else "all"
+        on_edge = given.command in ON_EDGES or (given.command == "run" and given.values["coordinator"])
+        extra = "jobs" if given.command == "submit" else "edge" if on_edge else "all"
         raise ConfigError(lacking(extra, error.name)) from error
 
 

@@ -1,15 +1,16 @@
-"""`outrider run` and `outrider generate`: prompts in, texts out, live or as JSON."""
+"""`outrider run`: prompts in, texts out, live or as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console
 
+from outrider.cloud.verifier_config import AUTO, VerifierConfig
 from outrider.deploy.arguments import Given, read_stdin
 from outrider.deploy.built_in_prompts import Prompt, read_prompts
 from outrider.deploy.commands.edge_options import GrammarSettings, MarkSettings, PromptSettings, StopSettings
@@ -22,20 +23,16 @@ from outrider.proto.errors import ConfigError
 
 
 def run(given: Given) -> int:
-    """Run `outrider run`: verifier and edge in this process, gRPC between them."""
-    return asyncio.run(_decode(given, _local_client))
-
-
-def generate(given: Given) -> int:
-    """Run `outrider generate`: an edge of a running cluster."""
-    return asyncio.run(_decode(given, _remote_client))
+    """Run `outrider run`: an edge of a running cluster, or verifier and edge in this process with gRPC between them."""
+    return asyncio.run(_decode(given))
 
 
 @asynccontextmanager
 async def _local_client(given: Given) -> AsyncIterator[Client]:
-    from outrider.cloud.verifier_config import VerifierConfig
     from outrider.deploy.targets import with_target
 
+    if given.fields(EdgeConfig)["model"]:
+        raise ConfigError("goes with --coordinator; in this process --target names the target", field="model")
     config = with_target(given(VerifierConfig))
     with waiting(f"loading the target {config.target}"):
         from outrider.cloud.serving.verifier_server import VerifierServer  # imports torch
@@ -54,6 +51,10 @@ async def _local_client(given: Given) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def _remote_client(given: Given) -> AsyncIterator[Client]:
+    if given.fields(VerifierConfig)["target"] != AUTO:
+        raise ConfigError(
+            "is the cluster's where --coordinator is given; --model chooses among several", field="target"
+        )
     client = Client(given(EdgeConfig, api_key=api_key(given)))
     try:
         await client.find()  # and no more: the first text does not wait for a drafter
@@ -62,11 +63,12 @@ async def _remote_client(given: Given) -> AsyncIterator[Client]:
         await client.close()
 
 
-async def _decode(given: Given, opening: Callable[[Given], AbstractAsyncContextManager[Client]]) -> int:
+async def _decode(given: Given) -> int:
     settings = given(PromptSettings)
     prompts = _prompts(settings)
     sampling = given(Sampling, grammar=given(GrammarSettings).grammar())
     stop = given(StopSettings).stop
+    opening = _remote_client if given.fields(EdgeConfig)["coordinator"] else _local_client
     async with opening(given) as client:
         if settings.json:
             await _decode_json(client, prompts, sampling, stop, settings.sessions)

@@ -1,6 +1,6 @@
 """Options of each command: its own settings, and the fields of shared settings that it takes.
 
-edge_options      generate, chat, edge, doctor
+edge_options      chat, edge, doctor
 decode_options    run, demo
 conditions        the price of a local cluster's target and the link to it, for up and demo
 serving_options   up, coordinator, verifier

@@ -1,4 +1,4 @@
-"""Commands that decode with verifier and edge on one machine: run, demo."""
+"""Commands that decode prompts: run, demo."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from pathlib import Path
 from outrider.cloud.verifier_config import TARGET
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.conditions import ConditionSettings
-from outrider.deploy.commands.edge_options import TEXTS, edge_part
+from outrider.deploy.commands.edge_options import (
+    CHOSEN,
+    GrammarSettings,
+    KeySettings,
+    MarkSettings,
+    PromptSettings,
+    StopSettings,
+    edge_part,
+)
 from outrider.deploy.commands.serving_options import found_target
-from outrider.edge.edge_config import DRAFTING
+from outrider.edge.edge_config import CONNECTION, DRAFTING, SHARING, EdgeConfig
+from outrider.proto.plumbing.files import cache_folder
 from outrider.proto.settings import Settings, at_least, option
 from outrider.proto.types import Sampling
 
@@ -31,7 +40,24 @@ class DemoSettings(Settings):
     verifiers: int = option(1, "number of verifiers", check=at_least(1))
 
 
-RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), found_target(TARGET)))
+RUN = Command(
+    "outrider.deploy.decode:run",
+    (
+        part(PromptSettings),
+        part(
+            EdgeConfig,
+            *("coordinator", "model", "cache", DRAFTING, SHARING, CONNECTION),
+            defaults={"cache": cache_folder},
+            helps={"coordinator": "address of a cluster's coordinator; not set: verifier and edge are in this process"},
+        ),
+        part(KeySettings),
+        part(MarkSettings),
+        part(Sampling, *CHOSEN),
+        part(StopSettings),
+        part(GrammarSettings),
+        found_target(TARGET),
+    ),
+)
 DEMO = Command(
     "outrider.deploy.demo:demo",
     (

@@ -1,4 +1,4 @@
-"""Commands of an edge alone: generate, chat, edge, doctor."""
+"""Commands of an edge alone: chat, edge, doctor."""
 
 from __future__ import annotations
 
@@ -127,22 +127,13 @@ class DoctorSettings(Settings):
     json: bool = option(False, "print one JSON object")
 
 
-def edge_part(*names: str, required: tuple[str, ...] = ()) -> Part:
+def edge_part(*names: str) -> Part:
     """Choose the fields of an edge's settings that a command takes."""
-    return part(EdgeConfig, *names, required=required, defaults={"cache": cache_folder})
+    return part(EdgeConfig, *names, defaults={"cache": cache_folder})
 
 
 WHERE = ("coordinator", "verifier", "model", "tokenizer", "cache")
 CHOSEN = ("temperature", "seed", "top_k", "top_p", "max_tokens")
-TEXTS = (part(PromptSettings), part(MarkSettings), part(Sampling, *CHOSEN), part(StopSettings), part(GrammarSettings))
-GENERATE = Command(
-    "outrider.deploy.decode:generate",
-    (
-        edge_part("coordinator", "model", "cache", DRAFTING, SHARING, CONNECTION, required=("coordinator",)),
-        part(KeySettings),
-        *TEXTS,
-    ),
-)
 CHAT = Command(
     "outrider.deploy.chat:chat",
     (

@@ -113,7 +113,7 @@ def next_steps(coordinator: str, model: str, verifier: str, given: Given) -> Ite
     yield f"      the page: {page}/   OpenAI's API: {page}/v1"
     yield f"      curl {page}/v1/chat/completions -H 'Content-Type: application/json' -d '{ASKED % model}'"
     yield f"  outrider chat {needed}"
-    yield f"  outrider generate {needed} 'Once upon a time'"
+    yield f"  outrider run {needed} 'Once upon a time'"
     yield f"  outrider status {needed}"
     yield f"  outrider drain {verifier} {needed}"
     if elsewhere:
