@@ -87,15 +87,6 @@ def test_a_mistake_is_one_clear_line_and_a_status_that_is_not_zero(arguments, st
     assert out == ""
 
 
-def test_models_lists_what_is_known_by_name(capfd) -> None:
-    status, out, _ = run("models", capfd=capfd)
-    assert status == 0
-    for name in ("reference", "general", "ngram"):
-        assert name in out
-    assert "smollm2 is SmolLM2-135M-Instruct (Apache-2.0): 93 MB, fetched on first use" in out
-    assert "made of it, and Apache-2.0: smol\n" in out
-
-
 def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_path, capfd, tokenizer_file) -> None:
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef0123456789abcdef")

@@ -50,9 +50,6 @@ SERVING = "outrider.deploy.commands.serving_options"
 TRAINING = "outrider.deploy.commands.training_options"
 OPERATING = "outrider.deploy.commands.operating"
 
-# Without its completion system, which distributions' files start and an empty .zshrc does not, zsh knows no `compdef`.
-ZSH_COMPLETES = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i }\n"
-
 COMMANDS = {
     "run": Entry("decode prompts, on a running cluster or all in this process", f"{DECODING}:RUN"),
     "up": Entry("run a local Ray cluster with verifiers and a coordinator", f"{SERVING}:UP"),
@@ -69,7 +66,6 @@ COMMANDS = {
     ),
     "export": Entry("write a drafter as a checked ONNX package", f"{TRAINING}:EXPORT"),
     "submit": Entry("run a command as a job on a Ray cluster, and follow it", f"{OPERATING}:SUBMIT"),
-    "models": Entry("list the embedded targets and drafters", f"{TRAINING}:MODELS"),
     "drain": Entry("move a verifier's sessions to other verifiers", f"{OPERATING}:DRAIN"),
     "scale": Entry("start or drain verifiers of a Ray cluster until it has N", f"{OPERATING}:SCALE"),
     "learn": Entry("manage what drafters learn from"),
@@ -83,7 +79,6 @@ COMMANDS = {
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
     "bench": Entry("measure ways of decoding over emulated links", "outrider.bench.bench_settings:BENCH"),
-    "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }
 
 
@@ -199,16 +194,6 @@ def _run(given: Given) -> int:
         on_edge = given.command in ON_EDGES or (given.command == "run" and given.values["coordinator"])
         extra = "jobs" if given.command == "submit" else "edge" if on_edge else "all"
         raise ConfigError(lacking(extra, error.name)) from error
-
-
-def completion(given: Given) -> int:
-    """Run `outrider completion`."""
-    from argcomplete.shell_integration import shellcode
-
-    shell = given.values["shell"]
-    head, mark, code = shellcode(["outrider"], shell=shell).partition("#compdef outrider\n")  # zsh reads it in line 1
-    print(head, mark, ZSH_COMPLETES if shell == "zsh" else "", code, sep="")
-    return 0
 
 
 def _complete() -> None:

