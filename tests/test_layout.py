@@ -58,7 +58,7 @@ def imports(path: Path) -> set[str]:
 ROOMS = {room: folder for room, folder in lines.ROOMS.items() if room != "tests"}
 # What runs a command; the settings, the tables and the machines that they share are other modules.
 COMMANDS = {
-    *("deploy.certs", "deploy.fleet_control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
+    *("deploy.certs", "deploy.status", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
     *("deploy.submit", "deploy.training"),
     "research.traces",
 }

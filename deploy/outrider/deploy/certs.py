@@ -55,7 +55,7 @@ def certs(given: Given) -> int:
     print(f"  --tls-cert {server_cert} --tls-key {server_key} --tls-client-ca {ca}")
     print("a coordinator of verifiers that speak TLS:")
     print(f"  --verifier-tls-ca {ca}")
-    print("edges, outrider status and outrider drain:")
+    print("edges and outrider status:")
     print(f"  --tls-ca {ca} --tls-cert {client_cert} --tls-key {client_key}")
     print(f"keep {ca_key} off every server: it signs certificates that all of them trust")
     return 0

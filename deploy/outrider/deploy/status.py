@@ -1,91 +1,105 @@
-"""Output of `outrider status`: a cluster's status as one JSON object of a fixed shape, and as tables.
+"""`outrider status`: a cluster's status as tables, or as one JSON object; and the draining of a verifier.
 
-The JSON object:
+The JSON object has the fields of `ClusterStatus`. In it
 
-    verifiers       list, by name
-        name, state (ready, sick, draining, down), model, address ("" while down), release
-        sessions, max_sessions, load (sessions / max_sessions)
-        step_ms, restarts, kv_pages, kv_pages_free, context_length (positions of a text; 0: not known yet)
-        guarantee (bytes, bytes_by_tiles, distribution; "": not known yet): what a text keeps whatever shares its steps
-        precision (such as bfloat16; "": not known yet): a text that has begun goes on in the same alone
-        drafter_here (of its own, name@version; "": none that works), and since the verifier started: committed_tokens
-        (of all texts), drafted_here, verified_here, accepted_here (tokens of its own drafter that it proposed, that
-        steps verified, that became text), drafting_here_s (of work, over all threads)
-        share_here (accepted_here / committed_tokens; null without any text)
-        links       see below, over the newest reports of its sessions; null without any
-    drafters        list of name, version, target, tokenizer_sha256, bytes
-    edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
-        links       see below, for its newest session
-    acceptance      list, most trials first, by drafter and kind of text: model, drafter, drafter_version,
-                    prompt_class (prose, docs, code, math, numbers, foreign; unknown without one),
-                    link_class (1 to 5: round trips below 4, 16, 64, 256 ms, or more; 0: unknown),
-                    acceptance (share of hits), trials (compared tokens, faded with age)
-    versions        list by drafter: drafter, version, state (current, former, retired), share (of the edges that are
-                    offered it), why (reason for its state), age_s (time in this state)
-        against, texts, difference: version that it is compared with, texts so far, mean difference of hit rates
-        evidence    natural log of the wealth that bets on its being worse have made
-        acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
-    trainers        list, by model
-        model, drafter, version, sequence (of the newest version that proved better, or its parent), published, dropped
-        (versions that proved better, and those that did not), steps, positions, keys, waiting (positions to learn)
-        state (training, waiting for idle time, nothing to learn from, loading, down), load (share of its node's cores
-        that verifiers took lately), waited_s, hurried (steps made without idle time)
-        cpu_share, max_cpu_share: share of one core that it took lately, and its limit
-        candidate (number of the version on trial; 0: none), candidate_texts, candidate_difference (of hit rates)
-    leases_granted  since the coordinator started, or since its state file did
-    relay           streams relayed by the coordinator (`RelayStatus`); null without a relay
-    recent          newest reports (`SessionReport`, without the fields that `acceptance` sums up), newest last
+- a verifier has `step_ms` in place of `step_s`, and beside its own fields `load` (sessions / max_sessions),
+  `share_here` (accepted_here / committed_tokens; null without any text) and `links` (over its newest reports);
+- an edge has `age_s`, `sessions`, and of its newest session `verifier`, `model`, `drafter`, `drafter_version`, `links`;
+- an entry of `acceptance` is a drafter in one kind of text, `prompt_class` (prose, docs, code, math, numbers, foreign;
+  unknown without one), over one kind of link, `link_class` (1 to 5: round trips below 4, 16, 64, 256 ms, or more;
+  0: unknown);
+- `links` are those of `Links`, or null without a report; a report in `recent` lacks what `acceptance` sums up.
 
-Links are: sessions (reports that they come from), round_trip_ms, acceptance (of verified drafts; null without any),
-tokens_per_s (per session), uplink_bytes_per_token, downlink_bytes_per_token, resumes. Later releases may add keys.
+Later releases may add keys.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.operating import StatusSettings
+from outrider.deploy.credentials import security
+from outrider.edge.edge_config import EdgeConfig
 from outrider.edge.features import class_name
-from outrider.proto.status import (
-    ClassAcceptance,
-    ClusterStatus,
-    EdgeStatus,
-    TrainerStatus,
-    VerifierStatus,
-    VersionStatus,
-)
+from outrider.edge.link.control_client import CoordinatorClient
+from outrider.proto.address import address_of_server
+from outrider.proto.errors import Unavailable
+from outrider.proto.status import ClusterStatus, TrainerStatus, VerifierStatus, VersionStatus
 from outrider.proto.types import SessionReport
 
+DRAIN_TIMEOUT_S = 60.0
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
-# Columns; all others hold numbers.
-TEXTS = {
-    *("verifier", "state", "address", "link"),
-    *("drafter", "own drafter", "version", "made for", "why", "trainer"),
-}
+# Columns of words; all others hold numbers.
+WORDS = ("verifier", "state", "address", "link", "drafter", "own drafter", "version", "made for", "why", "trainer")
 GUARANTEES = {
     "bytes": "a text keeps its bytes whatever shares its steps",
     "bytes_by_tiles": "a text keeps its bytes whatever shares its steps, by slow tiles",
     "distribution": "near-ties of a text may fall either way",
 }
 STATE_STYLES = {
-    "ready": "green",
-    "sick": "red",
-    "draining": "yellow",
-    "down": "red",
-    "current": "green",
-    "former": "yellow",
-    "retired": "red",
-    "training": "green",
+    **dict.fromkeys(("ready", "current", "training"), "green"),
+    **dict.fromkeys(("draining", "former"), "yellow"),
+    **dict.fromkeys(("sick", "down", "retired"), "red"),
 }
-DIGITS = {"age_s": 1, "waited_s": 1, "evidence": 3, "trials": 1}  # others: 4
+DIGITS = {"age_s": 1, "waited_s": 1, "evidence": 3, "trials": 1, "drafting_here_s": 3}  # others: 4
 SHORT = 12  # characters of a version, which is a hash
+
+
+def status(given: Given) -> int:
+    """Run `outrider status`."""
+    return asyncio.run(_status(given))
+
+
+async def _status(given: Given) -> int:
+    """Drain a verifier if asked to, and show the status, again and again with `--watch`.
+
+    While the coordinator is away, the last status stays.
+    """
+    settings, fields = given(StatusSettings), given.fields(EdgeConfig)
+    address = address_of_server(fields["coordinator"], "coordinator", has_tls=fields["tls_ca"] is not None)
+    options = {"timeout_s": DRAIN_TIMEOUT_S} if settings.drain else {}
+    client = CoordinatorClient(address, security=security(given), **options)
+    show: Callable[[ClusterStatus], None] = _print_json if settings.json else _print_tables
+    with contextlib.ExitStack() as stack:
+        try:
+            if settings.drain:
+                sessions = await client.drain(settings.drain)
+                words = f"{settings.drain} takes no more sessions; {sessions} were asked to move"
+                Console(stderr=True, highlight=False).print(words, markup=False)
+            seen = await client.status()
+            if settings.watch and not settings.json and Console().is_terminal:
+                live = stack.enter_context(Live(screen=True, auto_refresh=False))
+                show = lambda seen: live.update(tables(seen), refresh=True)  # noqa: E731
+            show(seen)
+            while settings.watch:
+                await asyncio.sleep(settings.watch)
+                with contextlib.suppress(Unavailable):
+                    seen = await client.status()
+                show(seen)
+        finally:
+            await client.close()
+    return 0
+
+
+def _print_json(status: ClusterStatus) -> None:
+    print(json.dumps(as_json(status)), flush=True)
+
+
+def _print_tables(status: ClusterStatus) -> None:
+    Console().print(tables(status))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +140,54 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         "verifiers": [_verifier(v, links_of(reports[v.name])) for v in status.verifiers],
         "drafters": [
             {
-                "name": d.name,
-                "version": d.version,
-                "target": d.target,
-                "tokenizer_sha256": d.tokenizer_sha256,
+                **{key: getattr(d, key) for key in ("name", "version", "target", "tokenizer_sha256")},
                 "bytes": sum(file.bytes for file in d.files),
             }
             for d in status.drafters
         ],
-        "edges": [_edge(edge) for edge in status.edges],
-        "acceptance": [_acceptance(cell) for cell in status.acceptance],
-        "versions": [_rounded(version) for version in status.versions],
-        "trainers": [_rounded(trainer) for trainer in status.trainers],
+        "edges": [
+            {
+                "edge": edge.edge,
+                "age_s": round(edge.age_s, 1),
+                "sessions": edge.sessions,
+                **{key: getattr(edge.last, key) for key in ("verifier", "model", "drafter", "drafter_version")},
+                "links": _object(links_of([edge.last])),
+            }
+            for edge in status.edges
+        ],
+        "acceptance": [
+            {
+                "model": cell.model,
+                "prompt_class": class_name(cell.prompt_class),
+                "link_class": cell.link_class,
+                **_object(cell.prior),
+            }
+            for cell in status.acceptance
+        ],
+        "versions": [_object(version) for version in status.versions],
+        "trainers": [_object(trainer) for trainer in status.trainers],
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
         "recent": [{k: v for k, v in asdict(report).items() if k not in SUMMED_UP} for report in status.recent],
     }
+
+
+def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
+    shown = _object(v)
+    del shown["step_s"]
+    return shown | {
+        "step_ms": round(1e3 * v.step_s, 3),
+        "load": round(v.sessions / v.max_sessions, 4) if v.max_sessions else 0.0,
+        "share_here": round(v.accepted_here / v.committed_tokens, 4) if v.committed_tokens else None,
+        "links": _object(links),
+    }
+
+
+def _object(shown: Any) -> Any:
+    """Return the fields of a dataclass, with numbers rounded; None of None."""
+    if shown is None:
+        return None
+    return {k: round(v, DIGITS.get(k, 4)) if isinstance(v, float) else v for k, v in asdict(shown).items()}
 
 
 def tables(status: ClusterStatus) -> RenderableType:
@@ -157,47 +203,6 @@ def tables(status: ClusterStatus) -> RenderableType:
     if status.trainers:
         parts += ["", _trainers(status.trainers)]
     return Group(*parts, "", _sums(status))
-
-
-def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
-    shown = asdict(v)
-    return shown | {
-        "step_ms": round(1e3 * shown.pop("step_s"), 3),
-        "load": round(v.sessions / v.max_sessions, 4) if v.max_sessions else 0.0,
-        "drafting_here_s": round(v.drafting_here_s, 3),
-        "share_here": round(v.accepted_here / v.committed_tokens, 4) if v.committed_tokens else None,
-        "links": asdict(links) if links else None,
-    }
-
-
-def _edge(edge: EdgeStatus) -> dict[str, Any]:
-    links = links_of([edge.last])
-    return {
-        "edge": edge.edge,
-        "age_s": round(edge.age_s, 1),
-        "sessions": edge.sessions,
-        "verifier": edge.last.verifier,
-        "model": edge.last.model,
-        "drafter": edge.last.drafter,
-        "drafter_version": edge.last.drafter_version,
-        "links": asdict(links) if links else None,
-    }
-
-
-def _acceptance(cell: ClassAcceptance) -> dict[str, Any]:
-    return {
-        "model": cell.model,
-        "drafter": cell.prior.drafter,
-        "drafter_version": cell.prior.drafter_version,
-        "prompt_class": class_name(cell.prompt_class),
-        "link_class": cell.link_class,
-        "acceptance": round(cell.prior.acceptance, 4),
-        "trials": round(cell.prior.trials, 1),
-    }
-
-
-def _rounded(shown: VersionStatus | TrainerStatus) -> dict[str, Any]:
-    return {k: round(v, DIGITS.get(k, 4)) if isinstance(v, float) else v for k, v in asdict(shown).items()}
 
 
 def _verifiers(verifiers: Sequence[VerifierStatus]) -> Table:
@@ -344,7 +349,7 @@ def _precisions(verifiers: Sequence[VerifierStatus]) -> list[str]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
-        table.add_column(name, justify="left" if name in TEXTS else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in WORDS else "right", overflow="fold")
     return table
 
 

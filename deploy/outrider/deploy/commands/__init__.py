@@ -5,7 +5,7 @@ decode_options    run, demo
 conditions        the price of a local cluster's target and the link to it, for up and demo
 serving_options   up, coordinator, verifier
 training_options  train, export
-operating         status, drain, scale, certs, key, link, submit
+operating         status, scale, certs, key, link, submit
 
 To add an option, add a field to the settings that it sets. These modules load neither numpy nor torch, ray or
 onnxruntime, since help and completion read them; the module that runs a command is named, and loaded when it runs.

@@ -1,4 +1,4 @@
-"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit."""
+"""Commands that operate a deployment: status, scale, certs, key, link, submit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ def job_server() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings(Settings):
-    """Output of a deployment's status."""
+    """Output of a deployment's status, and the verifier to drain before it."""
 
     json: bool = option(False, "print one JSON object")
     watch: float | None = option(None, "refresh every S seconds", metavar="S", check=at_least(0.1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainSettings(Settings):
-    """The verifier to drain."""
-
-    name: str = option(REQUIRED, "name of the verifier", metavar="NAME", positional=True)
+    drain: str = option(
+        "", "first have the sessions of this verifier move to others, and admit no more", metavar="NAME"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +58,7 @@ class NewKeySettings(Settings):
     name: str = option(REQUIRED, "holder of the key", metavar="NAME", positional=True)
     max_sessions: int | None = option(None, "limit of sessions at once; not set: none", check=at_least(1))
     tokens_per_minute: int | None = option(None, "limit of tokens per minute; not set: none", check=at_least(1))
-    admin: bool = option(False, "allow `outrider status` and `outrider drain`")
+    admin: bool = option(False, "allow `outrider status`, which can drain verifiers")
     learning: bool = option(False, "allow learning from its texts, where its edges share them too (--share-texts)")
     append: Path | None = option(None, "keys file to append the key to; not set: its table is printed")
 
@@ -119,9 +115,10 @@ class SubmitSettings(Settings):
     )
 
 
-CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
-STATUS = Command("outrider.deploy.fleet_control:status", (*CONNECTED, part(StatusSettings)))
-DRAIN = Command("outrider.deploy.fleet_control:drain", (part(DrainSettings), *CONNECTED))
+STATUS = Command(
+    "outrider.deploy.status:status",
+    (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings), part(StatusSettings)),
+)
 SCALE = Command("outrider.deploy.local.fleet:scale", (part(ScaleSettings),))
 FORGET = Command("outrider.deploy.local.fleet:forget", (part(ForgetSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
