@@ -169,11 +169,11 @@ def test_an_operator_lets_every_verifier_and_its_trainer_forget_a_key(folder, tm
     try:
         asyncio.run(asyncio.wait_for(decode_all(), 60))
         assert len(kept.wait_for(3)) == 3
-        assert main(["learn", "forget", "--key", "alice"]) == 0
+        assert main(["key", "alice", "--forget"]) == 0
         assert f"{2 * TOKENS} positions of alice are forgotten" in capsys.readouterr().out
         assert [record.key_salt for record in kept.records] == [salted(SECRET, "key bob")]
         monkeypatch.setattr(ray_fleet, "verifier_names", lambda: ())
-        assert main(["learn", "forget", "--key", "alice"]) == 1
+        assert main(["key", "alice", "--forget"]) == 1
         assert "no verifier runs" in capsys.readouterr().err
     finally:
         for actor in actors.values():

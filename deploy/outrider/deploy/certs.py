@@ -64,6 +64,10 @@ def certs(given: Given) -> int:
 def key(given: Given) -> int:
     """Run `outrider key`."""
     options = given(NewKeySettings)
+    if options.forget:
+        from outrider.deploy.local.fleet import forget  # imports Ray
+
+        return forget(options.name, options.ray_address)
     secret = new_secret()
     made = Key(
         name=options.name,

@@ -67,13 +67,9 @@ COMMANDS = {
     "export": Entry("write a drafter as a checked ONNX package", f"{TRAINING}:EXPORT"),
     "submit": Entry("run a command as a job on a Ray cluster, and follow it", f"{OPERATING}:SUBMIT"),
     "scale": Entry("start or drain verifiers of a Ray cluster until it has N", f"{OPERATING}:SCALE"),
-    "learn": Entry("manage what drafters learn from"),
-    "learn forget": Entry(
-        "drop the texts of an API key that drafters would learn from", f"{OPERATING}:FORGET", "learn_forget"
-    ),
     "status": Entry("show verifiers, drafters, leases and links; drain a verifier", f"{OPERATING}:STATUS"),
     "certs": Entry("make certificates for tests and closed networks", f"{OPERATING}:CERTS"),
-    "key": Entry("make an API key", f"{OPERATING}:KEY"),
+    "key": Entry("make an API key, or forget what one has taught", f"{OPERATING}:KEY"),
     "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),

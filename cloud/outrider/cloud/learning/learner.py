@@ -240,7 +240,7 @@ def drafters_folder(settings: TrainerSettings) -> Path:
     folder = settings.folder.expanduser().resolve() / "drafters"
     if (of_keys := folder.parent / "own").exists():
         raise ConfigError(
-            f"{of_keys} holds what an older release has learned for single API keys, which no `outrider learn forget` "
+            f"{of_keys} holds what an older release has learned for single API keys, which no `outrider key --forget` "
             f"deletes; remove it, and what has the same names in {folder}",
             field="folder",
         )

@@ -53,22 +53,18 @@ class CertsSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewKeySettings(Settings):
-    """Holder and limits of a new API key."""
+    """Holder and limits of a new API key, or the holder whose texts nothing more is to be learned from."""
 
-    name: str = option(REQUIRED, "holder of the key", metavar="NAME", positional=True)
+    name: str = option(
+        REQUIRED, "holder of the key; empty, with --forget: texts without one", metavar="NAME", positional=True
+    )
     max_sessions: int | None = option(None, "limit of sessions at once; not set: none", check=at_least(1))
     tokens_per_minute: int | None = option(None, "limit of tokens per minute; not set: none", check=at_least(1))
     admin: bool = option(False, "allow `outrider status`, which can drain verifiers")
     learning: bool = option(False, "allow learning from its texts, where its edges share them too (--share-texts)")
     append: Path | None = option(None, "keys file to append the key to; not set: its table is printed")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetSettings(Settings):
-    """An API key whose texts nothing more is to be learned from."""
-
-    key: str = option(REQUIRED, "name of the API key; empty: texts without one", metavar="NAME")
-    ray_address: str = option("auto", "address of the Ray cluster", metavar="ADDRESS")
+    forget: bool = option(False, "make no key: drop this one's texts that drafters of a Ray cluster would learn from")
+    ray_address: str = option("auto", "with --forget: address of the Ray cluster", metavar="ADDRESS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +116,6 @@ STATUS = Command(
     (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings), part(StatusSettings)),
 )
 SCALE = Command("outrider.deploy.local.fleet:scale", (part(ScaleSettings),))
-FORGET = Command("outrider.deploy.local.fleet:forget", (part(ForgetSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.link_command:link", (part(LinkSettings),))

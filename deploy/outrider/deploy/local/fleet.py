@@ -1,4 +1,4 @@
-"""`outrider scale`: start further verifiers in a Ray cluster, or drain some."""
+"""Verifiers of a Ray cluster together: `outrider scale` starts or drains some, `outrider key --forget` asks all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ray.exceptions
 from outrider.cloud.serving.verifier_actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
 from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.operating import ForgetSettings, ScaleSettings
+from outrider.deploy.commands.operating import ScaleSettings
 from outrider.deploy.local.local_cluster import wait_until_loaded
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
@@ -68,10 +68,9 @@ def scale(given: Given) -> int:
     return 0
 
 
-def forget(given: Given) -> int:
-    """Run `outrider learn forget`: verifiers pass it on to their trainers, whose own texts go last."""
-    options = given(ForgetSettings)
-    connect_ray(options.ray_address)
+def forget(key: str, ray_address: str) -> int:
+    """Run `outrider key --forget`: verifiers pass it on to their trainers, whose own texts go last."""
+    connect_ray(ray_address)
     names = verifier_names()
     if not names:
         raise NotFound(
@@ -80,11 +79,12 @@ def forget(given: Given) -> int:
     positions = 0
     for name in names:
         try:
-            positions += ray.get(_actor(name).forget_lessons.remote(options.key), timeout=ANSWER_TIMEOUT_S)
+            positions += ray.get(_actor(name).forget_lessons.remote(key), timeout=ANSWER_TIMEOUT_S)
         except (ray.exceptions.RayError, ValueError) as error:
-            raise Unavailable(f"{name} did not forget; try again: {error}", field="key") from error
-    whose = options.key or "texts without a key"
-    print(f"{positions} positions of {whose} are forgotten; drafters that were trained already stay")
+            raise Unavailable(f"{name} did not forget; try again: {error}", field="forget") from error
+    print(
+        f"{positions} positions of {key or 'texts without a key'} are forgotten; drafters that were trained already stay"
+    )
     return 0
 
 
