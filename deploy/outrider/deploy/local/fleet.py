@@ -82,9 +82,8 @@ def forget(key: str, ray_address: str) -> int:
             positions += ray.get(_actor(name).forget_lessons.remote(key), timeout=ANSWER_TIMEOUT_S)
         except (ray.exceptions.RayError, ValueError) as error:
             raise Unavailable(f"{name} did not forget; try again: {error}", field="forget") from error
-    print(
-        f"{positions} positions of {key or 'texts without a key'} are forgotten; drafters that were trained already stay"
-    )
+    whose = key or "texts without a key"
+    print(f"{positions} positions of {whose} are forgotten; drafters that were trained already stay")
     return 0
 
 
