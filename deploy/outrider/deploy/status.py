@@ -173,7 +173,7 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
 
 
 def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
-    shown = _object(v)
+    shown: dict[str, Any] = _object(v)
     del shown["step_s"]
     return shown | {
         "step_ms": round(1e3 * v.step_s, 3),
