@@ -111,35 +111,6 @@ def test_the_branch_of_a_miss_is_the_next_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "why"),
-    [
-        (Branches(1, (Branch(4, (7, 1, 2)),)), "it leaves another chain"),
-        (Branches(0, (Branch(5, (7, 1, 2)),)), "it is at another draft"),
-        (Branches(0, (Branch(4, (1, 1, 2)),)), "it is of another token"),
-    ],
-)
-def test_another_branch_is_not_followed(late: Branches, why: str) -> None:
-    session = session_with((4, 5, 6), Branch(3, (7, 1, 1)))
-    session.on_branches(late)
-    commit = verified(session, 4, 7, 9, 9)
-    assert (commit.chain, session.block()) == (0, ()), why
-
-
-def test_a_branch_that_comes_after_the_commit_is_ignored() -> None:
-    session = session_with((4, 5, 6), Branch(3, (7, 1, 1)))
-    verified(session, 4, 7, 9, 9)
-    session.on_branches(Branches(0, (Branch(4, (7, 1, 2)),)))
-    assert (session.chain, session.block()) == (0, ())
-
-
-def test_branches_of_a_chain_that_was_replaced_are_forgotten() -> None:
-    session = session_with((4, 5, 6), Branch(4, (7, 1, 2)))
-    session.on_draft(Draft(1, 3, drafts(4, 5)), 0.0)
-    assert verified(session, 4, 7, 9).chain == 1
-    assert not session.block()
-
-
-@pytest.mark.parametrize(
     ("branches", "error", "field"),
     [
         ((Branch(2, (1, 2)),), InvalidArgument, "branches.starts"),

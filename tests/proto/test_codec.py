@@ -542,56 +542,6 @@ def test_a_commit_without_log_probabilities_takes_few_bytes():
     assert len(codec.encode_cloud_frame(commit)) <= 40
 
 
-# Messages written by a codec that knew nothing of steering.
-UNSTEERED = [
-    (
-        t.Open(
-            "m",
-            "ab" * 32,
-            (1, 2, 300),
-            t.Sampling(temperature=0.5, seed=7, max_tokens=9),
-            "s",
-            committed=(5,),
-            window=8,
-            max_drafts=4,
-            keep_s=2.0,
-        ),
-        (
-            "0a860108021a017322016d2a406162616261626162616261626162616261626162616261626162616261626162616261"
-            "6261626162616261626162616261626162616261626162616261626162321f09000000000000e03f1007210000000000"
-            "00f03f31000000000000f03f60093a040102ac02420105500158086004700189010000000000000040"
-        ),
-    ),
-    (
-        t.Report(True, 0.001, 0.02, 0.75),
-        "220e080110e80718a09c01250000403f",
-    ),
-    (
-        t.Opened(1, 64, 9, "v", 512, vocab_size=8192, keep_s=2.0, release="1"),
-        "0a21080110401809220176288004388040400148105001590000000000000040620131",
-    ),
-    (
-        t.Commit(
-            4,
-            tuple(map(t.CommittedToken, (7, 300, 40_000), (-0.5, -1.0, -2.0))),
-            2,
-            64,
-            reward=0.5,
-            timing=t.Timing(3, 0.001, 0.002, 0.03),
-            chain=1,
-            verified=4,
-        ),
-        ("12330804120607ac02c0b8021802220c000000bf000080bf000000c02d0000003f3840420c080310e80718d00f20b0ea0150015804"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("frame", "before"), UNSTEERED, ids=lambda value: type(value).__name__)
-def test_a_frame_without_steering_has_the_bytes_that_it_had_before_there_was_any(frame, before):
-    encode = codec.encode_edge_frame if isinstance(frame, t.Open | t.Report) else codec.encode_cloud_frame
-    assert encode(frame).hex() == before
-
-
 @pytest.mark.parametrize(("precision", "most"), [(t.SteeringPrecision.INT8, 75), (t.SteeringPrecision.FLOAT16, 142)])
 def test_a_vector_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
     without = t.Commit(1000, committed(17, 5000, 40_000), 2, 64, chain=3, verified=8)

@@ -35,7 +35,6 @@ from outrider.proto.session import (
 )
 from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import (
-    Cancel,
     CloudFrame,
     Commit,
     CommittedToken,
@@ -282,17 +281,6 @@ def test_a_chain_number_never_goes_back():
         session.continued(Continue(5, (1,), chain=3), 3.0)
 
 
-def test_a_turn_counts_its_text_from_zero_and_forgets_what_comes_after_its_start():
-    session = finished().continued(Continue(4, (6, 7)), 2.0)
-    assert session.transcript == [3, 1, 2, 4, 6, 7]
-    assert (session.prompt_length, session.generated, session.turn) == (6, 0, 1)
-    assert session.sampling.max_tokens == 2, "the sampling is that of the last turn"
-    longer = finished().continued(Continue(5, (6,), Sampling(max_tokens=600)), 2.0)
-    assert longer.sampling.max_tokens == 512 - 6
-    commit = longer.on_verified(Verified((), tuple(map(CommittedToken, (1,), (0.0,)))), 3.0)
-    assert (commit.start, commit.turn) == (6, 1)
-
-
 def test_the_sampling_of_the_last_turn_is_not_cut_to_the_room_that_it_had():
     full = VerifierSession(open_frame(sampling=Sampling(max_tokens=600), keep_s=9.0), rules(), 0.0)
     full.on_cancel()
@@ -373,40 +361,6 @@ def test_where_no_verifier_keeps_the_session_the_next_turn_sends_the_transcript(
         assert edge.statistics.resumes == 0
 
 
-def test_a_stream_that_is_lost_in_a_later_turn_is_resumed_with_that_turns_text():
-    edge = edge_at_rest()
-    edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
-    edge.on_commit(Commit(6, committed(7), 0, 64, turn=1), 1.1)
-    (instruction,) = edge.on_goaway(Goaway("drains"), 1.2)
-    assert isinstance(instruction, Reopen)
-    frame = edge.open_frame(b"", 1.3)
-    assert (frame.prompt, frame.committed) == ((3, 1, 2, 4, 5, 6), (7,))
-    edge.on_opened(Opened(1, 64, 9, "w", 512, vocab_size=8, keep_s=9.0), 1.4)
-    assert edge.on_commit(Commit(7, committed(1), 0, 64), 1.5)[0] == Emit(7, committed(1), (False,)), (
-        "the new stream's first turn"
-    )
-
-
-def test_commits_of_a_turn_that_was_left_are_ignored():
-    edge = edge_at_rest()
-    edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
-    assert frames(edge.on_cancel()) == [Cancel("cancelled")]
-    assert edge.on_commit(Commit(6, committed(7), 0, 64, turn=1), 1.1) == []
-    assert edge.transcript == [3, 1, 2, 4, 5, 6]
-    edge.on_turn(6, (2,), Sampling(max_tokens=9), 1.2)
-    assert edge.on_commit(Commit(7, committed(1), 0, 64, turn=1), 1.3) == []
-    assert edge.on_commit(Commit(8, (), 0, 64, finish=FinishReason.CANCELLED, turn=1), 1.3) == []
-    assert not edge.done
-    assert edge.on_commit(Commit(7, committed(3), 0, 64, turn=2), 1.4)[0] == Emit(7, committed(3), (False,))
-
-
-def test_commits_of_a_left_turn_are_ignored_until_the_next_has_a_stream():
-    edge = edge_at_rest(keep_s=0.0)
-    edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
-    assert edge.on_commit(Commit(6, committed(7), 0, 64), 1.1) == []
-    assert edge.transcript == [3, 1, 2, 4, 5, 6]
-
-
 def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_again():
     edge = HandDrivenEdge(open_frame(keep_s=9.0))
     edge.open_frame(b"", 0.0)
@@ -446,34 +400,6 @@ def test_pages_that_are_short_for_a_turn_are_waited_for_like_those_of_an_open():
     (instruction,) = edge.on_disconnected(ResourceExhausted("no pages", retry_after_s=1.0), 1.1)
     assert isinstance(instruction, Reopen)
     assert instruction.after_s == 1
-
-
-def test_the_drafter_goes_on_from_what_it_has_read():
-    edge = edge_at_rest()
-    edge.on_turn(5, (6,), Sampling(max_tokens=40), 1.0)
-    job = edge.next_job(4)
-    assert job is not None
-    assert (job.truncate_to, job.extend_with) == (0, (3, 1, 2, 4, 5, 6)), "it has read nothing yet"
-    edge.on_drafted(job, (1, 2, 3, 4), (0.9,) * 4, 0.01, 1.1)
-    edge.on_commit(Commit(6, committed(1, 2, 7), 2, 64, finish=FinishReason.EOS, turn=1), 1.2)
-    edge.on_turn(9, (5,), Sampling(max_tokens=40), 1.3)
-    job = edge.next_job(4)
-    assert job is not None
-    assert (job.truncate_to, job.extend_with) == (8, (7, 5)), "two of its own drafts were right"
-
-
-def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(4), measurements=Measurements())
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
-    job = edge.next_job(4)
-    edge.on_commit(Commit(3, committed(4), 0, 64, finish=FinishReason.EOS), 0.2)
-    edge.on_turn(4, (6,), Sampling(), 0.3)
-    assert edge.next_job(4) is None, "it still runs"
-    assert not [f for f in frames(edge.on_drafted(job, (4, 1), (0.5, 0.5), 0.01, 0.4)) if getattr(f, "tokens", ())]
-    again = edge.next_job(4)
-    assert again is not None
-    assert (again.truncate_to, again.extend_with) == (3, (4, 6))
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -520,14 +446,6 @@ def test_a_turn_of_another_temperature_goes_by_what_drafts_were_worth_there():
     same.on_turn(5, (6,), Sampling(max_tokens=40), 1.0)
     same.on_drafted(same.next_job(4), (1,), (0.9,), 0.01, 1.1)
     assert same.survival > 0.5
-
-
-def test_statistics_are_a_turns_own():
-    edge = edge_at_rest()
-    first = edge.statistics
-    edge.on_turn(5, (6,), Sampling(max_tokens=1), 1.0)
-    edge.on_commit(Commit(6, committed(7), 0, 64, finish=FinishReason.LENGTH, turn=1), 1.1)
-    assert (first.committed, edge.statistics.committed) == (2, 1)
 
 
 def test_a_drafter_that_broke_stays_away_in_later_turns():

@@ -265,16 +265,6 @@ def test_a_session_opens_with_the_policys_request_and_believes_the_verifiers_ans
     assert edge.statistics.steered
 
 
-def test_a_session_without_vectors_is_as_ever():
-    edge = HandDrivenEdge(open_frame())
-    assert edge.open_frame(b"", 0.0).steering is None
-    edge.on_opened(consent(steered=True), 0.1)
-    assert not edge.statistics.steered
-    commit(edge, (5,), vector_of(2))
-    assert edge.next_job(4).steer is None
-    assert edge.statistics.vectors == 0
-
-
 def test_a_request_and_what_reads_its_vectors_come_together():
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
         HandDrivenEdge(open_frame(steering=REQUEST))
@@ -290,35 +280,6 @@ def test_without_such_a_projection_the_text_goes_on_unsteered_without_requests()
         assert all(report.steering is None for report in reports(instructions))
         assert draft(edge).steer is None
     assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (0, 0)
-
-
-def test_first_jobs_are_unsteered_and_a_vector_comes_once_with_the_prompts_length():
-    edge = steered_edge()
-    assert steered_by(draft(edge, 2)) is None
-    commit(edge, (5, 6), vector_of(3))
-    job = draft(edge, 2)
-    assert steered_by(job) == 3
-    assert job.steer.since == len(PROMPT)
-    assert steered_by(draft(edge, 2)) is None, "it was sent before"
-    commit(edge, (7,))
-    assert steered_by(draft(edge, 2)) is None, "no vector came"
-    commit(edge, (8, 9), vector_of(6))
-    commit(edge, (10,), vector_of(7))
-    assert steered_by(draft(edge, 2)) == 7, "the newest alone"
-
-
-def test_an_age_counts_from_the_vectors_position_to_the_one_that_the_job_follows():
-    edge = steered_edge()
-    commit(edge, (5, 6), vector_of(3))  # the transcript's last position is 4
-    ages = []
-    for _ in range(3):
-        draft(edge, 2)
-        ages.append(edge.statistics.vector_age - sum(ages))
-    assert ages == [1, 3, 5], "two drafts further every time"
-    commit(edge, (1,))  # the first draft was right, and no vector came
-    draft(edge, 1)
-    assert edge.statistics.vector_age - sum(ages) == 7
-    assert edge.statistics.vector_age == 4 * edge.statistics.steered_jobs
 
 
 def test_a_vector_that_is_too_old_steers_no_more_until_another_comes():
@@ -413,27 +374,6 @@ def test_a_malformed_vector_is_dropped_counted_and_logged_and_the_last_one_stays
     assert steered_by(draft(edge)) == 5
 
 
-def test_a_replayed_commit_brings_no_vector():
-    edge = steered_edge()
-    commit(edge, (5, 6), vector_of(3))
-    commit(edge, (7,))
-    assert steered_by(draft(edge)) == 3
-    commit(edge, (5, 6), vector_of(3), start=3)
-    commit(edge, (6,), vector_of(3), start=4)
-    assert edge.statistics.vectors == 1
-    assert steered_by(draft(edge)) is None
-
-
-def test_vectors_of_both_precisions_steer_alike():
-    values = np.array([0.5, -1.0, 0.25, 0.0], dtype=np.float32)
-    for precision, error in ((SteeringPrecision.FLOAT16, 0), (SteeringPrecision.INT8, 0.5 / 127)):
-        edge = steered_edge()
-        commit(edge, (5,), encode(values, precision))
-        got = draft(edge).steer.vector
-        assert got.dtype == np.float32
-        np.testing.assert_allclose(got, values, atol=error)
-
-
 def test_a_changed_request_goes_with_a_report_once_and_an_unchanged_one_never():
     policy = FixedChoice(SteeringRate())
     edge = steered_edge(policy)
@@ -500,10 +440,6 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
     assert pace.commit_tokens == pytest.approx(3, rel=0.3)
     assert seen.lead.value == pytest.approx(1), "each job follows the transcript's end"
     assert downlink.queued_s < pace.commit_s
-
-
-def test_a_job_without_steering_compares_as_before():
-    assert DraftJob(1, (2,), 3, 4) == DraftJob(1, (2,), 3, 4)
 
 
 def test_a_new_streams_first_round_trip_is_not_compared_with_the_old_ones():

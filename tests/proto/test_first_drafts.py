@@ -26,7 +26,7 @@ from outrider.proto.session import (
     TurnBegun,
 )
 from outrider.proto.session.verifier import VerifierSession
-from outrider.proto.types import Commit, Draft, Open, Opened, Sampling
+from outrider.proto.types import Commit, Open, Opened, Sampling
 from research.simulator.scripted import drafter_of, hashing_oracle
 from research.simulator.simulated_faults import Faults
 
@@ -101,31 +101,6 @@ def test_nothing_is_drafted_before_the_open_or_without_known_terms() -> None:
     assert isinstance(sent, Send)
     assert isinstance(sent.frame, Open)
     assert isinstance(job, DraftJob)
-
-
-def test_the_answer_to_the_open_makes_nothing_go_twice() -> None:
-    machine = hand_driven()
-    opening, draft = drafted_early(machine, 1, 2)
-    assert isinstance(opening, Open)
-    assert (draft.chain, draft.start, [token.id for token in draft.tokens]) == (0, 3, [1, 2])
-    assert not any(isinstance(frame, Draft) for frame in frames(machine.handle(OPENED, 0.2)))
-    machine.handle(Commit(3, committed(1, 2, 5), 2, 8), 0.3)
-    assert machine.statistics.hits == 2
-    assert machine.in_flight == 0
-
-
-def test_early_drafts_keep_to_the_expected_credit() -> None:
-    machine = hand_driven()
-    _, draft = drafted_early(machine, 1, 2, 3, opened=replace(OPENED, credit=3))
-    assert len(draft.tokens) == 3
-    assert machine.allowance() == 0
-    answer = machine.handle(replace(OPENED, credit=1), 0.2)
-    assert not any(isinstance(frame, Draft) for frame in frames(answer))
-    assert machine.in_flight == 3, "the verifier has them, and may accept them"
-    assert machine.allowance() == 0
-    emit, *_ = machine.handle(Commit(3, committed(1, 2, 3), 2, 1), 0.3)
-    assert emit.drafted == (True, True, False)
-    assert machine.statistics.hits == 3
 
 
 def test_after_a_refused_open_the_same_drafts_follow_the_next_one() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -381,15 +381,6 @@ def test_a_malformed_value_cannot_be_made_and_names_its_field(make, field):
     assert caught.value.field == field
 
 
-def test_the_length_limit_is_lowered_to_where_the_context_ends():
-    session = verifier_session(sampling=Sampling(max_tokens=100), context_length=10)
-    assert session.opened().max_tokens == 7
-    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,) * 20))), 0.0)
-    assert len(session.block()) == 6, "one place is the target's own"
-    commit = verify(session, *(1,) * 7)
-    assert (len(commit.tokens), commit.finish) == (7, FinishReason.LENGTH)
-
-
 def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
     session = verifier_session()
     session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.25)
@@ -426,41 +417,6 @@ def test_a_chain_that_arrives_after_the_commit_is_compared_with_it():
     verify(session, 1)
     session.on_draft(Draft(0, 5, tuple(map(DraftToken, (2,)))), 0.0)
     assert token_ids(session.block()) == (), "dead by now"
-
-
-@pytest.mark.parametrize(
-    "late",
-    [
-        Draft(0, 5, tuple(map(DraftToken, (7,)))),
-        Draft(0, 4, tuple(map(DraftToken, (9 - 2,)))),
-        Draft(0, 3, tuple(map(DraftToken, (1,)))),
-        Draft(0, 9, tuple(map(DraftToken, (1, 2)))),
-    ],
-)
-def test_messages_of_a_dead_or_older_chain_are_ignored(late):
-    session = verifier_session()
-    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
-    verify(session, 5)
-    session.on_draft(late, 0.0)
-    assert token_ids(session.block()) == ()
-    session.on_draft(Draft(1, 4, tuple(map(DraftToken, (3,)))), 0.0)
-    session.on_draft(late, 0.0)
-    assert token_ids(session.block()) == (3,)
-
-
-def test_a_newer_chain_replaces_what_waits():
-    session = verifier_session()
-    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
-    session.on_draft(Draft(4, 3, tuple(map(DraftToken, (7,)))), 0.0)
-    assert (session.chain, token_ids(session.block())) == (4, (7,))
-
-
-def test_a_repeated_message_changes_nothing_and_an_overlapping_one_adds_its_end():
-    session = verifier_session()
-    for _ in range(3):
-        session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
-    session.on_draft(Draft(0, 4, tuple(map(DraftToken, (2, 3)))), 0.0)
-    assert token_ids(session.block()) == (1, 2, 3)
 
 
 def test_a_chain_ends_where_its_edge_contradicts_it_and_the_session_goes_on():
@@ -656,12 +612,6 @@ def test_the_edges_view_of_acceptance_counts_until_the_verifier_has_its_own():
     assert len(fine.block(0.02, 0.002)) > len(poor.block(0.02, 0.002)) >= 1
 
 
-def test_cancelling_ends_the_text_with_an_empty_commit():
-    session = verifier_session()
-    commit = session.on_cancel()
-    assert (commit.start, commit.tokens, commit.finish) == (3, (), FinishReason.CANCELLED)
-
-
 @pytest.mark.parametrize(
     ("sampling", "targets", "wanted"),
     [
@@ -744,22 +694,6 @@ def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
     assert sent(out) == [Draft(0, 6, tuple(map(DraftToken, (7,))))]
 
 
-def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
-    edge = edge_session()
-    job = edge.next_job(8)
-    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
-    out = edge.on_drafted(job, (1, 2, 4), (), 0.001, 0.2)
-    assert sent(out) == [Draft(0, 5, tuple(map(DraftToken, (4,))))]
-
-
-def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
-    edge = edge_session()
-    job = edge.next_job(8)
-    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
-    assert sent(edge.on_drafted(job, (1, 7, 4), (), 0.001, 0.2)) == []
-    assert (edge.next_job(8).truncate_to, edge.in_flight) == (4, 0)
-
-
 def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **options):
     """An edge that knows the link and the step, and has just heard of a commit, at 0.1 s."""
     edge = HandDrivenEdge(open_frame(), Window(window), **options)
@@ -836,47 +770,6 @@ def test_held_drafts_go_when_the_drafter_has_nothing_more_to_say():
     assert sent(draft(edge, now=0.102)[1]) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))), complete=True)]
 
 
-def test_of_held_drafts_what_a_commit_has_overtaken_is_not_sent():
-    edge = measured_edge()
-    assert draft(edge, 1, 2, 4, now=0.101)[1] == []
-    out = edge.on_commit(Commit(4, committed(1, 2), 0, 64, timing=Timing(verify_s=0.03)), 0.102)
-    assert sent(out) == []
-    assert edge.in_flight == 1
-    assert sent(draft(edge, 5, now=0.1215)[1]) == [Draft(0, 6, tuple(map(DraftToken, (4, 5))))]
-    assert (edge.statistics.hits, edge.statistics.compared) == (2, 2)
-
-
-def test_of_a_chain_partly_sent_the_rest_follows_where_it_left_off():
-    edge = measured_edge()
-    assert sent(draft(edge, 1, 2, now=0.1195)[1]) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))))]
-    assert draft(edge, 4, 5, now=0.121)[1] == []
-    edge.on_commit(Commit(4, committed(1), 1, 64, timing=Timing(verify_s=0.03)), 0.13)
-    assert sent(draft(edge, 6, now=0.1495)[1]) == [Draft(0, 6, tuple(map(DraftToken, (4, 5, 6))))]
-
-
-def test_held_drafts_of_a_contradicted_chain_are_never_sent():
-    edge = measured_edge()
-    assert draft(edge, 1, 2, 4, now=0.101)[1] == []
-    out = edge.on_commit(Commit(4, committed(7), 0, 64, timing=Timing(verify_s=0.03)), 0.119)
-    assert sent(out) == []
-    job, out = draft(edge, 5, now=0.1385)
-    assert (job.truncate_to, job.extend_with) == (4, (7,))
-    assert sent(out) == [Draft(0, 5, tuple(map(DraftToken, (5,))))], "the wire has not heard of the chain that died"
-
-
-def test_drafts_held_while_the_stream_breaks_go_on_the_next():
-    edge = measured_edge()
-    assert draft(edge, 1, 2, now=0.101)[1] == []
-    edge.on_disconnected(Unavailable("gone"), 0.11)
-    edge.open_frame(b"new", 0.2)
-    out = edge.on_opened(Opened(1, 64, 40, "other", 512), 0.3)
-    for n in range(40):
-        if sent(out):
-            break
-        _, out = draft(edge, 5, now=0.301 + 0.001 * n)
-    assert (sent(out)[0].start, token_ids(sent(out)[0].tokens[:2])) == (4, (1, 2))
-
-
 @pytest.mark.parametrize(("echo", "measured"), [(1, 0.2), (2, 0.1), (0, None), (3, None)])
 def test_the_echo_and_the_hold_give_the_round_trip_of_that_message(echo, measured):
     edge = edge_session(Window(64), now=0.0)
@@ -943,29 +836,6 @@ def test_drafts_survive_by_what_their_confidence_has_been_worth():
     assert sure < edge.survival < 1
 
 
-def test_a_replayed_commit_changes_nothing():
-    edge = edge_session()
-    draft(edge, 1, 2, 4)
-    commit = Commit(3, committed(1, 2), 1, 16, verified=3)
-    edge.on_commit(commit, 0.1)
-    before = replace(edge.statistics)
-    assert edge.on_commit(replace(commit, credit=3), 0.2) == []
-    assert edge.statistics == before
-    assert edge.transcript == [3, 1, 2, 1, 2]
-    assert edge.allowance() == 7, "the credit of the newest commit holds"
-
-
-def test_a_commit_that_overlaps_what_is_known_emits_the_rest():
-    edge = edge_session()
-    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
-    (emit,) = [
-        i
-        for i in edge.on_commit(Commit(4, tuple(map(CommittedToken, (2, 5), (-1.0, -2.0))), 1, 16), 0.2)
-        if isinstance(i, Emit)
-    ]
-    assert emit == Emit(5, tuple(map(CommittedToken, (5,), (-2.0,))), (False,))
-
-
 @pytest.mark.parametrize(
     "commit",
     [
@@ -992,13 +862,6 @@ def test_a_commit_that_goes_on_beyond_max_tokens_ends_the_text_with_an_error(cou
     assert edge.transcript == [3, 1, 2, 1, 2]
 
 
-def test_a_lost_commit_makes_the_edge_resume():
-    edge = edge_session()
-    (reopen,) = edge.on_commit(Commit(5, committed(1), 0, 16), 0.1)
-    assert isinstance(reopen, Reopen)
-    assert edge.open_frame(b"", 0.2).committed == ()
-
-
 def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
     edge = edge_session()
     draft(edge, 1, 2, 4)
@@ -1007,26 +870,6 @@ def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
     assert edge.open_frame(b"new", 0.3).committed == (1,)
     out = edge.on_opened(Opened(1, 16, 40, "other", 512), 0.4)
     assert sent(out) == [Draft(1, 4, tuple(map(DraftToken, (2, 4))))]
-
-
-def test_a_second_opened_is_ignored():
-    edge = edge_session()
-    draft(edge, 1)
-    edge.on_commit(Commit(3, committed(1, 2), 1, 16), 0.1)
-    assert edge.on_opened(Opened(0, 16, 40, "v", 512), 0.2) == []
-    assert not edge.done
-
-
-def test_a_commit_of_the_lost_stream_that_comes_while_reopening_does_no_harm():
-    edge = edge_session()
-    edge.on_disconnected(Unavailable("gone"), 0.1)
-    assert edge.open_frame(b"new", 0.2).committed == ()
-    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.25)
-    out = edge.on_opened(Opened(0, 16, 40, "other", 512), 0.3)
-    assert not any(isinstance(i, Done | Reopen) for i in out)
-    assert edge.on_commit(Commit(3, committed(1), 0, 16), 0.4) == []
-    out = edge.on_commit(Commit(4, committed(2, 5), 0, 16), 0.5)
-    assert [i.tokens for i in out if isinstance(i, Emit)] == [committed(5)]
 
 
 def test_a_verifier_that_took_over_another_text_is_an_error():
@@ -1089,28 +932,6 @@ def test_complete_is_said_when_the_window_is_full_or_shut():
 def test_no_draft_is_made_where_the_text_has_no_room_for_it():
     edge = edge_session(max_tokens=3)
     assert edge.next_job(8).count == 2, "the last token is the target's own"
-
-
-def test_credit_that_shrank_while_a_job_ran_is_respected():
-    edge = edge_session(credit=8)
-    job = edge.next_job(8)
-    edge.on_commit(Commit(3, committed(1), 0, 2), 0.1)
-    (frame,) = sent(edge.on_drafted(job, (1, 2, 4, 5, 6), (), 0.001, 0.2))
-    assert (frame.start, token_ids(frame.tokens), frame.complete) == (4, (2, 4), True)
-    edge.on_commit(Commit(4, committed(2, 4), 2, 8), 0.3)
-    assert edge.next_job(8).truncate_to == 6, "what was not sent is forgotten by the drafter too"
-
-
-def test_a_reopened_verifier_with_less_credit_gets_a_fresh_chain():
-    edge = edge_session(credit=8)
-    draft(edge, 1, 2, 4)
-    edge.on_disconnected(Unavailable("gone"), 0.1)
-    edge.open_frame(b"", 0.2)
-    edge.on_opened(Opened(0, 2, 40, "other", 512), 0.3)
-    assert edge.in_flight == 0
-    job, out = draft(edge, 1, 2)
-    assert (job.truncate_to, job.extend_with, job.count) == (3, (), 2)
-    assert token_ids(sent(out)[0].tokens) == (1, 2)
 
 
 def test_probabilities_are_sent_only_where_asked_for():
@@ -1237,15 +1058,6 @@ def test_cancelling_tells_the_verifier_and_ends_at_once():
     assert edge.on_commit(Commit(3, committed(1), 0, 16), 0.1) == []
 
 
-def test_the_last_commit_ends_the_text_with_its_reason():
-    edge = edge_session()
-    assert edge.on_commit(Commit(3, committed(1, 0), 0, 16, finish=FinishReason.EOS), 0.1) == [
-        Emit(3, committed(1, 0), (False, False)),
-        Done(FinishReason.EOS),
-    ]
-    assert edge.done
-
-
 def test_the_verifier_learns_what_acceptance_the_edge_has_seen():
     edge = edge_session()
     draft(edge, 1)
@@ -1262,29 +1074,6 @@ def test_a_drafter_that_proposes_what_the_target_does_not_have_is_given_up(token
     assert [report.drafting for report in sent(out, Report)] == [False]
     assert sent(out) == []
     assert edge.next_job(8) is None
-
-
-def test_one_job_runs_at_a_time():
-    edge = edge_session()
-    assert edge.next_job(4) is not None
-    assert edge.next_job(4) is None
-
-
-def test_a_session_judges_no_more_drafts_than_pay():
-    session = verifier_session()
-    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4, 5, 6, 7, 1)))), 0.0)
-    assert len(session.block()) == 8
-    assert 0 < len(session.block(step_s=0.02, row_s=0.002)) < 8
-    assert token_ids(session.block(step_s=0.001, row_s=0.1)) == (1,)
-
-
-def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
-    edge = measured_edge()
-    assert draft(edge, 1, 2, 4, 5, 6, 7, now=0.101)[1] == []
-    out = edge.on_commit(Commit(4, committed(1), 0, 2, timing=Timing(verify_s=0.03)), 0.102)
-    assert sum(len(frame.tokens) for frame in sent(out)) <= 2
-    out = edge.on_commit(Commit(5, committed(2, 4), 0, 64, timing=Timing(verify_s=0.03)), 0.135)
-    assert edge.in_flight == 3 or edge.next_job(8) is not None, "what was kept goes on"
 
 
 def test_held_drafts_go_though_another_text_has_changed_the_window_meanwhile():

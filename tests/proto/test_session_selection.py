@@ -208,20 +208,6 @@ def test_a_drafter_that_has_read_everything_is_not_asked_to_catch_up() -> None:
     assert simulation.edge.statistics.read > 100, "both of the others, prompt and text"
 
 
-def test_a_broken_drafter_yields_to_the_others_and_the_last_one_to_the_cloud() -> None:
-    oracle, frame = hashing_oracle(9, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=100))
-    first, second = drafter_of(oracle, 1, 0.9, dies_after=5), drafter_of(oracle, 2, 0.9)
-    simulation = CheckedSimulation(frame, oracle, first, others=[second], selector=Leader(experts=FixedShare(arms=2)))
-    assert simulation.run() == own_text(oracle, frame, rules())
-    assert simulation.failed == [0]
-    assert simulation.edge.statistics.of("b").committed > 50
-    assert "died" in simulation.edge.statistics.drafter_error
-    dead = [drafter_of(oracle, i, 0.9, dies_after=5) for i in (1, 2)]
-    simulation = CheckedSimulation(frame, oracle, dead[0], others=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
-    assert simulation.run() == own_text(oracle, frame, rules())
-    assert sorted(simulation.failed) == [0, 1]
-
-
 def test_a_selection_without_drafters_or_with_another_ones_vectors_is_refused() -> None:
     for names, steered, field in (
         ((), 0, "selection.names"),

@@ -171,18 +171,6 @@ def test_what_is_left_of_a_verified_branch_is_the_next_chain() -> None:
     assert session.block() == (), "its last draft was the target's own token"
 
 
-def test_a_branch_that_parts_from_the_text_ends_like_a_chain() -> None:
-    session = session_with((4, 5, 6), Branch(4, (2, 3, 7), 0.3))
-    commit = verify(session, spelling(4, 2, 6, 6))
-    assert token_ids(commit.tokens) == (4, 2, 6)
-    assert (commit.accepted, commit.chain) == (2, 1)
-    assert session.block() == ()
-    session.on_draft(Draft(1, 6, drafts(5)), 2.0)
-    assert session.block() == (), "that chain is dead"
-    session.on_draft(Draft(2, 6, drafts(5)), 2.0)
-    assert token_ids(session.block()) == (5,)
-
-
 @pytest.mark.parametrize(
     ("trees", "allowed"), [(False, True), (True, False), (False, False)], ids=["edge", "verifier", "neither"]
 )
