@@ -74,20 +74,19 @@ OWN: dict[str, Callable[[Any], OwnDrafter]] = {
 
 
 async def test_no_drafter_beside_the_target_changes_a_text(serving, edge, prompts, drafting) -> None:
-    """Not one of its session's, for which it always drafts, and not one of an edge that drafts itself."""
-
-    async def texts(client: Any) -> list[tuple[int, ...]]:
-        return [(await client.complete(prompts(1)[0].text, sampling)).ids for sampling in WAYS.values()]
+    """Not that of a session for which it always drafts, and not that of an edge that drafts itself."""
+    prompt, (one, other) = prompts(1)[0].text, WAYS
 
     async with serving() as address, edge(address, drafter="none", drafts_here=0) as client:
-        expected = await texts(client)
+        expected = {way: (await client.complete(prompt, sampling)).ids for way, sampling in WAYS.items()}
     for name, own in OWN.items():
         async with drafting(own) as (address, served):
             async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
-                assert await texts(client) == expected, name
+                assert (await client.complete(prompt, WAYS[one])).ids == expected[one], name
             assert served.status().verified_here > 0 or name in NEVER_VERIFIED
             async with edge(address, drafter="general") as client:
-                assert await texts(client) == expected, name
+                assert (await client.complete(prompt, WAYS[other])).ids == expected[other], name
+        one, other = other, one
 
 
 async def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts, drafting) -> None:

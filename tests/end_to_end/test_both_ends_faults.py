@@ -30,8 +30,6 @@ UNTIL_DRAFTED = Patience(math.inf, 4)
 QUICKLY = RetryRules(0.02, 0.1, 30.0)
 WAYS = {"greedy": Sampling(max_tokens=20), "sampled": Sampling(max_tokens=20, temperature=1.0, seed=20260)}
 LONG = Sampling(max_tokens=60, temperature=1.0, seed=9)
-GREEDY = pytest.param(replace(LONG, temperature=0.0), id="greedy", marks=pytest.mark.soak)
-BOTH_WAYS = pytest.mark.parametrize("long", [GREEDY, pytest.param(LONG, id="sampled")])
 TURNS = (" And then", "\nSo, as I said,", " which")
 
 
@@ -162,9 +160,8 @@ def test_a_verifiers_command_drafts_with_what_its_options_name(serving, edge, pr
     assert re.search("drafts beside its target with general@[0-9a-z]+ in 1 threads", verifier.errors)
 
 
-@BOTH_WAYS
-async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting, long) -> None:
-    prompt, sampling = prompts(1)[0].text, replace(long, max_tokens=40)
+async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting) -> None:
+    prompt, sampling = prompts(1)[0].text, replace(LONG, max_tokens=40)
     async with (
         drafting(general, min_step_s=0.05) as (address, served),
         LinkProcess(to=address, shape=LinkShape.of(rtt_ms=500)) as link,
@@ -190,9 +187,8 @@ async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(
 # === failover ===================================================================================================
 
 
-@BOTH_WAYS
 async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
-    serving, edge, prompts, drafting, relay, long
+    serving, edge, prompts, drafting, relay
 ) -> None:
     prompt, frames, got = prompts(1)[0].text, Frames(), []
     async with (
@@ -209,7 +205,7 @@ async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
             retry=QUICKLY,
         ) as client,
     ):
-        async for event in client.generate(prompt, long, observer=frames):
+        async for event in client.generate(prompt, LONG, observer=frames):
             got += getattr(event, "ids", ())
             if len(got) > 6 and not first.cuts:
                 first.cut()
@@ -217,7 +213,7 @@ async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
                 second.cut()
             finished = event
         async with edge(two, drafter="none") as plain:
-            whole = await plain.complete(prompt, long)
+            whole = await plain.complete(prompt, LONG)
     assert tuple(got) == whole.ids
     assert finished.statistics.resumes == 2
     assert [opened.verifier for opened, _ in frames.streams] == ["with", "without", "with"]
@@ -329,10 +325,7 @@ class OtherVersion:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@BOTH_WAYS
-async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_text(
-    edge, prompts, drafting, long
-) -> None:
+async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_text(edge, prompts, drafting) -> None:
     prompt = prompts(1)[1].text
 
     def own(target: Any) -> OwnDrafter:
@@ -340,10 +333,10 @@ async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_te
 
     async with drafting(own) as (address, _):
         async with edge(address, drafter="none", drafts_here=0) as client:
-            expected = await client.complete(prompt, long)
+            expected = await client.complete(prompt, LONG)
         frames = Frames()
         async with edge(address, drafter="general", drafts_here=6, patience=Patience(math.inf, 6)) as client:
-            found = await client.complete(prompt, long, observer=frames)
+            found = await client.complete(prompt, LONG, observer=frames)
     assert found.ids == expected.ids
     assert frames.streams[0][0].drafter_here == "general@0-older"
     statistics = found.statistics
@@ -352,10 +345,7 @@ async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_te
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@BOTH_WAYS
-async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(
-    edge, prompts, drafting, long
-) -> None:
+async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_ends(edge, prompts, drafting) -> None:
     """The edge's drafter breaks in mid-text; what both propose is the edge's, since that comes first."""
     never = threading.Event()
 
@@ -363,7 +353,7 @@ async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_
         slow = Watched(general(target).drafter, lambda proposed: never.wait(0.015))
         return OwnDrafter(slow, target.vocab_size)
 
-    prompt, sampling = prompts(1)[0].text, replace(long, max_tokens=36)
+    prompt, sampling = prompts(1)[0].text, replace(LONG, max_tokens=36)
     async with drafting(own) as (address, _):
         async with edge(address, drafter="none", drafts_here=0) as client:
             expected = await client.complete(prompt, sampling)

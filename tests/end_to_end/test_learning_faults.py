@@ -40,12 +40,9 @@ def poisoned(folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.soak), 1.0])
-async def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(
-    serving, edge, tmp_path, temperature
-) -> None:
+async def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(serving, edge, tmp_path) -> None:
     bad = poisoned(tmp_path / "bad")
-    sampling, texts = Sampling(max_tokens=48, temperature=temperature, seed=7), []
+    sampling, texts = Sampling(max_tokens=48, temperature=1.0, seed=7), []
     async with serving() as address:
         for drafter in ("none", "general", str(bad)):
             async with edge(address, drafter=drafter) as client:

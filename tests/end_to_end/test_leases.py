@@ -88,6 +88,7 @@ async def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on(tmp
             await take(1)
         await take(5)  # on the stream of the new lease
         await running.aclose()
+        found.verifiers["verifier"].set_pace(0.0)
         whole = await client.complete(PROMPT, max_tokens=len(tokens), ignore_eos=True)
         assert whole.ids == tuple(tokens)
         await second.stop(0)
