@@ -41,6 +41,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a word a token."""
+    return save_tiny_target(tmp_path_factory.mktemp("folder"))
+
+
+@pytest.fixture(scope="session")
 def prompts() -> Callable[[int], list[Prompt]]:
     """The first n held-out prompts of each domain."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVer
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
-from outrider.proto.types import EdgeFrame
+from outrider.edge.link.routes import DirectRoute
+from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.types import EdgeFrame, Lease
 
 SECRET = b"a secret of the whole fleet"
 
@@ -72,6 +75,27 @@ async def fleet(
         served = CoordinatorServer(asked)
         stack.push_async_callback(served.stop, 0)
         yield Fleet(asked, served, await served.start(), verifiers)
+
+
+class LeasedRoute(DirectRoute):
+    """Leases of the API key that is set, for the verifier `v` of the model `tiny`, which knows `SECRET`."""
+
+    api_key = ""
+
+    async def lease(
+        self,
+        session: str,
+        avoid: tuple[str, ...],
+        transcript: Sequence[int] = (),
+        precision: str = "",
+        epoch: int = 0,
+        context_length: int = 0,
+        *,
+        suspected: bool = False,
+    ) -> Lease:
+        lease = await super().lease(session, avoid, transcript, precision, epoch, context_length, suspected=suspected)
+        claim = LeaseClaim("v", "tiny", session, time.time() + 60, self.api_key, epoch=epoch)
+        return replace(lease, token=sign_lease(claim, SECRET))
 
 
 async def until(holds: Callable[[], object]) -> None:

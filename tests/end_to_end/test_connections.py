@@ -22,7 +22,6 @@ from fake_cluster import ScriptedCluster, ready
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator import coordinator_server as coordinator_server
 from outrider.coordinator.coordinator_config import CoordinatorConfig
@@ -44,11 +43,6 @@ END_STREAM, END_HEADERS = 1, 4  # flags
 MOST_CALLS = 8
 Server = Callable[..., Any]
 Connected = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
 
 
 BOTH = pytest.mark.parametrize("server", ["coordinator", "verifier"], indirect=True)

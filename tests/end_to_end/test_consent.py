@@ -19,7 +19,6 @@ from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.lessons import TICK_S
 from outrider.cloud.serving.verifier_actor import VerifierActor
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.coordinator_server import CoordinatorServer
@@ -32,11 +31,6 @@ from outrider.proto.salts import salted
 from outrider.proto.testing import write_keys
 
 PROMPT, TOKENS = (5, 6, 7, 8), 24
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
 
 
 def keys_file(path: Path, *learning: str) -> Path:

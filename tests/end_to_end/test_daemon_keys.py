@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import urllib.request
-from dataclasses import replace
 
 import pytest
+from fleets import SECRET, LeasedRoute
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
@@ -16,27 +15,13 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig, Tenant
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.http_server import Daemon
-from outrider.edge.link.routes import DirectRoute
-from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.session import EdgeSession
 from outrider.proto.testing import write_keys
-from outrider.proto.types import Lease, Open
+from outrider.proto.types import Open
 
-SECRET = b"a secret of the test"
 PROMPT = [3 + (7 * i) % 50 for i in range(45)]
 SECRETS = {name: new_secret() for name in ("alice", "bob")}
-
-
-class LeasedRoute(DirectRoute):
-    """Leases of the API key that is set."""
-
-    api_key = ""
-
-    async def lease(self, session: str, *args: object, **options: object) -> Lease:
-        lease = await super().lease(session, *args, **options)  # type: ignore[arg-type]
-        token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.api_key), SECRET)
-        return replace(lease, token=token)
 
 
 class Texts:

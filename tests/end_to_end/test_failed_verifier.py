@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +10,12 @@ from fleets import fleet
 from questions import Question, questions
 
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client
 from outrider.edge.link.control_client import CoordinatorClient
 
 TEXTS = 30
 AT_ONCE = 12
 TOKENS = 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drafting_versions import DraftingVersions
+from fleets import until
 from poisoned import HEAD, without_numbers
 
 from outrider.deploy.local import learn_here
@@ -64,12 +65,6 @@ async def texts(client: Client, first: int, count: int, observer: Observer | Non
     for number in range(first, first + count, 8):
         made += await asyncio.gather(*(one(each) for each in range(number, min(number + 8, first + count))))
     return made
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(240):
-        while not condition():  # noqa: ASYNC110 - another process learns
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture

@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
 
 import pytest
+from fleets import SECRET, LeasedRoute
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link.routes import DirectRoute
-from outrider.proto.lease import LeaseClaim, sign_lease
-from outrider.proto.types import Lease
 
-SECRET = b"a secret of the test"
 PROMPT = tuple(3 + i % 50 for i in range(45))
-
-
-class KeyRoute(DirectRoute):
-    """Leases of one API key."""
-
-    key = ""
-
-    async def lease(
-        self,
-        session: str,
-        avoid: tuple[str, ...],
-        transcript: Sequence[int] = (),
-        precision: str = "",
-        epoch: int = 0,
-        context_length: int = 0,
-        *,
-        suspected: bool = False,
-    ) -> Lease:
-        lease = await super().lease(session, avoid, transcript, precision, epoch, context_length, suspected=suspected)
-        token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key, epoch=epoch), SECRET)
-        return Lease(
-            **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"}, token=token
-        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -84,8 +56,8 @@ async def test_no_key_finds_what_another_has_computed(shares, tmp_path) -> None:
     texts = set()
     try:
         for key in ("one", "two", "one", "two"):
-            route = KeyRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
-            route.key = key
+            route = LeasedRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
+            route.api_key = key
             async with Client(edge, route=route) as client:
                 done = await client.complete(PROMPT, max_tokens=8, temperature=1.0, seed=3)
             found[key].append(done.statistics.cached_tokens)

@@ -10,7 +10,6 @@ import pytest
 from fleets import Fleet, fleet
 
 import outrider.edge.link.routes
-from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client
 from outrider.edge.client import Completion
 from outrider.proto.plumbing.access import Key, secret_sha256
@@ -18,11 +17,6 @@ from outrider.proto.testing import write_keys
 
 # As long as the test: a granted lease counts as a session, so that load alone sends the next text elsewhere.
 POLL_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
 
 
 def two_verifiers(folder: Path, **coordinator: Any) -> Any:

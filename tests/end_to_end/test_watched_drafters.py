@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fleets import fleet, until
 from poisoned import BAD_VERSION, HEAD, without_numbers
 
-from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
-from outrider.edge import Client, Completion, EdgeConfig
+from outrider.edge import Client, Completion
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
 from outrider.edge.link.control_client import CoordinatorClient
@@ -25,7 +21,6 @@ from outrider.edge.pool import preparation
 from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
 
-SECRET = b"a secret of the two of them"
 PROMPT = "def count(words):\n    "
 Meanwhile = Callable[[], Awaitable[None]]
 
@@ -79,15 +74,9 @@ async def disprove(control: CoordinatorClient, current: str, former: str, name: 
     raise AssertionError("100 texts show nothing")
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - the catalogue is polled
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.usefixtures("all_drafts_pay")
 async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
-    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     catalogue = tmp_path / "drafters"
     catalogue.mkdir()
@@ -117,137 +106,111 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
         assert in_the_middle is None
         return ids, listening.named
 
-    tokenizer_json = tokenizer_file.read_text()
+    cache = tmp_path / "cache"
+    async with fleet("verifier", drafters=(catalogue,), poll_s=0.05) as found:
+        async with found.client(cache) as client:
+            alone, _ = await text(client)
+        async with found.client(cache, drafter="general") as client:
 
-    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-    fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
-    coordinator = CoordinatorServer(
-        CoordinatorConfig(
-            lease_secret=SECRET,
-            listen="127.0.0.1:0",
-            verifiers=(fixed,),
-            drafters=(catalogue,),
-            poll_s=0.05,
-        )
-    )
-    where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
+            def is_current(version: str) -> bool:
+                return client.drafter is not None and client.drafter.version == version
 
-    async with Client(EdgeConfig(**where, drafter="none")) as client:
-        alone, _ = await text(client)
-    async with Client(EdgeConfig(**where, drafter="general")) as client:
+            def versions() -> tuple[str, ...]:
+                assert client.ready is not None
+                return tuple(version for _, version in client.ready.shelf.offered)
 
-        def is_current(version: str) -> bool:
-            return client.drafter is not None and client.drafter.version == version
+            async def publish_first() -> None:
+                published.append(publish(catalogue, 1))
+                await until(lambda: is_current(published[0]))
 
-        def versions() -> tuple[str, ...]:
-            assert client.ready is not None
-            return tuple(version for _, version in client.ready.shelf.offered)
+            published: list[str] = []
+            fetched.clear()
+            during, named_during = await text(client, publish_first)
+            after, named_after = await text(client)
+            assert fetched == ["manifest.json", "adapter.safetensors"], "graph and tokenizer ship with the wheel"
+            assert during == after == alone
+            assert named_during == [("general", embedded)], "a text that runs keeps its drafter"
+            assert named_after == [("general", published[0])]
 
-        async def publish_first() -> None:
-            published.append(publish(catalogue, 1))
-            await until(lambda: is_current(published[0]))
+            async def publish_poison() -> None:
+                poison(catalogue, 2)
+                await until(lambda: "not finite" in caplog.text)
+                assert is_current(published[0])
 
-        published: list[str] = []
-        fetched.clear()
-        during, named_during = await text(client, publish_first)
-        after, named_after = await text(client)
-        assert fetched == ["manifest.json", "adapter.safetensors"], "graph and tokenizer ship with the wheel"
-        assert during == after == alone
-        assert named_during == [("general", embedded)], "a text that runs keeps its drafter"
-        assert named_after == [("general", published[0])]
+            poisoned, named_poisoned = await text(client, publish_poison)
+            again, named_again = await text(client)
+            assert poisoned == again == alone
+            assert named_poisoned == [("general", published[0])]
+            assert set(named_again) == {("general", published[0])}, "what cannot be loaded replaces nothing"
+            control = CoordinatorClient(found.address)
+            assert await states(control) == {published[0]: "former", BAD_VERSION: "current"}
 
-        async def publish_poison() -> None:
-            poison(catalogue, 2)
-            await until(lambda: "not finite" in caplog.text)
-            assert is_current(published[0])
+            async def publish_third() -> None:
+                published.append(publish(catalogue, 3))
+                await until(lambda: is_current(published[1]))
 
-        poisoned, named_poisoned = await text(client, publish_poison)
-        again, named_again = await text(client)
-        assert poisoned == again == alone
-        assert named_poisoned == [("general", published[0])]
-        assert set(named_again) == {("general", published[0])}, "what cannot be loaded replaces nothing"
-        control = CoordinatorClient(where["coordinator"])
-        assert await states(control) == {published[0]: "former", BAD_VERSION: "current"}
-
-        async def publish_third() -> None:
-            published.append(publish(catalogue, 3))
-            await until(lambda: is_current(published[1]))
-
-        await text(client, publish_third)
-        assert versions() == (published[1], published[0]), "the version before it drafts beside it"
-        await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
-        tried, named_tried = await text(client)
-        assert tried == alone
-        assert set(named_tried) <= {("general", version) for version in published}
-        assert await states(control) == {
-            published[0]: "former",
-            BAD_VERSION: "retired",
-            published[1]: "current",
-        }, "a bad version does not stand in a later one's way"
-        (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
-        assert third.texts == 1, "the edge has reported the hits of both on the text"
-        assert {each.version: each.state for each in await client.versions()} == await states(control)
-        await disprove(control, published[1], published[0])
-        await until(lambda: versions() == (published[0],))
-        _, named = await text(client)
-        assert set(named) == {("general", published[0])}
-        assert await states(control) == {
-            published[0]: "current",
-            BAD_VERSION: "retired",
-            published[1]: "retired",
-        }
-    reports = [report for report in (await control.status()).recent if report.drafter]
-    said = [report.drafter_version for report in reports]
-    assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"
-    await control.close()
-    await coordinator.stop(0)
-    await verifier.stop(0)
+            await text(client, publish_third)
+            assert versions() == (published[1], published[0]), "the version before it drafts beside it"
+            await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
+            tried, named_tried = await text(client)
+            assert tried == alone
+            assert set(named_tried) <= {("general", version) for version in published}
+            assert await states(control) == {
+                published[0]: "former",
+                BAD_VERSION: "retired",
+                published[1]: "current",
+            }, "a bad version does not stand in a later one's way"
+            (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
+            assert third.texts == 1, "the edge has reported the hits of both on the text"
+            assert {each.version: each.state for each in await client.versions()} == await states(control)
+            await disprove(control, published[1], published[0])
+            await until(lambda: versions() == (published[0],))
+            _, named = await text(client)
+            assert set(named) == {("general", published[0])}
+            assert await states(control) == {
+                published[0]: "current",
+                BAD_VERSION: "retired",
+                published[1]: "retired",
+            }
+        reports = [report for report in (await control.status()).recent if report.drafter]
+        said = [report.drafter_version for report in reports]
+        assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"
+        await control.close()
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_a_steered_drafter_goes_without_vectors_while_it_is_compared(
-    tokenizer_file: Path, tmp_path: Path
-) -> None:
+async def test_a_steered_drafter_goes_without_vectors_while_it_is_compared(tmp_path: Path) -> None:
     catalogue = tmp_path / "drafters"
     catalogue.mkdir()
-    tokenizer_json = tokenizer_file.read_text()
-
-    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-    fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
-    config = CoordinatorConfig(
-        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(catalogue,), poll_s=0.05
-    )
-    coordinator = CoordinatorServer(config)
-    where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
-    control = CoordinatorClient(where["coordinator"])
 
     async def text(client: Client) -> Completion:
         return await client.complete(PROMPT, max_tokens=48, temperature=1.0, seed=5)
 
-    async with Client(EdgeConfig(**where, drafter="none")) as client:
-        alone = await text(client)
-    first = publish(catalogue, 1, "swift")
-    async with Client(EdgeConfig(**where, drafter="swift", steering="on")) as client:
+    cache = tmp_path / "cache"
+    async with fleet("verifier", drafters=(catalogue,), poll_s=0.05) as found:
+        control = CoordinatorClient(found.address)
+        async with found.client(cache) as client:
+            alone = await text(client)
+        first = publish(catalogue, 1, "swift")
+        async with found.client(cache, drafter="swift", steering="on") as client:
 
-        def versions() -> tuple[str, ...]:
-            assert client.ready is not None
-            return tuple(version for _, version in client.ready.shelf.offered)
+            def versions() -> tuple[str, ...]:
+                assert client.ready is not None
+                return tuple(version for _, version in client.ready.shelf.offered)
 
-        await until(lambda: versions() == (first,))
-        steered = await text(client)
-        assert steered.statistics.steered_jobs > 0
-        second = publish(catalogue, 2, "swift")
-        await until(lambda: versions() == (second, first))
-        await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
-        tried = await text(client)
-        assert not tried.statistics.steered
-        (said,) = [each for each in (await control.status()).versions if each.version == second]
-        assert (said.state, said.texts) == ("current", 1), "hits of both were reported"
-        await disprove(control, second, first, "swift")
-        await until(lambda: versions() == (first,))
-        taken = await text(client)
-        assert taken.statistics.steered_jobs > 0
-        assert alone.ids == steered.ids == tried.ids == taken.ids
-    await control.close()
-    await coordinator.stop(0)
-    await verifier.stop(0)
+            await until(lambda: versions() == (first,))
+            steered = await text(client)
+            assert steered.statistics.steered_jobs > 0
+            second = publish(catalogue, 2, "swift")
+            await until(lambda: versions() == (second, first))
+            await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
+            tried = await text(client)
+            assert not tried.statistics.steered
+            (said,) = [each for each in (await control.status()).versions if each.version == second]
+            assert (said.state, said.texts) == ("current", 1), "hits of both were reported"
+            await disprove(control, second, first, "swift")
+            await until(lambda: versions() == (first,))
+            taken = await text(client)
+            assert taken.statistics.steered_jobs > 0
+            assert alone.ids == steered.ids == tried.ids == taken.ids
+        await control.close()

@@ -10,16 +10,12 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from fleets import fleet
 
-from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.drafters.packages import FAMILY
 
 pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
 
-SECRET = b"a secret of the two of them"
 MAX_MEGABYTES = 250
 MAX_WHEEL_BYTES = 72_000_000
 MAX_EDGE_BYTES = 400_000_000
@@ -54,30 +50,14 @@ def edge_python(tmp_path_factory, root, request) -> Path:
     return python
 
 
-async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(
-    edge_python, tmp_path, tokenizer_file
-) -> None:
-    verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
-    fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_file.read_text())
-    config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(FAMILY,))
-    coordinator = CoordinatorServer(config)
-    address = await coordinator.start()
-    arguments = ["run", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]
-    prompt = "def main(argv):\n" * 40
-    process = await asyncio.create_subprocess_exec(
-        str(edge_python),
-        "-c",
-        EDGE_PROGRAM,
-        *arguments,
-        "--max-tokens",
-        "200",
-        prompt,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=tmp_path,
-    )
-    out = (await process.communicate())[0].decode().splitlines()
-    await coordinator.stop()
-    await verifier.stop()
+async def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_python, tmp_path) -> None:
+    options = ["--cache", str(tmp_path / "cache"), "--json", "--max-tokens", "200"]
+    async with fleet("verifier", drafters=(FAMILY,)) as found:
+        words = ["run", "--coordinator", found.address, *options, "def main(argv):\n" * 40]
+        process = await asyncio.create_subprocess_exec(
+            str(edge_python), "-c", EDGE_PROGRAM, *words, stdout=asyncio.subprocess.PIPE, cwd=tmp_path
+        )
+        out = (await process.communicate())[0].decode().splitlines()
     record = json.loads(out[0])
     status, megabytes, *absent = out[-1].split()
     assert status == "0"
