@@ -48,7 +48,7 @@ class StepTrouble:
         self.max_rows = math.inf
         self.slow = False
 
-    def meet(self, shares: Sequence[Share[Slot]], poisoned: set[str]) -> None:
+    def meet(self, shares: Sequence[Share], poisoned: set[str]) -> None:
         """Raise where the step of `shares` fails: for itself, for its size, or for a text of `poisoned` sessions."""
         if self.failures:
             self.failures -= 1
@@ -67,7 +67,7 @@ class ToyRunner(TimedRunner):
         self._world = world
         self._trouble = trouble
 
-    def seconds(self, batch: Batch[Slot]) -> float:
+    def seconds(self, batch: Batch) -> float:
         """Return the time that a batch takes."""
         return SLOW_STEP_S if self._trouble.slow else 0.004 + 0.001 * batch.num_rows
 
@@ -75,7 +75,7 @@ class ToyRunner(TimedRunner):
         """Return the toy target's tokens."""
         return self._world.target_of(session.sampling).after(session.transcript, block)
 
-    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+    def run(self, shares: Sequence[Share]) -> StepResult:
         """Verify the drafts of a step whose time is over, unless it is to fail."""
         self._trouble.meet(shares, self._world.poisoned)
         return super().run(shares)
@@ -344,7 +344,7 @@ class SimulatedEngine(VirtualEngine):
     @property
     def is_idle(self) -> bool:
         """Whether it turns, and has nothing to do."""
-        return not (self._busy or self.stands_still or len(self.slots) or self.inbox)
+        return not (self._busy or self.stands_still or len(self.sessions) or self.inbox)
 
     def idle(self) -> None:
         """Turn once, as the engine's thread does now and then when nothing happens."""
@@ -357,7 +357,7 @@ class SimulatedEngine(VirtualEngine):
         self._awake()
         self.run()
 
-    def _end_step(self, batch: Batch[Slot]) -> None:
+    def _end_step(self, batch: Batch) -> None:
         until = self._still_until()
         if self._world.now < until:
             if until < math.inf:

@@ -356,7 +356,7 @@ class ServedStream(Outbox):
     @property
     def has_ended(self) -> bool:
         """Whether the text has ended here."""
-        slot = self._process.engine.slots.get(self._key)
+        slot = self._process.engine.sessions.get(self._key)
         return slot is not None and slot.session.finish is not None
 
     def _end_lease(self) -> None:
@@ -560,7 +560,7 @@ class Process:
             "model": MODEL,
             "tokenizer_sha256": TOKENIZER,
             "state": self.health.state(engine.sessions),
-            "sessions": engine.slots.num_running if engine.sessions._max_sessions else self.max_sessions,
+            "sessions": engine.sessions.num_running if engine.sessions._max_sessions else self.max_sessions,
             "max_sessions": self.max_sessions,
             "kv_pages": engine.pages.capacity.pages,
             "kv_pages_free": engine.pages.capacity.free_pages,

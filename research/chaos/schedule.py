@@ -180,8 +180,8 @@ class Schedule:
 def _check_process(process: Process) -> None:
     name = f"{process.rules.name}.{process.number}"
     engine = process.engine
-    if len(engine.slots):
-        raise Violation(f"{name} still has the sessions {[slot.session.id for slot in engine.slots]}")
+    if len(engine.sessions):
+        raise Violation(f"{name} still has the sessions {[slot.session.id for slot in engine.sessions]}")
     if engine.pages.held:
         raise Violation(f"{name} still holds {engine.pages.held} KV pages")
     if process.streams or engine.inbox:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from outrider.cloud.serving.batching import Batching, Share
 from outrider.cloud.serving.local_source import NoSource, Post
-from outrider.cloud.serving.slots import Slot, Slots
+from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.proto.session import Drafted, DrafterFailed, DraftJob
 from outrider.proto.session.both_ends import DraftingHere, LocalJob
@@ -43,7 +43,6 @@ class LocalThreads(NoSource):
     """The threads of a verifier that draft, as a source of its engine.
 
     Attributes:
-        here: what its sessions have measured of the drafter.
         busy_s: drafting of all threads so far, in seconds.
     """
 
@@ -51,7 +50,7 @@ class LocalThreads(NoSource):
         self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], LocalDrafter], threads: int = 1
     ) -> None:
         """Draft by the drafter that `drafter_of` gives for the id of a session, in so many threads."""
-        self.here: DraftingHere | None = here
+        self._here = here
         self.busy_s = 0.0
         self._clock = clock
         self._drafter_of = drafter_of
@@ -59,16 +58,17 @@ class LocalThreads(NoSource):
         self._waiting: deque[_Work] = deque()
         self._running: list[_Work] = []
 
-    def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:  # noqa: ARG002
+    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:  # noqa: ARG002
         """Draft for the sessions of one engine."""
-        self._slots, self._batching, self._post = slots, batching, post
+        self._sessions, self._batching, self._post = sessions, batching, post
+        sessions.here = self._here
 
     def drive(self, now: float) -> None:
         """Begin the jobs that are due."""
-        for slot in self._slots.running():
+        for slot in self._sessions.running():
             self._ask(slot.session, now, None)
 
-    def begin(self, shares: Sequence[Share[Slot]], now: float) -> None:
+    def begin(self, shares: Sequence[Share], now: float) -> None:
         """Begin the jobs of the sessions that take part in a step."""
         for share in shares:
             if share.block is not None:

@@ -105,7 +105,7 @@ class _TargetRunner(TimedRunner):
         self._target = target
         self._costs = costs
 
-    def seconds(self, batch: Batch[Slot]) -> float:
+    def seconds(self, batch: Batch) -> float:
         decoding = sum(share.num_rows for share in batch.shares if share.only_decodes)
         return self._costs.batch_s(decoding, batch.num_rows - decoding)
 
@@ -165,7 +165,7 @@ class SimulatedVerifier(VirtualEngine):
 
     def slot(self, stream: SimulatedStream) -> Slot | None:
         """Return the slot of a stream, if it has one."""
-        return self.slots.get(self._keys.get(stream, -1))
+        return self.sessions.get(self._keys.get(stream, -1))
 
     def send_down(self, stream: SimulatedStream, frame: CloudFrame) -> None:
         """Put a frame on its way to the edge, when the step that made it is over."""
@@ -174,7 +174,7 @@ class SimulatedVerifier(VirtualEngine):
         else:
             stream.send_down(frame)
 
-    def step(self, batch: Batch[Slot]) -> None:
+    def step(self, batch: Batch) -> None:
         """Make a step whose time is over, and end the drafting that it has made useless."""
         self._stepping = True
         super().step(batch)

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from outrider.cloud.serving.batching import Batch, Batching, Share
-from outrider.cloud.serving.core import EngineCore
+from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.runner import StepResult
-from outrider.cloud.serving.slots import Slot
-from outrider.cloud.serving.step_timing import StepTimes
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
@@ -26,7 +24,7 @@ class TimedRunner:
         self._pages = pages
         self._clock = clock
 
-    def seconds(self, batch: Batch[Slot]) -> float:
+    def seconds(self, batch: Batch) -> float:
         """Return the time that a batch takes."""
         raise NotImplementedError
 
@@ -38,7 +36,7 @@ class TimedRunner:
         """Return the mean of min(1, p / q) over so many drafts after a session's transcript; None: not known."""
         return None
 
-    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+    def run(self, shares: Sequence[Share]) -> StepResult:
         """Verify the drafts of a step whose time is over, along a branch where the target's tokens follow one."""
         now, verify_s, verified = self._clock(), self.seconds(Batch(shares)), []
         began = now - verify_s
@@ -53,7 +51,7 @@ class TimedRunner:
                 queue_s, beside = max(0.0, began - share.slot.ready_since), share.num_drafts - len(path)
                 verified.append((share.slot, Verified(path, tokens, queue_s, verify_s, reward=reward, beside=beside)))
             self._pages.compute(share.slot.handle, share.num_tokens + len(path))
-        return StepResult(verified, StepTimes(began, now, now, now), None)
+        return StepResult(verified, began, now, now, now)
 
 
 @cache
@@ -112,7 +110,7 @@ class VirtualEngine(EngineCore):
             self._after(self._timed.seconds(batch), partial(self._end_step, batch))
             return
         self._busy = False
-        idle_at = self._clock() + self._idle_s if len(self.slots) else math.inf
+        idle_at = self._clock() + self._idle_s if len(self.sessions) else math.inf
         self._set_alarm(min(batch.wake_at, idle_at))
 
     def _rung(self) -> None:
@@ -128,7 +126,7 @@ class VirtualEngine(EngineCore):
             self._alarm_at = math.inf
             self.run()
 
-    def _end_step(self, batch: Batch[Slot]) -> None:
+    def _end_step(self, batch: Batch) -> None:
         self.step(batch)
         self._after(self._commit_s, self._go_on)
 

@@ -14,7 +14,7 @@ from outrider.bench.benchmark.bench_record import Benchmark
 from outrider.bench.benchmark.bench_table import mode_name
 from outrider.bench.benchmark.bench_verifier import VerifierProcess
 from outrider.bench.record import from_json
-from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.verifier_config import DTYPES, VerifierConfig
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main

@@ -20,9 +20,9 @@ from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, ha
 from outrider.cloud.drafting.draft_threads import DraftTask
 from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
-from outrider.cloud.serving import slots
+from outrider.cloud.serving import sessions
 from outrider.cloud.serving.batching import Batching
-from outrider.cloud.serving.core import EngineCore
+from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
@@ -448,7 +448,7 @@ class FuzzedVerifier:
         self._busy_until, self._alarm, fleet.spent_s = fleet.now(), math.inf, 0.0
         if self.engine.inbox:
             self._poke()
-        elif self.engine.slots.num_running:
+        elif self.engine.sessions.num_running:
             self._look_at(max(min(wake_at, fleet.clock.now + IDLE_S), self._busy_until))
 
     def drain(self) -> None:
@@ -459,7 +459,7 @@ class FuzzedVerifier:
     def _replace_when_empty(self, engine: EngineCore) -> None:
         if engine is not self.engine or engine.failed:
             return  # it has failed meanwhile
-        if len(engine.slots) or engine.inbox:
+        if len(engine.sessions) or engine.inbox:
             self._poke()
             self._fleet.clock.at(self._fleet.clock.now + RESTART_S, partial(self._replace_when_empty, engine))
         else:
@@ -479,7 +479,7 @@ class FuzzedVerifier:
         """Check that streams which are gone have left nothing."""
         self.engine._take(self.engine.inbox.take())
         assert self.engine.backend.capacity.used_pages == 0, "a page has leaked"
-        assert self.engine.slots.num_running == self.engine.slots.num_parked == 0
+        assert self.engine.sessions.num_running == self.engine.sessions.num_parked == 0
         assert self.model.complaints == []
         now, source = self._fleet.clock.now, self.engine.source
         source.drive(now)
@@ -518,7 +518,7 @@ class Fleet:
         self.failing = True
         self._often = self.rng.choice((0.0, 0.03, 0.1))
         self._failing_plans: dict[int, int] = {}  # how many more of whose plans fail
-        monkeypatch.setattr(slots, "AHEAD", 8)  # so that short texts, too, grow while others hold what is left
+        monkeypatch.setattr(sessions, "AHEAD", 8)  # so that short texts, too, grow while others hold what is left
         monkeypatch.setattr(Batching, "plan", self._plan(Batching.plan))
         monkeypatch.setattr(VerifierSession, "ready_at", _ready_at(VerifierSession.ready_at))
         self.verifiers = [FuzzedVerifier(self, name) for name in ("a", "b")]

@@ -15,8 +15,7 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
 from outrider.cloud.serving.batching import Batch
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.masks import MASKS_WITHIN_S
-from outrider.cloud.serving.slots import Slot
+from outrider.cloud.serving.sessions import MASKS_WITHIN_S
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import Internal, InvalidArgument
@@ -57,7 +56,7 @@ def test_a_draft_that_is_refused_during_a_step_ends_its_session_without_a_commit
     run = engine._runner.run
 
     def run_while_a_draft_comes(shares: Any) -> Any:
-        if engine.slots.num_running == 2:
+        if engine.sessions.num_running == 2:
             engine.post_frame(1, Draft(0, 0, (DraftToken(5),)), lambda: None)  # inside the prompt
         return run(shares)
 
@@ -90,7 +89,7 @@ def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_targ
         engine.post_open(1, opened(engine, "paced", (5, 6), max_tokens=10), box)
         assert isinstance(box.until_end()[-1], Commit)
         assert time.monotonic() - began > 9 * 0.03
-        assert engine.meter.step_s.value >= 0.03
+        assert engine.step_s.value >= 0.03
     finally:
         engine.stop()
 
@@ -123,7 +122,7 @@ def asking(engine_at_rest) -> Any:
         matcher.gate.set()
 
 
-def planned(engine: Engine, now: float) -> Batch[Slot]:
+def planned(engine: Engine, now: float) -> Batch:
     """Return the plan of the engine's thread at `now`, which never makes it wait."""
     engine._take(engine.inbox.take())
     return engine._schedule(now)
@@ -134,7 +133,7 @@ def soon() -> float:
     return time.monotonic() + 1.0
 
 
-def keys(batch: Batch[Slot]) -> list[int]:
+def keys(batch: Batch) -> list[int]:
     return [share.slot.key for share in batch.shares]
 
 

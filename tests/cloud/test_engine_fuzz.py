@@ -28,7 +28,7 @@ from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
 from outrider.cloud.drafting.drafted_text import DraftedText
 from outrider.cloud.grammar.grammar import Allowed
 from outrider.cloud.serving import recovery
-from outrider.cloud.serving.recovery import Probe, Recovery
+from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target import transformers_backend
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
@@ -430,7 +430,7 @@ def vectors_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blame_without_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Probe, "run", lambda _: None)
+    monkeypatch.setattr(Recovery, "decode_own_text", lambda _: None)
     monkeypatch.setattr(recovery, "MAX_IN_A_ROW", 1 << 30)
 
 

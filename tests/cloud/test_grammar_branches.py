@@ -15,9 +15,9 @@ from tiny_grammars import EOS, PROMPT, VOCAB
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.cloud.serving.batching import Share
-from outrider.cloud.serving.masks import Masks
 from outrider.cloud.serving.runner import ModelRunner
-from outrider.cloud.serving.slots import Outbox, Slot, Slots
+from outrider.cloud.serving.sessions import Sessions
+from outrider.cloud.serving.slots import Outbox, Slot
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
 
@@ -75,12 +75,12 @@ def test_the_longer_of_two_branches_that_begin_alike_keeps_its_masks() -> None:
 def decode(sampling, trees, kind=GrammarMatcher):
     """The texts of a seed and a tree each, which is verified in every step."""
     backend = TableBackend(logits_after)
-    runner, keys = ModelRunner(backend, {}), Slots(backend, "v", lambda *_: None)
-    masks = Masks(keys, lambda: None)
+    runner = ModelRunner(backend, {})
+    rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), 8)
+    sessions = Sessions(backend, rules, len(trees))
     running, texts = [], []
     for i, (seed, tree) in enumerate(trees):
         settings = replace(sampling, seed=seed, max_tokens=MOST, grammar=GRAMMAR)
-        rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), 8)
         session = VerifierSession(Open("m", HASH, PROMPT, settings, "s", drafting=False), rules, 0.0)
         slot = Slot(i, session, Outbox(), 0.0, handle=backend.open((), str(i)), matcher=matcher_of(kind))
         backend.reserve(slot.handle, len(PROMPT) + MOST)
@@ -93,7 +93,7 @@ def decode(sampling, trees, kind=GrammarMatcher):
             room = MOST - slot.session.generated - 1
             beside = tuple(BlockBranch(i, drafts(some[: room - i])) for i, some in branches if i < room)
             shares.append(Share(slot, slot.num_uncomputed_tokens, drafts(block[:room]), beside))
-        shares = masks.applied(shares, 0.0)
+        shares = sessions.masked(shares, 0.0, lambda: None)
         for slot, verified in runner.run(shares).verified:
             [share] = [share for share in shares if share.slot is slot]
             followed += verified.block != share.block

@@ -100,7 +100,7 @@ class Engine:
 
     def admit(self) -> Slot:
         frame = Open("m", "ab" * 32, (5, 6), Sampling(max_tokens=90), "s", drafting=False, keep_s=9.0, drafts_here=3)
-        session = VerifierSession(frame, RULES, 0.0, self.source.here)
+        session = VerifierSession(frame, RULES, 0.0, self.here)
         slot = Slot(next(self._keys), session, None, 0.0)  # type: ignore[arg-type]
         self._by_key[slot.key] = slot
         return slot
@@ -182,13 +182,13 @@ def test_failures_of_texts_in_a_row_end_it_for_all(caplog) -> None:
     works, waits = engine.hand.take(), engine.hand.take()
     for _ in range(MAX_FAILURES - 1):
         fail(engine)
-    assert engine.source.here is not None
+    assert engine.here is not None
     works.answer(works, done(works))  # a text in which it does not fail
     for _ in range(MAX_FAILURES - 1):
         fail(engine)
-    assert engine.source.here is not None, "they were not in a row"
+    assert engine.here is not None, "they were not in a row"
     fail(engine)
-    assert engine.source.here is None
+    assert engine.here is None
     assert engine.shown()["own_drafter"] == 0
     assert f"failed in {MAX_FAILURES} texts in a row" in caplog.text
     assert idle.session.ends is other.session.ends is engine.admit().session.ends is None
@@ -228,12 +228,12 @@ def test_the_late_end_of_stuck_work_is_no_success_and_no_second_failure() -> Non
     for late in (None, ValueError("late")):
         engine = Engine(num_threads=MAX_FAILURES + 1)
         for turn in range(MAX_FAILURES):
-            assert engine.source.here is not None
+            assert engine.here is not None
             engine.admit()
             engine.source.drive(1.0)
             task = engine.hand.take(1.0)
             engine.source.drive(1.1 + STUCK_S)
-            assert (engine.source.here is None) == (turn == MAX_FAILURES - 1)
+            assert (engine.here is None) == (turn == MAX_FAILURES - 1)
             task.answer(task, late or done(task))
 
 
@@ -249,7 +249,7 @@ def test_when_all_threads_are_stuck_no_text_waits_for_them(leaves, caplog) -> No
     engine.source.drive(1.0 + STUCK_S)
     assert waiting.session.waits_for_drafts
     engine.source.drive(1.1 + STUCK_S)
-    assert engine.source.here is None
+    assert engine.here is None
     assert "stuck in all of its 2 threads" in caplog.text
     assert not waiting.session.waits_for_drafts
     assert not engine.hand.waiting
@@ -270,7 +270,7 @@ def test_the_text_of_a_session_that_has_left_is_closed() -> None:
     assert len(engine.drafter.open_states) == 1, "a thread is at work on it"
     at_work.answer(at_work, done(at_work))
     assert engine.drafter.open_states == set()
-    assert engine.source.here is not None
+    assert engine.here is not None
 
 
 @pytest.mark.parametrize("stuck", [False, True])

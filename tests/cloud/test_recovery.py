@@ -14,7 +14,7 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.recovery import MAX_IN_A_ROW
-from outrider.cloud.serving.slots import KeyLimit
+from outrider.cloud.serving.slots import NO_KEY, KeyLimit
 from outrider.cloud.target import distribution
 from outrider.cloud.target.distribution import VerificationInput, masked
 from outrider.cloud.target.target import SessionRows, Target
@@ -76,7 +76,7 @@ class Bench:
         self.target.forward = forward  # type: ignore[method-assign]
 
     def open(
-        self, key: int, limit: KeyLimit | None = None, *, prompt: tuple[int, ...] = (), **changes: Any
+        self, key: int, limit: KeyLimit = NO_KEY, *, prompt: tuple[int, ...] = (), **changes: Any
     ) -> CollectingOutbox:
         box = self.boxes[key] = CollectingOutbox()
         sampling = replace(SAMPLING, seed=key)
@@ -91,7 +91,7 @@ class Bench:
         for _ in range(steps):
             assert time.monotonic() < until
             self.engine.turn()
-            if self.engine.failed or not (self.engine.slots.num_running or self.engine.inbox):
+            if self.engine.failed or not (self.engine.sessions.num_running or self.engine.inbox):
                 return
 
     def write(self, sessions: int, steps: int = 10_000) -> None:
@@ -143,14 +143,14 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     for key in range(4):
         bench.open(key)
     bench.open(4, keep_s=60.0, sampling=Sampling(max_tokens=1))
-    while not bench.engine.slots.num_parked:
+    while not bench.engine.sessions.num_parked:
         bench.engine.turn()
     bench.fails(lambda _: True)
     bench.run()
     assert bench.ends(5) == [Unavailable] * 5, "the edge resumes"
     assert bench.engine.failed
     assert bench.failures == 1
-    assert bench.engine.slots.num_running == bench.engine.slots.num_parked == 0
+    assert bench.engine.sessions.num_running == bench.engine.sessions.num_parked == 0
     assert bench.engine.backend.capacity.used_pages == 0
     assert bench.forward_calls < 10, "it is noticed soon"
     late = bench.open(9)
@@ -221,7 +221,7 @@ def test_texts_of_several_keys_that_fail_in_a_row_fail_the_verifier(bench) -> No
     assert bench.ends(MAX_IN_A_ROW) == [Internal, Internal, Unavailable]
 
 
-@pytest.mark.parametrize("limit", [KeyLimit("one key"), None])
+@pytest.mark.parametrize("limit", [KeyLimit("one key"), NO_KEY])
 def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, limit) -> None:
     bench.fails(has(POISON))
     for key in range(2 * MAX_IN_A_ROW):

@@ -11,7 +11,8 @@ import torch
 from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.slots import AHEAD, KeyLimit, Slot, Slots
+from outrider.cloud.serving.sessions import AHEAD, Sessions
+from outrider.cloud.serving.slots import KeyLimit, Slot
 from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
@@ -80,7 +81,7 @@ def test_sessions_hold_pages_for_their_text_so_far_and_not_for_all_of_it(target)
         for box in boxes:
             while not isinstance(box.items.get(timeout=60), Commit):
                 pass
-        assert engine.slots.num_running == 16, "their texts may take 2,000 pages of 128"
+        assert engine.sessions.num_running == 16, "their texts may take 2,000 pages of 128"
 
 
 def test_texts_that_are_sent_away_for_pages_go_on_unchanged(target) -> None:
@@ -92,25 +93,27 @@ def test_texts_that_are_sent_away_for_pages_go_on_unchanged(target) -> None:
         assert sent_away > 0
         assert engine.metrics.preemptions._value.get() == sent_away
         deadline = time.monotonic() + 60
-        while engine.slots.num_running and time.monotonic() < deadline:
+        while engine.sessions.num_running and time.monotonic() < deadline:
             time.sleep(0.01)
         assert engine.backend.capacity.free_pages == 16
     assert found == expected
 
 
-def slots(pages: int) -> Slots:
+def sessions(pages: int) -> Sessions:
     target = Target(tiny_llama(), word_tokenizer(61), kv_tokens=pages * PAGE, page_size=PAGE)
-    return Slots(TransformersBackend(target), "v", lambda *_: None)
+    return Sessions(TransformersBackend(target), RULES, 32)
 
 
-def opened(slots: Slots, key: int, prompt: int, max_tokens: int = 1000, keep_s: float = 0.0, api_key: str = "") -> Slot:
+def opened(
+    sessions: Sessions, key: int, prompt: int, max_tokens: int = 1000, keep_s: float = 0.0, api_key: str = ""
+) -> Slot:
     """A slot whose prompt takes `prompt` pages less the room for one step's drafts."""
     tokens = (10 + key,) * (prompt * PAGE - RULES.max_drafts)
-    return added(slots, key, tokens, api_key=api_key, max_tokens=max_tokens, keep_s=keep_s)
+    return added(sessions, key, tokens, api_key=api_key, max_tokens=max_tokens, keep_s=keep_s)
 
 
 def added(
-    slots: Slots, key: int, tokens: tuple[int, ...], isolation: str = "", api_key: str = "", **options: float
+    sessions: Sessions, key: int, tokens: tuple[int, ...], isolation: str = "", api_key: str = "", **options: float
 ) -> Slot:
     sampling = Sampling(max_tokens=int(options.pop("max_tokens", 1000)))
     frame = Open("tiny", "0" * 64, tokens, sampling, f"s{key}", drafting=True, **options)
@@ -120,17 +123,17 @@ def added(
         CollectingOutbox(),
         0.0,
         isolation,
-        KeyLimit(api_key) if api_key else None,
+        KeyLimit(api_key),
     )
-    slots.open(slot)
-    slots.start_waiting()
+    sessions.open(slot)
+    sessions.start_waiting()
     return slot
 
 
-def next_turn(slots: Slots, slot: Slot, *new: int) -> None:
+def next_turn(sessions: Sessions, slot: Slot, *new: int) -> None:
     turn = Continue(len(slot.session.transcript), new, None, 1)
-    slots.resume(slot, slot.session.continued(turn, 0.0), None, 0.0)
-    slots.start_waiting()
+    sessions.take(slot, turn, None, 0.0, 0.0)
+    sessions.start_waiting()
 
 
 def written(slot: Slot, pages: int) -> None:
@@ -144,7 +147,7 @@ def computed(slot: Slot, length: int) -> None:
 
 
 def test_pages_are_given_in_order_of_admission_and_one_is_left_for_each_that_runs() -> None:
-    pool = slots(20)
+    pool = sessions(20)
     first, second, third = opened(pool, 1, 8), opened(pool, 2, 8), opened(pool, 3, 1)
     assert (first.handle.num_pages, second.handle.num_pages) == (12, 0), "a few ahead"
     assert third.waits_for_pages, "it came later"
@@ -156,7 +159,7 @@ def test_pages_are_given_in_order_of_admission_and_one_is_left_for_each_that_run
 
 
 def test_a_text_grows_a_few_pages_ahead_and_no_further_than_its_end() -> None:
-    pool = slots(20)
+    pool = sessions(20)
     slot = opened(pool, 1, 2, max_tokens=6 * PAGE)
     assert slot.handle.capacity == 2 * PAGE + AHEAD
     written(slot, 7)
@@ -165,7 +168,7 @@ def test_a_text_grows_a_few_pages_ahead_and_no_further_than_its_end() -> None:
 
 
 def test_growth_sends_away_the_youngest_and_spares_the_others() -> None:
-    pool = slots(12)
+    pool = sessions(12)
     old, young = opened(pool, 1, 2), opened(pool, 2, 1)
     assert (len(old.handle.pages), len(young.handle.pages)) == (6, 5)
     written(young, 5)
@@ -177,7 +180,7 @@ def test_growth_sends_away_the_youngest_and_spares_the_others() -> None:
 
 
 def test_a_text_that_cannot_grow_and_is_the_youngest_is_sent_away_itself() -> None:
-    pool = slots(12)
+    pool = sessions(12)
     old, young = opened(pool, 1, 2), opened(pool, 2, 1)
     written(young, 8)
     assert pool.grow() == [young]
@@ -185,7 +188,7 @@ def test_a_text_that_cannot_grow_and_is_the_youngest_is_sent_away_itself() -> No
 
 
 def test_growth_sends_away_the_youngest_of_the_key_that_has_most_pages() -> None:
-    pool = slots(20)
+    pool = sessions(20)
     first, second = opened(pool, 1, 2, api_key="many"), opened(pool, 2, 2, api_key="many")
     other = opened(pool, 3, 2, api_key="few")
     written(other, 6)
@@ -196,7 +199,7 @@ def test_growth_sends_away_the_youngest_of_the_key_that_has_most_pages() -> None
 
 
 def test_freed_pages_go_to_the_key_that_has_fewest_and_in_order_within_it() -> None:
-    pool = slots(20)
+    pool = sessions(20)
     running, leaving = opened(pool, 1, 2, api_key="many"), opened(pool, 2, 8, api_key="many")
     waiting = [opened(pool, 3, 8, api_key="many"), *(opened(pool, key, 8, api_key="few") for key in (4, 5))]
     assert pool.running() == [running, leaving]
@@ -206,7 +209,7 @@ def test_freed_pages_go_to_the_key_that_has_fewest_and_in_order_within_it() -> N
 
 
 def test_parked_sessions_hold_no_page_from_any_that_runs() -> None:
-    pool = slots(12)
+    pool = sessions(12)
     idle, busy = opened(pool, 1, 4, keep_s=60.0), opened(pool, 2, 2)
     written(idle, 4)
     idle.session.finish = FinishReason.LENGTH
@@ -222,7 +225,7 @@ def test_parked_sessions_hold_no_page_from_any_that_runs() -> None:
 
 
 def test_a_turn_reads_only_what_is_new() -> None:
-    pool = slots(12)
+    pool = sessions(12)
     slot = opened(pool, 1, 4, keep_s=60.0)
     written(slot, 4)
     for _ in range(3):
@@ -236,7 +239,7 @@ def test_a_turn_reads_only_what_is_new() -> None:
 
 
 def test_growth_comes_before_admission() -> None:
-    pool = slots(8)
+    pool = sessions(8)
     running, waiting = opened(pool, 1, 2), opened(pool, 2, 2)
     assert len(running.handle.pages) == 6
     written(running, 8)
@@ -246,7 +249,7 @@ def test_growth_comes_before_admission() -> None:
 
 
 def test_a_turn_without_room_for_its_prompt_waits_behind_those_that_came_before() -> None:
-    pool = slots(16)
+    pool = sessions(16)
     idle = opened(pool, 1, 2, keep_s=60.0)
     written(idle, 2)
     idle.session.finish = FinishReason.LENGTH
@@ -263,7 +266,7 @@ def test_a_turn_without_room_for_its_prompt_waits_behind_those_that_came_before(
 
 
 def test_a_text_waits_for_what_another_is_reading_and_reads_on_from_there() -> None:
-    pool, prompt = slots(60), tuple(range(3, 3 + 2 * PAGE))
+    pool, prompt = sessions(60), tuple(range(3, 3 + 2 * PAGE))
     reader, same = added(pool, 1, prompt), added(pool, 2, prompt)
     longer = added(pool, 3, (*prompt, *prompt))
     theirs, other, shorter = added(pool, 4, prompt, "theirs"), added(pool, 5, prompt[1:]), added(pool, 6, prompt[:20])
@@ -278,7 +281,7 @@ def test_a_text_waits_for_what_another_is_reading_and_reads_on_from_there() -> N
 
 
 def test_a_text_that_has_ended_holds_no_pages_unless_it_is_kept() -> None:
-    pool = slots(8)
+    pool = sessions(8)
     first, waiting = opened(pool, 1, 6), opened(pool, 2, 2)
     first.session.on_cancel()
     pool.park(first, 0.0)
@@ -287,7 +290,7 @@ def test_a_text_that_has_ended_holds_no_pages_unless_it_is_kept() -> None:
 
 
 def test_a_cancelled_text_that_never_had_pages_can_be_followed_by_another_turn() -> None:
-    pool = slots(8)
+    pool = sessions(8)
     first, waiting = opened(pool, 1, 6), opened(pool, 2, 2, keep_s=60.0)
     waiting.session.on_cancel()
     pool.park(waiting, 0.0)

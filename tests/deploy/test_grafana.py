@@ -266,7 +266,7 @@ def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> Non
     _, lines = decoded
     logged = [json.loads(line) for line in lines.splitlines()]
     by_logger = {line["logger"]: line for line in logged if line.get("session")}
-    assert {"outrider.coordinator.service", "outrider.cloud.serving.core"} <= set(by_logger)
+    assert {"outrider.coordinator.service", "outrider.cloud.serving.engine"} <= set(by_logger)
     assert len({line["session"] for line in by_logger.values()}) == 1
     assert {line["verifier"] for line in by_logger.values()} == {"verifier"}
     for secret in (SECRET.decode(), SECRET.hex(), PROMPT, "lease.token", "token="):

@@ -122,8 +122,7 @@ def test_its_options_say_whether_with_what_and_at_what_price_it_drafts(
     assert isinstance(source, LocalSource)
     assert isinstance(source._threads, DraftThreads)
     assert source._own.name.startswith("ngram@")
-    assert source.here is not None
-    assert (source._threads.num_threads, source.here.price) == drafts
+    assert (source._threads.num_threads, source._here.price) == drafts
 
 
 @pytest.mark.parametrize(

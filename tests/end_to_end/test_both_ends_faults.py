@@ -166,7 +166,7 @@ async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(
         drafting(general, min_step_s=0.05) as (address, served),
         LinkProcess(to=address, shape=LinkShape.of(rtt_ms=500)) as link,
     ):
-        here = served._engine.source.here
+        here = served._engine.sessions.here
         here.drafting_s, here.waiting_s, here.job_s = KnownTime(0.002), KnownTime(), KnownTime(0.01)
         async with edge(address, drafter="none", drafts_here=0) as client:
             expected = await client.complete(prompt, sampling)
@@ -275,7 +275,7 @@ async def test_a_drafter_killed_in_mid_text_ends_no_text_and_its_thread_serves_o
         assert by_commit[0] > 0, "it drafted"
         assert by_commit[-3:] == [0, 0, 0], "until it was killed"
         assert (frames[1].verified_here()[0] > 0) == goes_on
-        assert served._engine.source.here is not None, "two texts are not three"
+        assert served._engine.sessions.here is not None, "two texts are not three"
 
 
 async def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, drafting, monkeypatch) -> None:
@@ -303,7 +303,7 @@ async def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, 
             )
             found = [each.ids for each in await asyncio.wait_for(asyncio.gather(*texts), 60)]
             assert found == expected
-            assert served._engine.source.here is None
+            assert served._engine.sessions.here is None
             last = await client.complete(first, WAYS["sampled"], observer=frames)
             assert last.ids == expected[0]
             assert frames.streams[-1][0].drafter_here == ""

@@ -125,13 +125,13 @@ async def test_an_idle_session_holds_no_pages_and_its_next_turn_finds_them(verif
             assert 256 - 1000 // PAGE < server.status().kv_pages_free < 256
             assert server.status().sessions == 1
             await events.aclose()
-            await until(lambda: server._engine.slots.num_parked == 1)
+            await until(lambda: server._engine.sessions.num_parked == 1)
             assert server.status().sessions == 0, "it is not running"
             assert server.status().kv_pages_free == 256
             before = len(talk.transcript.tokens)
             turn = await talk.complete("d", max_tokens=3)
             assert turn.statistics.cached_tokens >= before - 1
-        await until(lambda: len(server._engine.slots) == 0)
+        await until(lambda: len(server._engine.sessions) == 0)
         assert server.status().kv_pages_free == 256
         with pytest.raises(InvalidArgument, match="conversation"):
             await talk.complete("e")
@@ -234,7 +234,7 @@ async def test_streams_cut_between_turns_and_within_them_change_nothing_but_time
     ):
         await said_as_fresh(client, talk, TURNS[0], max_tokens=8, **WAYS["drawn"])
         link.cut()
-        await until(lambda: server._engine.slots.num_parked == 0)
+        await until(lambda: server._engine.sessions.num_parked == 0)
         await said_as_fresh(client, talk, TURNS[1], max_tokens=8, **WAYS["drawn"])
         before, given = talk.transcript.tokens, []
         async for event in talk.say(TURNS[2], max_tokens=12):
@@ -256,18 +256,18 @@ async def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_n
     ):
         for text in ("a", "b"):
             await said_as_fresh(client, talk, text, max_tokens=5)  # whose fresh text may take the place
-            await until(lambda: server._engine.slots.num_running == 0)
+            await until(lambda: server._engine.sessions.num_running == 0)
         await talk.complete("c", max_tokens=5)
-        await until(lambda: server._engine.slots.num_parked == 1)
+        await until(lambda: server._engine.sessions.num_parked == 1)
         running = client.generate("d", max_tokens=98 * PAGE, ignore_eos=True)
         await anext(running)
-        assert server._engine.slots.num_parked == 0
+        assert server._engine.sessions.num_parked == 0
         with pytest.raises(ResourceExhausted):
             await impatient.complete("e", max_tokens=40)
         assert isinstance(await anext(running), Tokens)
         assert server.status().sessions == 1
         await running.aclose()
-        await until(lambda: server._engine.slots.num_running == 0)
+        await until(lambda: server._engine.sessions.num_running == 0)
         await said_as_fresh(client, talk, "f", max_tokens=5)
 
 
@@ -282,7 +282,7 @@ async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clien
                 await talk.complete("a", max_tokens=3)
                 await until(lambda: server.status().sessions == 0)
             await client.complete("b", max_tokens=3)
-            await until(lambda: server._engine.slots.num_running == 0)
+            await until(lambda: server._engine.sessions.num_running == 0)
             await new.complete("c", max_tokens=3)
             await old.complete("c", max_tokens=3)
         assert [len(observer.of(Continue)) for observer in observers] == [0, 1]
@@ -299,7 +299,7 @@ async def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reop
     ):
         for text in TURNS:
             await said_as_fresh(client, talk, text, max_tokens=5)
-            await until(lambda: len(server._engine.slots) == 0)
+            await until(lambda: len(server._engine.sessions) == 0)
     assert len(frames.of(Open)) == 3
     # A turn may begin before the edge has heard that its session is gone, but only where one was kept.
     assert len(frames.of(Continue)) <= (2 if keep["keep_s"] else 0)
@@ -331,7 +331,7 @@ async def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_wi
         await as_elsewhere(TURNS[2], None, 6)
 
 
-# === without async =============================================================================================
+# === without async ======================================================================================
 
 
 async def test_the_synchronous_twin_has_conversations_too(verifiers, clients, tokenizer_file) -> None:

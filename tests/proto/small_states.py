@@ -17,7 +17,7 @@ from outrider.proto.types import DraftToken, Open, Opened, Sampling
 # Classes that decide nothing here: constants, counts, and what has been measured.
 UNSEEN = frozenset(
     """Rules VerifierRules Measurements Smoothed Acceptance Calibration TextCalibration MissShares OtherShares
-    Window EdgeStatistics Timing RetryRules VerifierArm NoSource DraftingHere AtOnce Future AnyDrafter
+    Window EdgeStatistics Timing RetryRules VerifierArm KeyLimit DraftingHere AtOnce Future AnyDrafter
     StaticSelector TargetFacts Report SentMessages Interned""".split()  # noqa: SIM905 - a list to read
 )
 UNSEEN_FIELDS = {
@@ -34,7 +34,6 @@ UNSEEN_FIELDS = {
     "LocalJob": "chance survival min_survival",
     "Slot": "ready_since began masks_by",
     "GrammarMatcher": "_fresh _threads _left_s",
-    "Slots": "_on_start",
     "SmallEdge": "now",
 }
 TIMES = frozenset({"_failing_since", "commit_at"})

@@ -16,11 +16,9 @@ from small_states import Interned
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.cloud.serving.batching import Share
-from outrider.cloud.serving.local_source import NoSource
-from outrider.cloud.serving.masks import Masks
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.sessions import Sessions
-from outrider.cloud.serving.slots import Outbox, Slot, Slots
+from outrider.cloud.serving.slots import Outbox, Slot
 from outrider.cloud.target.backend import StepOutput, StepRow
 from outrider.cloud.target.sampler import Sampled
 from outrider.proto.errors import OutriderError
@@ -172,10 +170,8 @@ class SmallVerifier:
         self.rules = rules
         self.terms = terms(rules, name)
         self.pages = SmallTarget()
-        self.slots = Slots(self.pages, name, ignore)
-        source = NoSource()
-        source.here = DraftingHere("own@1") if rules.own else None
-        self.sessions = Sessions(self.slots, self.pages, self.terms, 4, source, ignore)
+        self.sessions = Sessions(self.pages, self.terms, 4, ignore, ignore)
+        self.sessions.here = DraftingHere("own@1") if rules.own else None
         self.step: list[tuple[int, Verified]] | None = None
         self.held: list[tuple[int, EdgeFrame]] = []
         self.boxes: dict[int, Sent] = {}
@@ -194,7 +190,7 @@ class SmallVerifier:
             box.items.clear()
             if box.ended:
                 self.sessions.close(key)
-        if self.sessions.draining and not (len(self.slots) or self.held or self.step):
+        if self.sessions.draining and not (len(self.sessions) or self.held or self.step):
             self.__init__(self.rules, self.terms.name)
         return tuple(said)
 
@@ -204,17 +200,17 @@ class SmallVerifier:
         for key, (session, job) in self.jobs.items():
             prefix = (*session.transcript, *token_ids(session.ends.chain()))
             comes += [("own", key, tokens) for tokens in self.rules.results(prefix, job.job.count)]
-        if self.step is None and self.slots.running():
+        if self.step is None and self.sessions.running():
             comes.append(("step",))
-        may = [("asks", slot.key) for slot in self.slots if self._may_draft(slot)]
-        if len(self.slots) and not self.sessions.draining:
+        may = [("asks", slot.key) for slot in self.sessions if self._may_draft(slot)]
+        if len(self.sessions) and not self.sessions.draining:
             may.append(("drains",))
         return tuple(comes), tuple(may)
 
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing."""
-        return not (len(self.slots) or self.pages.held or self.jobs or self.held or self.step)
+        return not (len(self.sessions) or self.pages.held or self.jobs or self.held or self.step)
 
     def has_ended(self, key: int) -> bool:
         """Return whether it says nothing more in a stream."""
@@ -222,7 +218,7 @@ class SmallVerifier:
 
     def drafts(self, key: int) -> tuple[list[int], int, tuple[int, ...]] | None:
         """Return the transcript of a stream's text, and number and drafts of its chain; None: no chain lives there."""
-        slot = self.slots.get(key)
+        slot = self.sessions.get(key)
         if slot is None or self.held or slot.session.finish is not None:
             return None
         received = slot.session.received
@@ -256,22 +252,22 @@ class SmallVerifier:
                 matcher.resume(list(frame.committed))
             box = self.boxes[key] = Sent(key, self.rules.turns > 0)
             self.sessions.admit(key, frame, box, matcher, "", now)
-            self.slots.start_waiting()
+            self.sessions.start_waiting()
         elif (slot := self.sessions.expecting(key, frame)) is not None:
             self.sessions.take(slot, frame, None, now, now)
-            self.slots.start_waiting()
+            self.sessions.start_waiting()
 
     def _step(self) -> None:
         """Begin a step of all that run, and know its results."""
         shares = []
-        for slot in self.slots.running():
+        for slot in self.sessions.running():
             if (ends := slot.session.ends) is not None:
                 ends.leads = CHOICES.of(2) if len(ends.tokens) and len(slot.session.received) else 0
             block = slot.session.block()
             shares.append(Share(slot, slot.num_uncomputed_tokens, block, slot.session.branches))
             self._check_tree(block, slot.session.branches)
-        self.slots.grow()
-        shares = Masks(self.slots, ignore).applied(shares, 0.0)
+        self.sessions.grow()
+        shares = self.sessions.masked(shares, 0.0, ignore)
         result = ModelRunner(self.pages, {}).run(shares)
         self.step = [(slot.key, replace(each, queue_s=0.0, verify_s=0.0)) for slot, each in result.verified]
 
@@ -287,7 +283,7 @@ class SmallVerifier:
         for key, frame in before:
             self._take(key, frame)
         for key, verified in results:
-            if (slot := self.slots.get(key)) is not None:
+            if (slot := self.sessions.get(key)) is not None:
                 self.sessions.commit(slot, verified, 0.0)
         held, self.held = self.held[len(before) :], []
         for key, frame in held:
@@ -295,7 +291,7 @@ class SmallVerifier:
 
     def _asks(self, key: int) -> None:
         """Let the own drafter go on with a text."""
-        slot = self.slots.get(key)
+        slot = self.sessions.get(key)
         assert slot is not None
         ends = slot.session.ends
         assert ends is not None
@@ -316,6 +312,6 @@ class SmallVerifier:
 
     def check(self, is_text: Callable[[Sequence[int]], bool]) -> None:
         """Check that every transcript is the target's."""
-        for slot in self.slots:
+        for slot in self.sessions:
             if not is_text(slot.session.transcript):
                 raise Violation(f"{slot.session.transcript} is not the target's text")

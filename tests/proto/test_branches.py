@@ -9,7 +9,7 @@ import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, committed
 
-from outrider.cloud.serving.inbox import Inbox
+from outrider.cloud.serving.engine import Inbox
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.likely_branches import MAX_BRANCHES, RUNNERS_UP, MissShares, likely_branches

@@ -13,7 +13,7 @@ from small_states import Interned, clone
 from small_world import Parts, World
 from state_search import Found, Search
 
-from outrider.cloud.serving.slots import Slots
+from outrider.cloud.serving.sessions import Sessions
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import received, stream, tree, verifier
 
@@ -179,7 +179,7 @@ def silent_drafters_are_asked_again(monkeypatch) -> Rules:
 
 def slots_stay(monkeypatch) -> Rules:
     """Wrong: a slot is not freed."""
-    monkeypatch.setattr(Slots, "release", lambda *_: None)
+    monkeypatch.setattr(Sessions, "release", lambda *_: None)
     return WHOLE["plain decoding"]
 
 

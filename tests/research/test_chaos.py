@@ -13,7 +13,6 @@ from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.sessions import Sessions
-from outrider.cloud.serving.slots import Slots
 from outrider.coordinator.key_places import KeyPlaces
 from outrider.coordinator.lease_admission import CallerAdmission
 from outrider.proto.plumbing.loop_watch import Stillness
@@ -58,7 +57,7 @@ def keep_the_place(patch: pytest.MonkeyPatch) -> None:
 
 def keep_the_pages(patch: pytest.MonkeyPatch) -> None:
     """A slot that is freed keeps its KV pages."""
-    patch.setattr(Slots, "_give_back", lambda self, slot: None)
+    patch.setattr(Sessions, "_give_back", lambda self, slot: None)
 
 
 def keep_the_lease(patch: pytest.MonkeyPatch) -> None:
@@ -90,7 +89,7 @@ def lose_a_token_on_resume(patch: pytest.MonkeyPatch) -> None:
 
 def lose_goaway(patch: pytest.MonkeyPatch) -> None:
     """A session that is evicted is not told so."""
-    patch.setattr(Slots, "evict", lambda self, slot, reason: self.release(slot))
+    patch.setattr(Sessions, "evict", lambda self, slot, reason: self.release(slot))
 
 
 def finish_without_usage(patch: pytest.MonkeyPatch) -> None:

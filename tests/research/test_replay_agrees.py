@@ -13,7 +13,7 @@ import pytest
 
 from outrider.bench.benchmark.bench_verifier import VerifierProcess
 from outrider.bench.benchmark.measure import Measured, measure_text
-from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.built_in_prompts import held_out
 from outrider.deploy.link.link_process import LinkProcess

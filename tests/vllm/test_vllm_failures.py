@@ -119,7 +119,7 @@ def test_texts_go_on_elsewhere_when_vllm_fails(tensor_parallel, harm, texts) -> 
             edge = EdgeConfig(coordinator=address, model="reference", drafter="ngram", threads=1, retry=QUICK)
             async with Client(edge) as client:
                 running = asyncio.create_task(texts_of(client))
-                await until(lambda: broken._engine.meter.step_s.value > 0)
+                await until(lambda: broken._engine.step_s.value > 0)
                 broken._engine.inbox.post(lambda: harm(broken))  # vLLM's workers are called from one thread
                 found, resumes = await asyncio.wait_for(running, 120)
                 await until(lambda: bool(failed))

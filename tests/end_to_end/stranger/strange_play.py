@@ -227,10 +227,10 @@ class Play:
     async def _check_is_empty(self, served: VerifierServer) -> None:
         engine: Any = served._engine
         for _ in range(int(EMPTY_WITHIN_S / 0.05)):
-            if not len(engine.slots) and not engine.backend.capacity.used_pages:
+            if not len(engine.sessions) and not engine.backend.capacity.used_pages:
                 return
             await asyncio.sleep(0.05)
-        self.complaints.append(f"is left: {len(engine.slots)} slots, {engine.backend.capacity}")
+        self.complaints.append(f"is left: {len(engine.sessions)} slots, {engine.backend.capacity}")
 
     # --- a text ---
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
 from outrider.proto.policy import Smoothed, StepCost
 from outrider.proto.policy.patience import batching_delay_s
-from outrider.proto.session.verifier import VerifierRules, VerifierSession, tokens_before_scores, unscored_tokens
+from outrider.proto.session.verifier import VerifierRules, tokens_before_scores, unscored_tokens
 from outrider.proto.types import BlockBranch, DraftToken, token_ids
+
+if TYPE_CHECKING:
+    from outrider.cloud.serving.slots import Slot
 
 MAX_SCORED_ROWS = 128  # of these, rows whose logits are all kept for log probabilities of prompts: [rows, vocab]
 MIN_PREFILL_ROWS = 16  # beside those who decode, whatever a row costs
@@ -38,30 +41,8 @@ def credit_of(rules: VerifierRules, num_sessions: int) -> int:
     return max(min(rules.max_drafts, rules.max_credit), rules.max_credit // crowd)
 
 
-class Candidate(Protocol):
-    """A session that could take part in a step."""
-
-    @property
-    def session(self) -> VerifierSession:
-        """The session machine."""
-        ...
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
-        ...
-
-    @property
-    def ready_since(self) -> float:
-        """Time of its newest commit or, before the first, of its admission, in seconds."""
-        ...
-
-
-CandidateT = TypeVar("CandidateT", bound=Candidate)
-
-
 @dataclass(frozen=True, slots=True)
-class Share(Generic[CandidateT]):
+class Share:
     """One session's share of a step.
 
     Attributes:
@@ -72,7 +53,7 @@ class Share(Generic[CandidateT]):
             token.
     """
 
-    slot: CandidateT
+    slot: Slot
     num_tokens: int
     block: tuple[DraftToken, ...] | None
     branches: tuple[BlockBranch, ...] = ()
@@ -99,7 +80,7 @@ class Share(Generic[CandidateT]):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch(Generic[CandidateT]):
+class Batch:
     """The engine's next action: a step, or a time to look again.
 
     Attributes:
@@ -108,7 +89,7 @@ class Batch(Generic[CandidateT]):
         delayed: whether a step could begin now but waits for the drafts of others.
     """
 
-    shares: Sequence[Share[CandidateT]] = ()
+    shares: Sequence[Share] = ()
     wake_at: float = math.inf
     delayed: bool = False
 
@@ -184,7 +165,7 @@ class Batching:
     row_s: float = 0.0
     _prompts_round_up: bool = False
 
-    def measure(self, batch: Batch[CandidateT], seconds: float, num_sessions: int) -> None:
+    def measure(self, batch: Batch, seconds: float, num_sessions: int) -> None:
         """Learn from a step that took `seconds`, while `num_sessions` run."""
         of_prompts = sum(share.num_rows for share in batch.shares if not share.only_decodes)
         if not of_prompts:
@@ -194,16 +175,16 @@ class Batching:
             rest_s = self.cost.seconds(max(1, batch.num_rows - of_prompts))
             self.prefill_row_s.add(max(0.0, seconds - rest_s) / of_prompts)
 
-    def plan(self, candidates: Iterable[CandidateT], now: float) -> Batch[CandidateT]:
+    def plan(self, candidates: Iterable[Slot], now: float) -> Batch:
         """Return the step that should begin now, or when to look again.
 
         Args:
             candidates: sessions that could take part, longest admitted first.
             now: time on the clock of the sessions' events.
         """
-        due: list[CandidateT] = []
-        waiting: list[CandidateT] = []
-        reading: list[CandidateT] = []
+        due: list[Slot] = []
+        waiting: list[Slot] = []
+        reading: list[Slot] = []
         wake_at = math.inf
         for slot in candidates:
             if slot.num_uncomputed_tokens > 1:
@@ -222,7 +203,7 @@ class Batching:
             return Batch(self._limited_shares((*due, *co_scheduled), reading, now))
         return Batch(self._shares((*due, *co_scheduled), reading, now))
 
-    def share_of(self, slot: CandidateT, max_tokens: int) -> Share[CandidateT]:
+    def share_of(self, slot: Slot, max_tokens: int) -> Share:
         """Return the next `max_tokens` of a transcript, followed by the drafts where these are the last."""
         uncomputed = slot.num_uncomputed_tokens
         if uncomputed > max_tokens:
@@ -230,7 +211,7 @@ class Batching:
         block = slot.session.block(self.base_s, self.row_s)
         return Share(slot, uncomputed, block, slot.session.branches)
 
-    def _delay_s(self, due: Sequence[Candidate], waiting: Sequence[Candidate], now: float) -> float:
+    def _delay_s(self, due: Sequence[Slot], waiting: Sequence[Slot], now: float) -> float:
         """Return by how many seconds to delay the step, because others will have their drafts by then."""
         if not waiting:
             return 0.0
@@ -238,9 +219,7 @@ class Batching:
         tokens = sum(slot.session.prospect(self.base_s, self.row_s, now).tokens_now for slot in due)
         return batching_delay_s(tokens, prospects, max(self.base_s, _MIN_STEP_S))
 
-    def _shares(
-        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], now: float
-    ) -> tuple[Share[CandidateT], ...]:
+    def _shares(self, decoding: Sequence[Slot], reading: Sequence[Slot], now: float) -> tuple[Share, ...]:
         """Return shares of all sessions that decode, and of prompts as far as there is room."""
         shares = [self.share_of(slot, 1) for slot in decoding]
         room = self._prefill_rows(sum(share.num_rows for share in shares))
@@ -258,7 +237,7 @@ class Batching:
         spare_s = max(self.max_gap_s - without_s, PREFILL_SHARE * without_s)
         return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(spare_s / self.prefill_row_s.value)))
 
-    def _prompts(self, reading: Sequence[CandidateT], room: int, now: float) -> list[Share[CandidateT]]:
+    def _prompts(self, reading: Sequence[Slot], room: int, now: float) -> list[Share]:
         """Return shares of prompts within `room` rows, drafts aside: the shortest first.
 
         Half of the room is kept for the prompt that has waited longest, once that is longer than `MAX_WAIT_S`: short
@@ -283,9 +262,7 @@ class Batching:
                 scored_left -= shares[-1].num_tokens if scored else 0
         return shares
 
-    def _limited_shares(
-        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], now: float
-    ) -> tuple[Share[CandidateT], ...]:
+    def _limited_shares(self, decoding: Sequence[Slot], reading: Sequence[Slot], now: float) -> tuple[Share, ...]:
         """Return shares within the limit: first of those that have been due for longest, and up to half for prompts.
 
         Half of one row is none and one in turn, so that nobody waits for ever.
@@ -296,13 +273,13 @@ class Batching:
         if decoding:
             self._prompts_round_up = not self._prompts_round_up
             room = min((limit + self._prompts_round_up) // 2, room)
-        of_prompts: list[Share[CandidateT]] = []
+        of_prompts: list[Share] = []
         for share in self._prompts(reading, room, now):
             if room > 0:
                 of_prompts.append(cut(share, room))
                 room -= of_prompts[-1].num_rows
         left = limit - sum(share.num_rows for share in of_prompts)
-        shares: list[Share[CandidateT]] = []
+        shares: list[Share] = []
         for slot in decoding:
             if left <= 0:
                 break
@@ -313,7 +290,7 @@ class Batching:
         return (*shares, *of_prompts)
 
 
-def cut(share: Share[CandidateT], max_rows: int) -> Share[CandidateT]:
+def cut(share: Share, max_rows: int) -> Share:
     """Return a share without the drafts that exceed `max_rows`."""
     if share.block is None:
         return share

@@ -22,8 +22,8 @@ from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.lease_end import LeaseEnds
 from outrider.cloud.serving.metering import limit_of, meter_of
+from outrider.cloud.serving.sessions import opened_twice
 from outrider.cloud.serving.stream_outbox import Stalls, StreamOutbox
-from outrider.cloud.serving.stream_state import opened_twice
 from outrider.cloud.serving.verifier_tracing import VerifierTracing
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec

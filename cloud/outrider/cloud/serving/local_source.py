@@ -16,7 +16,8 @@ from typing import Protocol
 from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTask
 from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
 from outrider.cloud.serving.batching import Batching, Share
-from outrider.cloud.serving.slots import Slot, Slots
+from outrider.cloud.serving.sessions import Sessions
+from outrider.cloud.serving.slots import Slot
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule
 from outrider.proto.plumbing.logs import about
@@ -77,19 +78,13 @@ class _Followed:
 
 
 class NoSource:
-    """No drafts beside the target: what the engine drives where there are none.
+    """No drafts beside the target: what the engine drives where there are none."""
 
-    Attributes:
-        here: the drafter as new sessions see it; None: there is none, or it is broken.
-    """
-
-    here: DraftingHere | None = None
-
-    def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
+    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
         """Draft for the sessions of one engine.
 
         Args:
-            slots: its sessions.
+            sessions: its sessions, which learn of the drafter here.
             batching: its rules of a batch, with what it has measured.
             post: has an event carried out in the engine's thread.
             metrics: its metrics.
@@ -98,7 +93,7 @@ class NoSource:
     def drive(self, now: float) -> None:
         """Let every session's drafter do what is due, before a step is planned, and close the texts that have left."""
 
-    def begin(self, shares: Sequence[Share[Slot]], now: float) -> None:
+    def begin(self, shares: Sequence[Share], now: float) -> None:
         """Let the drafter of each session work while the step of `shares` runs."""
 
     def stop(self) -> None:
@@ -108,7 +103,7 @@ class NoSource:
 class LocalSource(NoSource):
     """The drafter, its threads, and the texts that it follows."""
 
-    _slots: Slots
+    _sessions: Sessions
     _batching: Batching
     _post: Post
     _metrics: VerifierMetrics
@@ -121,29 +116,30 @@ class LocalSource(NoSource):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Draft with `own` in `threads`; a second of it is worth `price` seconds of waiting (None: derived)."""
-        self.here = DraftingHere(own.name, price)
+        self._here = DraftingHere(own.name, price)
         self._own = own
         self._threads = threads
         self._clock = clock
         self._texts: dict[Slot, _Followed] = {}
         self._failures = 0
 
-    def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
+    def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
         """Draft for the sessions of one engine."""
-        self._slots, self._batching, self._post, self._metrics = slots, batching, post, metrics
+        self._sessions, self._batching, self._post, self._metrics = sessions, batching, post, metrics
+        sessions.here = self._here
         metrics.watch_drafting(self._own.name, lambda: self._threads.num_waiting)
 
     def drive(self, now: float) -> None:
         """Issue the jobs that are due, and close the texts whose sessions have left."""
-        for followed in [each for slot, each in self._texts.items() if self._slots.get(slot.key) is not slot]:
+        for followed in [each for slot, each in self._texts.items() if self._sessions.get(slot.key) is not slot]:
             self._leave(followed)
         stuck = sum(each.task is not None and each.task.is_stuck(now) for each in self._texts.values())
-        if stuck >= self._threads.num_threads and self.here is not None:
+        if stuck >= self._threads.num_threads and self._sessions.here is not None:
             self._give_up(f"is stuck in all of its {stuck} threads")
-        for slot in self._slots.running():
+        for slot in self._sessions.running():
             self._ask(slot, now, None)
 
-    def begin(self, shares: Sequence[Share[Slot]], now: float) -> None:
+    def begin(self, shares: Sequence[Share], now: float) -> None:
         """Issue the jobs of the sessions that take part in a step."""
         for share in shares:
             if share.block is not None:
@@ -240,7 +236,7 @@ class LocalSource(NoSource):
         self._failures += 1
         if followed := self._texts.get(slot):
             self._leave(followed)
-        if self.here is None:
+        if self._sessions.here is None:
             return
         line = "the drafter %s failed here; a text goes on without"
         log.warning(line, self._own.name, extra=about(slot.session.id, error=error))
@@ -249,10 +245,10 @@ class LocalSource(NoSource):
 
     def _give_up(self, reason: str) -> None:
         """Draft no more, in any text."""
-        self.here = None
+        self._sessions.here = None
         self._metrics.stop_drafting()
         log.warning("the drafter %s %s; none is drafted here any more", self._own.name, reason)
-        for slot in self._slots:
+        for slot in self._sessions:
             slot.session.draft_here_no_more()
         for followed in list(self._texts.values()):
             self._leave(followed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from outrider.cloud.serving.slots import KeyLimit
+from outrider.cloud.serving.slots import NO_KEY, KeyLimit
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.lease import LeaseClaim
 from outrider.proto.plumbing.access import Bucket, Meters
@@ -94,6 +94,6 @@ def meter_of(
     return meter
 
 
-def limit_of(claim: LeaseClaim | None) -> KeyLimit | None:
-    """Return the API key of the lease and its limit of sessions, if it has a key."""
-    return KeyLimit(claim.key, claim.max_sessions) if claim is not None and claim.key else None
+def limit_of(claim: LeaseClaim | None) -> KeyLimit:
+    """Return the API key of the lease and its limit of sessions."""
+    return KeyLimit(claim.key, claim.max_sessions) if claim is not None else NO_KEY

@@ -13,15 +13,13 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from outrider.cloud.serving.batching import Batch, Batching, Share, cut
-from outrider.cloud.serving.masks import Masks
-from outrider.cloud.serving.runner import StepResult
-from outrider.cloud.serving.sessions import verifier_failed
-from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot, Slots, key_name
+from outrider.cloud.serving.runner import Runner
+from outrider.cloud.serving.sessions import Sessions, verifier_failed
+from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
@@ -38,47 +36,6 @@ log = logging.getLogger(__name__)
 
 class VerifierFailed(Exception):
     """Steps fail whatever they are for: the process should end, and its sessions go on elsewhere."""
-
-
-class Runner(Protocol):
-    """Whatever runs a batch on the target."""
-
-    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
-        """Compute every share's rows and verify its drafts; raise whatever the target raises."""
-        ...
-
-
-class Probe:
-    """A text of the verifier's own, planned, computed and committed like any other."""
-
-    def __init__(self, rules: VerifierRules, backend: Backend, batching: Batching, runner: Runner) -> None:
-        self._rules = rules
-        self._backend = backend
-        self._batching = batching
-        self._runner = runner
-
-    def run(self) -> None:
-        """Decode a few tokens, as far as there are KV pages for them; raise whatever goes wrong."""
-        capacity = self._backend.capacity
-        room = min(capacity.free_pages * capacity.page_size, self._rules.context_length)
-        if room < 2:
-            return
-        rules, now = self._rules, 0.0
-        length = min(PROBE_TOKENS, room - 1)
-        prompt = tuple((i + 1) * rules.vocab_size // (length + 1) for i in range(length))  # the first are often special
-        sampling = Sampling(max_tokens=2, ignore_eos=True)
-        frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
-        session = VerifierSession(frame, rules, now)
-        handle = self._backend.open()
-        slot = Slot(-1, session, Outbox(), now, handle=handle)
-        try:
-            self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
-            while session.finish is None:
-                for _, verified in self._runner.run(self._batching.plan([slot], math.inf).shares).verified:
-                    session.on_verified(verified, now)
-                slot.forget_drafts(self._backend)
-        finally:
-            self._backend.release(handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,35 +68,35 @@ class Recovery:
 
     def __init__(
         self,
-        slots: Slots,
+        sessions: Sessions,
         batching: Batching,
-        probe: Probe,
         backend: Backend,
-        step: Callable[[Batch[Slot]], None],
-        masks: Masks,
+        rules: VerifierRules,
+        runner: Runner,
+        step: Callable[[Batch], None],
+        masked: Callable[[Sequence[Share]], list[Share]],
         count_corrupted: Callable[[], None],
-        clock: Callable[[], float],
     ) -> None:
-        """Judge for one engine.
+        """Judge for the engine of `sessions`, by `batching` on `backend`.
 
         Args:
-            slots: its sessions.
+            sessions: those of the engine.
             batching: its rules of a batch.
-            probe: text of its own.
             backend: its target.
-            step: makes a step again.
-            masks: its sessions' grammars.
+            rules: rules that sessions are told.
+            runner: runs steps of the verifier's own text.
+            step: makes a step of the engine again.
+            masked: returns the shares whose grammars, if any, have answered.
             count_corrupted: called for each session that ends since the target's logits are no numbers.
-            clock: time of the engine, seconds.
         """
-        self._slots = slots
+        self._sessions = sessions
         self._batching = batching
-        self._probe = probe
         self._backend = backend
+        self._rules = rules
+        self._runner = runner
         self._step = step
-        self._masks = masks
+        self._masked = masked
         self._count_corrupted = count_corrupted
-        self._clock = clock
         self._failed_keys: set[str] = set()
         self._failed_plans = 0
 
@@ -151,7 +108,7 @@ class Recovery:
         """Note that a plan has succeeded."""
         self._failed_plans = 0
 
-    def after_step(self, batch: Batch[Slot]) -> None:
+    def after_step(self, batch: Batch) -> None:
         """Make a step that failed again, in smaller steps if need be; end the sessions that are at fault.
 
         Raises:
@@ -171,7 +128,7 @@ class Recovery:
             VerifierFailed: none of them is at fault, or planning fails for none alone but again and again for all.
         """
         self._failed_plans += 1
-        for slot in self._slots.running():
+        for slot in self._sessions.running():
             try:
                 plan(slot)
             except Exception as error:  # a session's report may meet any defect
@@ -186,16 +143,14 @@ class Recovery:
         Raises:
             VerifierFailed: it is not at fault.
         """
-        self._slots.release(slot)  # the probe may need its pages
+        self._sessions.release(slot)  # the probe may need its pages
         if isinstance(error, FloatingPointError):
             self._count_corrupted()
         session = slot.session
         whole = Goaway("the session cannot be kept", epoch=session.epoch) if session.finish is not None else None
         self.refuse(slot.outbox, slot.limit, error, whole)
 
-    def refuse(
-        self, outbox: Outbox, limit: KeyLimit | None, error: Exception, ending: CloudFrame | None = None
-    ) -> None:
+    def refuse(self, outbox: Outbox, limit: KeyLimit, error: Exception, ending: CloudFrame | None = None) -> None:
         """Answer a session without a slot, for which something failed, by `ending` or else by an error.
 
         `limit` names its API key; sessions without one count as those of one key.
@@ -205,7 +160,7 @@ class Recovery:
         """
         try:
             self._check_verifier()
-            self._failed_keys.add(key_name(limit))
+            self._failed_keys.add(limit.key)
             if len(self._failed_keys) >= MAX_IN_A_ROW:
                 raise VerifierFailed(f"texts of {MAX_IN_A_ROW} keys failed in a row, the last with {error!r}")
         except VerifierFailed:
@@ -221,11 +176,36 @@ class Recovery:
         """
         for tries_left in (1, 0):
             try:
-                self._probe.run()
+                self.decode_own_text()
                 return
             except Exception as error:  # torch may raise anything
                 if not tries_left:
                     raise VerifierFailed(f"a text of its own fails with {error!r}") from error
+
+    def decode_own_text(self) -> None:
+        """Plan, compute and commit a few tokens of a text of the verifier's own, as any other.
+
+        It is as long as there are KV pages for. What goes wrong is raised, whatever it is.
+        """
+        capacity, rules, now = self._backend.capacity, self._rules, 0.0
+        room = min(capacity.free_pages * capacity.page_size, rules.context_length)
+        if room < 2:
+            return
+        length = min(PROBE_TOKENS, room - 1)
+        prompt = tuple((i + 1) * rules.vocab_size // (length + 1) for i in range(length))  # the first are often special
+        sampling = Sampling(max_tokens=2, ignore_eos=True)
+        frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
+        session = VerifierSession(frame, rules, now)
+        handle = self._backend.open()
+        slot = Slot(-1, session, Outbox(), now, handle=handle)
+        try:
+            self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
+            while session.finish is None:
+                for _, verified in self._runner.run(self._batching.plan([slot], math.inf).shares).verified:
+                    session.on_verified(verified, now)
+                slot.forget_drafts(self._backend)
+        finally:
+            self._backend.release(handle)
 
     def _in_parts(self, parts: Sequence[Part], error: Exception) -> int:
         """Compute in smaller steps what failed with `error`.
@@ -253,10 +233,10 @@ class Recovery:
 
     def _attempt(self, parts: Sequence[Part]) -> int | Exception:
         """Make a step for those that still run, and return its rows, or what went wrong."""
-        here = set(self._slots.running())
+        here = set(self._sessions.running())
         running = [part for part in parts if part.slot in here]
         try:
-            batch = Batch(self._masks.applied([self._share(part) for part in running], self._clock()))
+            batch = Batch(self._masked([self._share(part) for part in running]))
             if batch.shares:
                 self._step(batch)
             return batch.num_rows
@@ -267,7 +247,7 @@ class Recovery:
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
             return error.with_traceback(None)
 
-    def _share(self, part: Part) -> Share[Slot]:
+    def _share(self, part: Part) -> Share:
         part.slot.forget_drafts(self._backend)
         share = self._batching.share_of(part.slot, part.max_tokens)
         return cut(share, share.num_tokens + part.max_drafts)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from outrider.cloud.serving.batching import Share
 from outrider.cloud.serving.slots import Slot
-from outrider.cloud.serving.step_timing import StepTimes
 from outrider.cloud.target.backend import Backend, StepRow, VerificationBranch
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.projection import Projection
@@ -21,20 +21,55 @@ from outrider.proto.types import DraftToken, PromptLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
+class StepTiming:
+    """The time of one step by stage, seconds.
+
+    Attributes:
+        sessions: number that took part.
+        rows: rows of the forward pass.
+        forward_s: the model's pass.
+        sample_s: from logits to tokens and steering vectors.
+        overhead_s: all else since the step before it, but for waiting: events, planning, commits, other threads.
+    """
+
+    sessions: int
+    rows: int
+    forward_s: float
+    sample_s: float
+    overhead_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The results of a step.
 
     Attributes:
         verified: result of each session that has read its prompt to the end.
-        times: moments of the step.
+        began, forwarded, sampled, ended: moments of the step on the engine's clock, in seconds.
         logits: [rows, vocab] raw ones of the verified rows, in the same order, until the next step; None: not at hand.
         scored: log probabilities of prompts that sessions wanted, which come before their first commits.
     """
 
     verified: Sequence[tuple[Slot, Verified]]
-    times: StepTimes
-    logits: torch.Tensor | None
+    began: float
+    forwarded: float
+    sampled: float
+    ended: float
+    logits: torch.Tensor | None = None
     scored: Sequence[tuple[Slot, PromptLogprobs]] = ()
+
+    @property
+    def verify_s(self) -> float:
+        """Time of the step in seconds, with the wait where steps have a minimum."""
+        return self.ended - self.began
+
+
+class Runner(Protocol):
+    """Whatever runs a batch on the target."""
+
+    def run(self, shares: Sequence[Share]) -> StepResult:
+        """Compute every share's rows and verify its drafts; raise whatever the target raises."""
+        ...
 
 
 class ModelRunner:
@@ -65,7 +100,7 @@ class ModelRunner:
         self.min_step_s = min_step_s
         self._clock = clock
 
-    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+    def run(self, shares: Sequence[Share]) -> StepResult:
         """Compute every share's rows and verify its drafts, along a branch where the target's tokens follow one.
 
         Raises:
@@ -85,8 +120,9 @@ class ModelRunner:
         ]
         vectors = self._vectors.of([share.slot.session.wanted_vector for share, _, _ in done], output.taps)
         sampled_at = self._clock()
-        self._wait_until(began + self.min_step_s)
-        times = StepTimes(began, output.forwarded, sampled_at, self._clock())
+        if (left_s := began + self.min_step_s - sampled_at) > 0:
+            time.sleep(left_s)
+        ended = self._clock()
         verified = [
             (
                 share.slot,
@@ -94,7 +130,7 @@ class ModelRunner:
                     path[: len(sampled.tokens) - 1],
                     sampled.tokens,
                     max(0.0, began - share.slot.ready_since),
-                    times.verify_s,
+                    ended - began,
                     sampled.reward,
                     vector,
                     max(0, share.num_drafts - len(path)),
@@ -106,9 +142,9 @@ class ModelRunner:
             (slot, PromptLogprobs(start, scores, slot.session.epoch))
             for (slot, start), scores in zip(scoring, output.scores, strict=True)
         ]
-        return StepResult(verified, times, output.logits, scored)
+        return StepResult(verified, began, output.forwarded, sampled_at, ended, output.logits, scored)
 
-    def _row(self, share: Share[Slot]) -> StepRow:
+    def _row(self, share: Share) -> StepRow:
         """Return a row of the next uncomputed tokens, and of the drafts where these are the last."""
         slot, start = share.slot, share.slot.handle.length
         session = slot.session
@@ -134,11 +170,6 @@ class ModelRunner:
         tapped = session.wanted_vector is not None
         beside = [VerificationBranch.of(verification, *each) for each in zip(share.branches, masks, strict=True)]
         return StepRow(slot.handle, tokens, verification, tapped, scored, top, tuple(beside))
-
-    def _wait_until(self, end: float) -> None:
-        left_s = end - self._clock()
-        if left_s > 0:
-            time.sleep(left_s)
 
 
 def _verification_input(slot: Slot, block: tuple[DraftToken, ...], allowed: np.ndarray | None) -> VerificationInput:

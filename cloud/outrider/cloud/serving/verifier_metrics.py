@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from outrider.cloud.learning.inclusion import LessonKind
 from outrider.cloud.learning.lessons import Lost
-from outrider.cloud.serving.slots import Slots
+from outrider.cloud.serving.runner import StepTiming
+from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
@@ -139,38 +140,30 @@ class VerifierMetrics:
         )
         self._draining = self._own(Gauge, "verifier_draining", "1 while sessions are sent elsewhere.")
 
-    def watch(
-        self,
-        slots: Slots,
-        backend: Backend,
-        *,
-        max_sessions: int,
-        credit: Callable[[], int],
-        draining: Callable[[], bool],
-    ) -> None:
+    def watch(self, sessions: Sessions, backend: Backend, max_sessions: int) -> None:
         """Read the state of an engine whenever somebody asks for it."""
         self._max_sessions.set(max_sessions)
-        self._sessions_running.set_function(lambda: min(self._running, slots.num_running))
-        self._sessions_waiting.set_function(lambda: max(0, slots.num_running - self._running))
+        self._sessions_running.set_function(lambda: min(self._running, sessions.num_running))
+        self._sessions_waiting.set_function(lambda: max(0, sessions.num_running - self._running))
         self._kv_usage.set_function(lambda: backend.capacity.used_pages / backend.capacity.pages)
-        self._kept.set_function(lambda: slots.num_parked)
-        self._credit.set_function(credit)
+        self._kept.set_function(lambda: sessions.num_parked)
+        self._credit.set_function(lambda: sessions.credit)
         self._used_pages.set_function(lambda: backend.capacity.used_pages)
         self._free_pages.set_function(lambda: backend.capacity.free_pages)
-        self._draining.set_function(lambda: float(draining()))
+        self._draining.set_function(lambda: float(sessions.draining))
 
     def begin_text(self, tokens: int, cached_tokens: int) -> None:
         """Count a transcript that begins to be computed, and what the KV cache holds of it."""
         self._prefix_queries.inc(tokens)
         self._prefix_hits.inc(cached_tokens)
 
-    def step(self, sessions: int, rows: int, forward_s: float, sample_s: float, overhead_s: float) -> None:
-        """Count a step for `sessions` sessions; times in seconds."""
-        self._running = sessions
-        self._rows.observe(rows)
-        self._forward.observe(forward_s)
-        self._sample.observe(sample_s)
-        self._overhead.observe(overhead_s)
+    def step(self, timing: StepTiming) -> None:
+        """Count a step."""
+        self._running = timing.sessions
+        self._rows.observe(timing.rows)
+        self._forward.observe(timing.forward_s)
+        self._sample.observe(timing.sample_s)
+        self._overhead.observe(timing.overhead_s)
 
     def commit(self, commit: Commit) -> None:
         """Count a commit that goes to an edge."""

@@ -25,7 +25,7 @@ from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.lease_end import LeaseEnds
 from outrider.cloud.serving.own_drafter import local_source
-from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.serving.verifier_report import report_service
 from outrider.cloud.serving.verifier_tracing import VerifierTracing
 from outrider.cloud.target.backend import TargetFacts
@@ -127,14 +127,7 @@ class VerifierServer:
         """Begin to serve, and return the address as host:port."""
         self._loop = asyncio.get_running_loop()
         if self._config.metrics_listen:  # a thread of its own, before gRPC's
-            sessions = self._engine.sessions
-            self._engine.metrics.watch(
-                self._engine.slots,
-                self._backend,
-                max_sessions=self._config.max_sessions,
-                credit=lambda: sessions.credit,
-                draining=lambda: sessions.draining,
-            )
+            self._engine.metrics.watch(self._engine.sessions, self._backend, self._config.max_sessions)
             self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
         # A limit of calls in all would hold for health checks, too. A relay's streams share one connection.
         streams = max(MAX_STREAMS_OF_CONNECTION, 4 * self._config.max_sessions)
@@ -157,10 +150,10 @@ class VerifierServer:
     async def drain(self, grace_s: float = 10.0) -> int:
         """Send every session elsewhere, wait for them to go, and return how many there were."""
         await self._health.close()
-        sessions = self._engine.slots.num_running
+        sessions = self._engine.sessions.num_running
         self._engine.post_drain()
         until = time.monotonic() + grace_s
-        while self._engine.slots.num_running and time.monotonic() < until:  # noqa: ASYNC110 - counted in another thread
+        while self._engine.sessions.num_running and time.monotonic() < until:  # noqa: ASYNC110 - counted in another thread
             await asyncio.sleep(0.02)
         return sessions
 
@@ -196,7 +189,7 @@ class VerifierServer:
 
     def take_step_timings(self) -> list[StepTiming]:
         """Return the times of the steps since the last call, oldest first; the newest few thousand are kept."""
-        timings = self._engine.meter.timings
+        timings = self._engine.timings
         return [timings.popleft() for _ in range(len(timings))]
 
     def set_pace(self, min_step_s: float) -> None:
@@ -214,8 +207,8 @@ class VerifierServer:
             address=self._address,
             model=self.rules.model,
             state=self._health.state(self._engine.sessions),
-            sessions=self._engine.slots.num_running,
-            step_s=self._engine.meter.step_s.value,
+            sessions=self._engine.sessions.num_running,
+            step_s=self._engine.step_s.value,
             kv_pages_free=self._backend.capacity.free_pages,
             release=release(),
             max_sessions=self._config.max_sessions,
@@ -234,7 +227,7 @@ class VerifierServer:
     @property
     def texts_of_keys(self) -> dict[str, dict[str, float]]:
         """Seconds for which each text has gone on, by API key and session."""
-        return self._engine.slots.texts_of_keys(time.monotonic())
+        return self._engine.sessions.texts_of_keys(time.monotonic())
 
     def send_away(self, sessions: frozenset[str]) -> None:
         """End the texts of these sessions here; a coordinator decides whether they go on."""

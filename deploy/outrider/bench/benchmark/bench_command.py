@@ -24,7 +24,7 @@ from outrider.bench.environment import environment
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.plot import check_drawing
 from outrider.bench.record import check_file, save
-from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, held_out, read_prompts

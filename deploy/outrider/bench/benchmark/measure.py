@@ -12,7 +12,7 @@ from typing import Any
 from outrider.bench.bench_metrics import latencies, pooled, work_per_token
 from outrider.bench.benchmark.bench_record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
-from outrider.cloud.serving.step_timing import StepTiming
+from outrider.cloud.serving.runner import StepTiming
 from outrider.deploy.built_in_prompts import Prompt
 from outrider.edge import Client, Sampling, Tokens
 from outrider.edge.decoding import Observer
