@@ -13,7 +13,7 @@ from outrider.cloud.serving.heartbeat import EngineCondition, HealthRules
 from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.metering import TextMeter, limit_of, meter_of
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
-from outrider.cloud.serving.stream_state import StreamState
+from outrider.cloud.serving.stream_outbox import StreamState
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.lease import verify_lease

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.serving import lease_end
-from outrider.cloud.serving.lease_end import LeaseEnds
-from outrider.cloud.serving.stream_outbox import StreamOutbox
+from outrider.cloud.serving import stream_outbox
+from outrider.cloud.serving.stream_outbox import LeaseEnds, StreamOutbox
 from outrider.proto.lease import LeaseClaim
 from outrider.proto.types import Goaway
 
@@ -58,7 +57,7 @@ def test_one_that_coordinators_ask_sends_it_away_when_the_next_asks_once() -> No
 
 
 def test_no_text_goes_on_for_ever_without_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_end, "OVERTIME_S", 0.01)
+    monkeypatch.setattr(stream_outbox, "OVERTIME_S", 0.01)
 
     async def scenario() -> None:
         ends = LeaseEnds()

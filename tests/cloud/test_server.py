@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.cloud.serving import decode_streams
 from outrider.cloud.serving.heartbeat import HealthJudge, HealthRules
 from outrider.cloud.serving.stream_outbox import StreamOutbox
-from outrider.cloud.serving.verifier_report import verifier_report
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import VOCAB, decode_by_hand, save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
@@ -823,7 +822,7 @@ async def test_a_coordinator_tells_the_text_of_a_key_from_another_of_that_name(b
     for key, epoch in (("alice", 0), ("mallory", 7)):
         lease = bench.lease(key=key, epoch=epoch)
         streams[key] = await bench.begin(waiting(bench, lease=lease, epoch=epoch))
-    report = verifier_report(bench.server)
+    report = bench.server.report()
     assert (report["admitted"], report["ends_texts_of_keys"]) == ({"alice/s": 0, "mallory/s": 7}, True)
     bench.server.send_away(frozenset({"mallory/s", "bob/s"}))
     assert isinstance(await streams["mallory"].error(), Unavailable)

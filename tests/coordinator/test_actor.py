@@ -11,12 +11,12 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from outrider.cloud.serving.lease_end import LeaseEnds
 from outrider.cloud.serving.verifier_actor import VerifierActor, start_verifier_actor
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.cluster import VerifierInfo
@@ -30,12 +30,6 @@ class ScriptedServer:
     """A `VerifierServer` as the actor uses it."""
 
     tokenizer_json = "{}"
-    tokenizer_sha256 = "a" * 64
-    metrics_address = ""
-    speaks_tls = False
-    tls_name = ""
-    admitted: ClassVar = {"s1": 0}
-    texts_of_keys: ClassVar = {"alice": {"s1": 0.5}}
 
     def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None], sink: None) -> None:
         self.config = config
@@ -44,7 +38,6 @@ class ScriptedServer:
         self.threads: set[str] = set()
         self.drained: list[float] = []
         self.stopped = False
-        self.lease_ends = LeaseEnds()
         self.sent_away: frozenset[str] = frozenset()
         self.incarnation = uuid.uuid4().hex
 
@@ -54,9 +47,9 @@ class ScriptedServer:
             raise ConfigError("cannot be loaded", field="target")
         return "127.0.0.1:4321"
 
-    def status(self) -> VerifierStatus:
+    def report(self) -> dict[str, Any]:
         self._note_thread()
-        return VerifierStatus(
+        status = VerifierStatus(
             name=self.config.name,
             address="127.0.0.1:4321",
             model="tiny",
@@ -68,6 +61,8 @@ class ScriptedServer:
             max_sessions=8,
             kv_pages=9,
         )
+        texts = {"lists_texts": True, "texts_of_keys": {"alice": {"s1": 0.5}}}
+        return asdict(status) | texts | {"tokenizer_sha256": "a" * 64, "incarnation": self.incarnation}
 
     def send_away(self, sessions: frozenset[str]) -> None:
         self.sent_away |= sessions

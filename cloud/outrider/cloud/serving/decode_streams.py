@@ -20,10 +20,9 @@ import grpc
 from outrider.cloud.grammar.grammar import Grammars
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
-from outrider.cloud.serving.lease_end import LeaseEnds
 from outrider.cloud.serving.metering import limit_of, meter_of
 from outrider.cloud.serving.sessions import opened_twice
-from outrider.cloud.serving.stream_outbox import Stalls, StreamOutbox
+from outrider.cloud.serving.stream_outbox import LeaseEnds, Stalls, StreamOutbox
 from outrider.cloud.serving.verifier_tracing import VerifierTracing
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
@@ -46,7 +45,11 @@ log = logging.getLogger(__name__)
 
 
 class DecodeStreams:
-    """Streams of one verifier, in its event loop."""
+    """Streams of one verifier, in its event loop.
+
+    Attributes:
+        lease_ends: sends sessions away whose leases have ended.
+    """
 
     def __init__(
         self,
@@ -55,10 +58,7 @@ class DecodeStreams:
         secret: bytes,
         incarnation: str,
         engine: Engine,
-        grammars: Grammars,
         health: VerifierHealth,
-        lease_ends: LeaseEnds,
-        tracing: VerifierTracing | None,
     ) -> None:
         """Serve an engine.
 
@@ -68,10 +68,10 @@ class DecodeStreams:
             secret: key that signs leases; empty: none is asked for.
             incarnation: name of this process in leases.
             engine: decodes.
-            grammars: makes matchers.
             health: knows open streams, and whether the engine is well.
-            lease_ends: sends sessions away whose leases have ended.
-            tracing: spans of commits; None: none are made.
+
+        Raises:
+            ConfigError: spans are wanted, and OpenTelemetry is not installed.
         """
         self._config = config
         self._rules = rules
@@ -79,10 +79,13 @@ class DecodeStreams:
         self._incarnation = incarnation
         self._engine = engine
         self._metrics = engine.metrics
-        self._grammars = grammars
+        target = engine.backend.facts
+        self._grammars = Grammars(
+            target.tokenizer_json, target.vocab_size, target.eos_tokens, self._metrics.killed_grammars.inc
+        )
         self._health = health
-        self._lease_ends = lease_ends
-        self._tracing = tracing
+        self.lease_ends = LeaseEnds()
+        self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
         self._max_tokens = max(rules.context_length, rules.vocab_size)
         self._half_open = HalfOpenStreams(2 * config.max_sessions + SPARE_STREAMS, self._metrics.refused_half_open.inc)
         self._stalls = Stalls(config.stall_s, rules.name, self._metrics.fail)
@@ -99,6 +102,12 @@ class DecodeStreams:
     def close(self) -> None:
         """Decode no more."""
         self._decoding.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+
+    def export_spans(self) -> None:
+        """Export pending spans; this blocks for some seconds where the collector does not answer."""
+        if self._tracing is not None:
+            self._tracing.close()
 
     # --- one stream ---
 
@@ -224,7 +233,7 @@ class DecodeStreams:
         isolation = _isolation(self._config, key, claim, opening.isolation)
         self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), limit_of(claim))
         if claim is not None:
-            self._lease_ends.begin(outbox, claim)
+            self.lease_ends.begin(outbox, claim)
 
     async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
         async for data in requests:

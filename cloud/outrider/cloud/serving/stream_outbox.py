@@ -1,4 +1,7 @@
-"""Frames from the engine's thread to the task of one stream, and the watch over clients that read none."""
+"""One stream of a verifier: its state, its frames from the engine's thread, and what ends it from outside.
+
+It is ended where its client leaves its frames unread, and where its lease has ended.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,52 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
-from outrider.cloud.serving.stream_state import StreamState
 from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.lease import LeaseClaim
 from outrider.proto.plumbing.logs import about
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.types import CloudFrame, Ping, Pong
+from outrider.proto.session import VerifierRules
+from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened, Ping, Pong
+
+OVERTIME_S = 600.0  # for which a text goes on after its lease where no coordinator is there to give another
 
 log = logging.getLogger(__name__)
+
+
+class StreamState:
+    """A stream as its verifier serves it.
+
+    Attributes:
+        session: id of its session; empty until Open has come.
+        epoch: that of the Open.
+        opened: whether its Open has been answered.
+        goes_on: whether a Continue may still follow the last commit of a turn.
+    """
+
+    def __init__(self) -> None:
+        self.session = ""
+        self.epoch = 0
+        self.opened = False
+        self.goes_on = False
+
+    def begin(self, frame: Open, rules: VerifierRules) -> None:
+        """Note the Open."""
+        self.session, self.epoch = frame.session, frame.epoch
+        self.goes_on = frame.keep_s > 0 and rules.keep_s > 0
+
+    def half_close(self) -> None:
+        """Note that no more frames will come."""
+        self.goes_on = False
+
+    def ends_after(self, frame: CloudFrame) -> bool:
+        """Note a frame that has been sent; return whether the stream ends with it."""
+        self.opened |= isinstance(frame, Opened)
+        last = isinstance(frame, Commit) and frame.finish is not None and not self.goes_on
+        return last or isinstance(frame, Goaway)
 
 
 class StreamOutbox(Outbox):
@@ -108,3 +147,41 @@ class Stalls:
         self._endings.discard(ending)
         if not ending.cancelled():
             ending.exception()  # abort always raises
+
+
+class LeaseEnds:
+    """Sends sessions away whose leases have ended, in one event loop.
+
+    An edge whose coordinator is away could not get another lease, and would lose its text after a minute. So a verifier
+    that reports to coordinators sends a session away when the next report is asked for, or after `OVERTIME_S`.
+    """
+
+    def __init__(self) -> None:
+        self._is_asked = False  # by any coordinator, ever
+        self._overdue = WeakSet[StreamOutbox]()
+
+    def begin(self, outbox: StreamOutbox, claim: LeaseClaim) -> None:
+        """Wait for the end of a stream's lease; the stream cancels `outbox.end_of_lease` when it ends itself."""
+        lasts_s = max(0.0, claim.expires_at_s - time.time())
+        outbox.end_of_lease = asyncio.get_running_loop().call_later(lasts_s, self._end, outbox)
+
+    def asked(self) -> None:
+        """Note that a coordinator asks for a report, so that edges can get leases."""
+        self._is_asked = True
+        overdue, self._overdue = self._overdue, WeakSet()
+        for outbox in overdue:
+            if not outbox.closed:
+                self._send_away(outbox)
+
+    def _end(self, outbox: StreamOutbox) -> None:
+        if not self._is_asked:
+            self._send_away(outbox)
+            return
+        self._overdue.add(outbox)
+        outbox.end_of_lease = asyncio.get_running_loop().call_later(OVERTIME_S, self._send_away, outbox)
+
+    def _send_away(self, outbox: StreamOutbox) -> None:
+        self._overdue.discard(outbox)
+        if outbox.end_of_lease is not None:
+            outbox.end_of_lease.cancel()
+        outbox.put(Goaway("the lease has expired", epoch=outbox.stream.epoch))

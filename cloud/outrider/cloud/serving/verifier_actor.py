@@ -194,9 +194,7 @@ def _node_is_draining() -> bool:
 
 
 async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
-    from outrider.cloud.serving.verifier_server import (
-        VerifierServer,  # imports torch, which starting an actor does not need
-    )
+    from outrider.cloud.serving.verifier_server import VerifierServer  # imports torch
 
     sink = None
     if config.learn:
@@ -209,9 +207,7 @@ async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callab
 
 
 async def _report(server: VerifierServer) -> dict[str, Any]:
-    from outrider.cloud.serving.verifier_report import verifier_report
-
-    return verifier_report(server)
+    return server.report()
 
 
 def start_verifier_actor(

@@ -1,44 +1,44 @@
-"""The verifier's gRPC server: its parts, and their life in one process."""
+"""The verifier's gRPC server: its parts, their life in one process, and its reports to coordinators."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
+from typing import Any
 
 import grpc
 import torch
 from grpc_health.v1 import health_pb2_grpc
 
-from outrider.cloud.grammar.grammar import Grammars
-from outrider.cloud.learning.inclusion import LessonKind
-from outrider.cloud.learning.lessons import LessonCollector, Lost, NoLessons
+from outrider.cloud.learning.lessons import LessonCollector, NoLessons
 from outrider.cloud.learning.sink import LessonSink
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.serving.decode_streams import DecodeStreams
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
-from outrider.cloud.serving.lease_end import LeaseEnds
 from outrider.cloud.serving.own_drafter import local_source
 from outrider.cloud.serving.runner import StepTiming
-from outrider.cloud.serving.verifier_report import report_service
-from outrider.cloud.serving.verifier_tracing import VerifierTracing
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.target.steering_vectors import load_projections
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.address import is_local_address
-from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import ConfigError
+from outrider.proto.channel import REPORT_METHOD, SERVER_OPTIONS
+from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
+from outrider.proto.lease import check_coordinator
 from outrider.proto.plumbing.connections import BoundedHealth, ConnectionWatch, connection_options
+from outrider.proto.plumbing.half_open import token_in
 from outrider.proto.plumbing.logs import about
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
+from outrider.proto.rpc_errors import to_status
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.status import VerifierStatus
 
@@ -50,11 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class VerifierServer:
-    """A target, its engine and their server, in this process.
-
-    Attributes:
-        lease_ends: sends sessions away whose leases have ended.
-    """
+    """A target, its engine and their server, in this process."""
 
     def __init__(
         self,
@@ -79,27 +75,34 @@ class VerifierServer:
         """
         if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
+        if config.learn and sink is None:
+            message = "needs a trainer, which runs in a Ray cluster; start the verifier there, with --ray-address"
+            raise ConfigError(message, field="learn")
         self._host = config.host  # before weights are read
-        _check_learning(config, sink)
         torch.set_num_threads(config.torch_threads)
         self._config = config
         self._secret = lease_secret
         self._backend = load_backend(config)
-        target, source = self._backend.facts, local_source(config, self._backend.facts)
+        target = self._backend.facts
+        source = local_source(config, target)
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
         self.rules = _rules(config, target)
-        self._lessons = _lessons(
-            config, target, lease_secret, sink, lambda *counted: self._engine.metrics.lessons(*counted)
-        )
+        self._lessons = NoLessons()
+        if config.learn and sink is not None:
+            self._lessons = LessonCollector(
+                config.model_id,
+                sink,
+                config.learn_positions_s,
+                tokenizer_sha256=target.tokenizer_sha256,
+                secret=lease_secret,
+                count=lambda *counted: self._engine.metrics.lessons(*counted),
+            )
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
         self._engine = Engine(
             self._backend, self.rules, config, projections, self._engine_failed, source, self._lessons
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._grammars = Grammars(
-            target.tokenizer_json, target.vocab_size, target.eos_tokens, self._engine.metrics.killed_grammars.inc
-        )
         self.incarnation = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._connections = ConnectionWatch(config.connections_per_address)
@@ -109,19 +112,7 @@ class VerifierServer:
         )
         self._address = ""
         self._metrics_server: MetricsServer | None = None
-        self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
-        self.lease_ends = LeaseEnds()
-        self._streams = DecodeStreams(
-            config,
-            self.rules,
-            lease_secret,
-            self.incarnation,
-            self._engine,
-            self._grammars,
-            self._health,
-            self.lease_ends,
-            self._tracing,
-        )
+        self._streams = DecodeStreams(config, self.rules, lease_secret, self.incarnation, self._engine, self._health)
 
     async def start(self) -> str:
         """Begin to serve, and return the address as host:port."""
@@ -134,7 +125,9 @@ class VerifierServer:
         options = [*SERVER_OPTIONS, *connection_options(), ("grpc.max_concurrent_streams", streams)]
         self._server = grpc.aio.server(options=options, interceptors=(self._connections,))
         self._server.add_generic_rpc_handlers((self._streams.service(),))
-        self._server.add_generic_rpc_handlers((report_service(self, self._secret),))
+        service, method = REPORT_METHOD.strip("/").split("/")
+        handlers = {method: grpc.unary_unary_rpc_method_handler(self._report_to)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health_service, self._server)
         port = bind(self._server, self._config.listen, self._config.tls)
         self._connections.begin(port)
@@ -166,21 +159,9 @@ class VerifierServer:
             await asyncio.to_thread(self._engine.stop)
         await asyncio.to_thread(self._backend.close)
         self._streams.close()
-        self._grammars.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
-
-    @property
-    def speaks_tls(self) -> bool:
-        """Whether edges need TLS here."""
-        return self._config.tls is not None
-
-    @property
-    def tls_name(self) -> str:
-        """Name to check its certificate for; empty: the host of its address."""
-        return "" if self._config.tls is None else name_to_expect(self._config.tls.cert, self._host)
+        await asyncio.to_thread(self._streams.export_spans)
 
     @property
     def metrics_address(self) -> str:
@@ -220,11 +201,6 @@ class VerifierServer:
         )
 
     @property
-    def admitted(self) -> dict[str, int]:
-        """Epochs of the sessions that were admitted lately."""
-        return dict(self._engine.sessions.admitted)
-
-    @property
     def texts_of_keys(self) -> dict[str, dict[str, float]]:
         """Seconds for which each text has gone on, by API key and session."""
         return self._engine.sessions.texts_of_keys(time.monotonic())
@@ -233,37 +209,58 @@ class VerifierServer:
         """End the texts of these sessions here; a coordinator decides whether they go on."""
         self._engine.post_send_away(sessions)
 
+    def report(self) -> dict[str, Any]:
+        """Return what a coordinator that asks places sessions by; `incarnation` changes with every start.
+
+        Call it in the server's event loop.
+        """
+        self._streams.lease_ends.asked()
+        admitted = dict(self._engine.sessions.admitted)  # before the texts are listed, so that none is missing in both
+        tls = self._config.tls
+        return asdict(self.status()) | {
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "metrics_address": self.metrics_address,
+            "tls": tls is not None,
+            "tls_name": "" if tls is None else name_to_expect(tls.cert, self._host),
+            "incarnation": self.incarnation,
+            "lists_texts": True,
+            "lists_admitted": True,
+            "ends_texts_of_keys": True,
+            "admitted": admitted,
+            "texts_of_keys": self.texts_of_keys,
+        }
+
+    async def _report_to(self, data: bytes, context: Any) -> bytes:
+        """Report to a coordinator that knows this address alone, and proves that it has the lease secret, if any.
+
+        Its request is a JSON object, whose `send_away` lists texts that are to end here, as `Admission.send_away` names
+        them. A coordinator in the same Ray cluster asks the actor instead.
+        """
+        try:
+            if self._secret:
+                token = token_in(context.invocation_metadata() or ())
+                check_coordinator(token, self._secret, verifier=self.rules.name, now_s=time.time())
+            if texts := _to_send_away(data):
+                self.send_away(texts)
+        except OutriderError as error:
+            await context.abort(*to_status(error))
+        return json.dumps(self.report()).encode()
+
     def _engine_failed(self) -> None:
         """Have the event loop say that nothing is served here; called from the engine's thread."""
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._health.fail(), self._loop)
 
 
-def _check_learning(config: VerifierConfig, sink: LessonSink | None) -> None:
-    """Raise `ConfigError` where lessons are wanted and nobody takes them."""
-    if config.learn and sink is None:
-        message = "needs a trainer, which runs in a Ray cluster; start the verifier there, with --ray-address"
-        raise ConfigError(message, field="learn")
-
-
-def _lessons(
-    config: VerifierConfig,
-    target: TargetFacts,
-    secret: bytes,
-    sink: LessonSink | None,
-    count: Callable[[LessonKind | Lost, int], None],
-) -> NoLessons:
-    """Return what keeps lessons for `sink`, where they are wanted."""
-    if not config.learn or sink is None:
-        return NoLessons()
-    return LessonCollector(
-        config.model_id,
-        sink,
-        config.learn_positions_s,
-        tokenizer_sha256=target.tokenizer_sha256,
-        secret=secret,
-        count=count,
-    )
+def _to_send_away(data: bytes) -> frozenset[str]:
+    try:
+        request = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("is not JSON", field="report_request") from error
+    texts = request.get("send_away", []) if isinstance(request, Mapping) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgument("must be a list of texts", field="report_request.send_away")
+    return frozenset(texts)
 
 
 def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
