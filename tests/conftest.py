@@ -158,7 +158,7 @@ def _verifiers_share_the_embedded_target() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let verifiers of this process leave the drafting to edges, which most tests are about, unless they say more."""
-    monkeypatch.setattr("outrider.cloud.serving.own_drafter.spare_cores", lambda config, target: 0)
+    monkeypatch.setattr("outrider.cloud.serving.local_source.spare_cores", lambda config, target: 0)
 
 
 @pytest.fixture(autouse=True)

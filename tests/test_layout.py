@@ -112,7 +112,7 @@ def test_the_import_graph_has_no_cycle(root) -> None:
 def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
     graph = import_graph(root)
     loading = "cloud.serving.backends"  # which of the two to load
-    serving = {name for name in graph if name.startswith(("cloud.serving.", "cloud.grammar.", "cloud.drafting."))}
+    serving = {name for name in graph if name.startswith(("cloud.serving.", "cloud.grammar."))}
     serving |= {"cloud.target.projection", "cloud.target.steering_vectors"}
     behind = {"cloud.target.recorded.straight_pass"}
     behind |= {

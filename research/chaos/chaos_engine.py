@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.cloud.drafting.draft_threads import DraftResult, DraftTask, next_task
-from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.local_source import LocalSource, NoSource
+from outrider.cloud.serving.own_drafter import DraftResult, DraftTask, OwnDrafter, next_task
 from outrider.cloud.serving.runner import StepResult
 from outrider.cloud.serving.slots import Slot
 from outrider.drafters import ProposalRule

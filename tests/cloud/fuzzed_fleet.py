@@ -17,13 +17,12 @@ import pytest
 import torch
 from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, hashing_target
 
-from outrider.cloud.drafting.draft_threads import DraftTask
-from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
 from outrider.cloud.serving import sessions
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.own_drafter import DraftTask, OwnDrafter
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics

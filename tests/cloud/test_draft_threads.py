@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.cloud.drafting import draft_threads
-from outrider.cloud.drafting.draft_threads import CHUNK, MAX_WAIT_S, STUCK_S, DraftResult, DraftTask, DraftThreads
-from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
+from outrider.cloud.serving import own_drafter
+from outrider.cloud.serving.own_drafter import (
+    CHUNK,
+    MAX_WAIT_S,
+    STUCK_S,
+    DraftedText,
+    DraftResult,
+    DraftTask,
+    DraftThreads,
+    OwnDrafter,
+)
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.session import DraftJob
@@ -71,7 +79,7 @@ class CountingDrafter:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(draft_threads, "time", clock)
+    monkeypatch.setattr(own_drafter, "time", clock)
     return clock
 
 
@@ -271,7 +279,7 @@ def test_stopping_ends_threads_and_answers_no_task_that_waits() -> None:
 
 
 def test_a_thread_that_is_stuck_is_left_behind_after_the_limit(monkeypatch) -> None:
-    monkeypatch.setattr(draft_threads, "STOP_WITHIN_S", 0.0)
+    monkeypatch.setattr(own_drafter, "STOP_WITHIN_S", 0.0)
     bench, threads = Bench(Clock()), DraftThreads(1)
     drafter = CountingDrafter(bench.clock)
     drafter.blocked.clear()

@@ -25,9 +25,9 @@ import torch
 from fuzzed_fleet import BROKEN_PLAN, NOTICED_S, PROJECTION, RANK, EngineStream, Fleet, HashedGrammar, allowed_after
 from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
 
-from outrider.cloud.drafting.drafted_text import DraftedText
 from outrider.cloud.grammar.grammar import Allowed
 from outrider.cloud.serving import recovery
+from outrider.cloud.serving.own_drafter import DraftedText
 from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.target import transformers_backend

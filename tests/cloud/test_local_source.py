@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTask
-from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.local_source import MAX_FAILURES, LocalSource
+from outrider.cloud.serving.own_drafter import STUCK_S, DraftResult, DraftTask, OwnDrafter
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.cloud.serving import own_drafter
-from outrider.cloud.serving.own_drafter import load_own_drafter, local_source, spare_cores
+from outrider.cloud.serving.local_source import local_source, spare_cores
+from outrider.cloud.serving.own_drafter import load_own_drafter
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
@@ -49,7 +49,7 @@ def test_a_drafter_for_another_tokenizer_or_none_is_refused() -> None:
 def test_auto_drafts_where_there_are_a_drafter_and_a_core(monkeypatch) -> None:
     config = VerifierConfig()
     assert local_source(config, FACTS) is None, "no core is left"
-    monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: 1)
+    monkeypatch.setattr("outrider.cloud.serving.local_source.spare_cores", lambda config, target: 1)
     assert local_source(config, OTHERS) is None
     source = local_source(config, FACTS)
     source.stop()
@@ -57,7 +57,7 @@ def test_auto_drafts_where_there_are_a_drafter_and_a_core(monkeypatch) -> None:
 
 
 def test_auto_does_without_a_named_drafter_of_another_tokenizer_and_says_so(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: 1)
+    monkeypatch.setattr("outrider.cloud.serving.local_source.spare_cores", lambda config, target: 1)
     for named, level in (("", logging.INFO), ("general", logging.WARNING)):
         with caplog.at_level(logging.INFO, "outrider.cloud"):
             assert local_source(VerifierConfig(draft_with=named), OTHERS) is None

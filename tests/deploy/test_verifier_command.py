@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from outrider.cloud.drafting.draft_threads import DraftThreads
-from outrider.cloud.serving import own_drafter, verifier_server
+from outrider.cloud.serving import verifier_server
 from outrider.cloud.serving.local_source import LocalSource, NoSource
+from outrider.cloud.serving.own_drafter import DraftThreads
 from outrider.cloud.serving.slots import Outbox
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.cli import main
@@ -112,7 +112,7 @@ def test_its_options_say_whether_with_what_and_at_what_price_it_drafts(
     command, monkeypatch, capsys, options, cores, drafts
 ) -> None:
     monkeypatch.setattr(verifier_server, "VerifierServer", ShownServer)
-    monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: cores)
+    monkeypatch.setattr("outrider.cloud.serving.local_source.spare_cores", lambda config, target: cores)
     assert main([*command, *options.split()]) == 0
     assert capsys.readouterr().err == ""
     source = ShownServer.source

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from outrider.cloud.drafting.draft_threads import DraftThreads
-from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.cloud.serving import verifier_server
 from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.own_drafter import DraftThreads, OwnDrafter
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig

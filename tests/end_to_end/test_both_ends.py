@@ -9,8 +9,7 @@ from typing import Any
 
 from scripted_drafters import FailingDrafter, GarbageDrafter
 
-from outrider.cloud.drafting.drafted_text import OwnDrafter
-from outrider.cloud.serving.own_drafter import load_own_drafter
+from outrider.cloud.serving.own_drafter import OwnDrafter, load_own_drafter
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge import Sampling

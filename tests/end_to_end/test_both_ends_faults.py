@@ -13,9 +13,8 @@ import pytest
 from command_processes import Command, free_port
 from scripted_drafters import FailingDrafter
 
-from outrider.cloud.drafting import draft_threads
-from outrider.cloud.drafting.drafted_text import OwnDrafter
-from outrider.cloud.serving.own_drafter import load_own_drafter
+from outrider.cloud.serving import own_drafter
+from outrider.cloud.serving.own_drafter import OwnDrafter, load_own_drafter
 from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import ProposalRule, find_package
@@ -280,8 +279,8 @@ async def test_a_drafter_killed_in_mid_text_ends_no_text_and_its_thread_serves_o
 
 async def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, drafting, monkeypatch) -> None:
     """Their edges would wait for drafts for ever; one waits for a thread that will never be free."""
-    monkeypatch.setattr(draft_threads, "STUCK_S", 0.3)
-    monkeypatch.setattr(draft_threads, "STOP_WITHIN_S", 0.1)
+    monkeypatch.setattr(own_drafter, "STUCK_S", 0.3)
+    monkeypatch.setattr(own_drafter, "STOP_WITHIN_S", 0.1)
     released = threading.Event()
 
     def hang(proposed: int) -> None:

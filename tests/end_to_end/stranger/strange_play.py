@@ -17,10 +17,9 @@ from plain_texts import BROKEN, ROUNDING, PlainText
 from scripted_ends import Known, ScriptedDrafter
 from strange_worlds import STATES, World, settings, target
 
-from outrider.cloud.drafting.draft_threads import DraftThreads
-from outrider.cloud.drafting.drafted_text import OwnDrafter
 from outrider.cloud.serving import verifier_server
 from outrider.cloud.serving.local_source import LocalSource
+from outrider.cloud.serving.own_drafter import DraftThreads, OwnDrafter
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.edge import Client, Conversation, EdgeConfig, Tokens

@@ -13,13 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.cloud.drafting.draft_threads import STUCK_S, DraftResult, DraftTask
-from outrider.cloud.drafting.drafted_text import DraftedText, OwnDrafter
+import torch
+
 from outrider.cloud.serving.batching import Batching, Share
+from outrider.cloud.serving.own_drafter import (
+    STUCK_S,
+    DraftedText,
+    DraftResult,
+    DraftTask,
+    DraftThreads,
+    OwnDrafter,
+    load_own_drafter,
+)
 from outrider.cloud.serving.sessions import Sessions
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
+from outrider.cloud.target.backend import TargetFacts
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import ProposalRule
+from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.plumbing.cores import available_cores
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
 from outrider.proto.session.both_ends import DraftingHere
@@ -33,30 +46,20 @@ Post = Callable[[Callable[[], None]], None]
 log = logging.getLogger(__name__)
 
 
-class Threads(Protocol):
-    """Whatever does tasks in other threads than the engine's."""
+class _Threads(Protocol):
+    """`DraftThreads`, or what a harness has in their place."""
 
     @property
-    def num_threads(self) -> int:
-        """Number of the threads."""
-        ...
+    def num_threads(self) -> int: ...
 
     @property
-    def num_waiting(self) -> int:
-        """Number of tasks that wait for a thread."""
-        ...
+    def num_waiting(self) -> int: ...
 
-    def submit(self, task: DraftTask) -> None:
-        """Do a task as soon as a thread is free; it is answered once."""
-        ...
+    def submit(self, task: DraftTask) -> None: ...
 
-    def drop(self, task: DraftTask) -> bool:
-        """Take back a task that has not begun, and return whether that was in time."""
-        ...
+    def drop(self, task: DraftTask) -> bool: ...
 
-    def stop(self) -> bool:
-        """End all threads, and return whether they have ended."""
-        ...
+    def stop(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +114,7 @@ class LocalSource(NoSource):
     def __init__(
         self,
         own: OwnDrafter,
-        threads: Threads,
+        threads: _Threads,
         price: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -252,3 +255,37 @@ class LocalSource(NoSource):
             slot.session.draft_here_no_more()
         for followed in list(self._texts.values()):
             self._leave(followed)
+
+
+def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | None:
+    """Return the source of drafts beside the target that the settings ask for; None: there is none.
+
+    Raises:
+        ConfigError: `--draft-here on` finds no drafter for this target, or no core for it; the remedy is named.
+    """
+    if config.draft_here == "off":
+        return None
+    threads = config.draft_threads or spare_cores(config, target)
+    if not threads:
+        if config.draft_here == "auto":
+            return None
+        threads = 1  # it was asked for: the two then share a core
+    try:
+        own = load_own_drafter(config.draft_with, target)
+    except (OutriderError, OSError, ImportError) as error:
+        reason = error.message if isinstance(error, OutriderError) else error
+        if config.draft_here == "on":
+            remedy = "name one that reads its tokens by --draft-with, or leave --draft-here at auto"
+            raise ConfigError(f"finds no drafter for this target: {reason}; {remedy}", field="draft_here") from error
+        level = logging.WARNING if config.draft_with else logging.INFO  # one that was named is missed
+        log.log(level, "no drafts are made beside the target: %s", reason, extra=about(verifier=config.name))
+        return None
+    line = "verifier %s drafts beside its target with %s in %d threads; a position of a text takes up to %d bytes"
+    log.info(line, config.name, own.name, threads, own.position_bytes, extra=about(verifier=config.name))
+    return LocalSource(own, DraftThreads(threads), config.draft_price)
+
+
+def spare_cores(config: VerifierConfig, target: TargetFacts) -> int:
+    """Return how many cores of this machine the target's threads leave."""
+    used = (config.threads or torch.get_num_threads()) if target.device.type == "cpu" else config.tensor_parallel
+    return max(0, available_cores() - used)

@@ -1,52 +1,58 @@
-"""Choice and loading of a verifier's own drafter, by its settings and the machine."""
+"""A verifier's own drafter, its texts, and the threads in which it works, on cores that the target leaves.
+
+A thread takes the job with the least to read first. Long texts are read piece by piece, between which others get their
+turn, and a job that has waited for `MAX_WAIT_S` goes before shorter ones.
+"""
 
 from __future__ import annotations
 
-import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-import torch
-
-from outrider.cloud.drafting.draft_threads import DraftThreads
-from outrider.cloud.drafting.drafted_text import OwnDrafter
-from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.target.backend import TargetFacts
-from outrider.cloud.verifier_config import VerifierConfig
-from outrider.drafters import NgramDrafter, embedded_packages, find_package
+from outrider.drafters import (
+    Drafter,
+    DraftState,
+    NgramDrafter,
+    ProposalRule,
+    embedded_packages,
+    find_package,
+)
 from outrider.drafters.packages import FAMILY, read_manifest
 from outrider.drafters.search import NGRAM
-from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
-from outrider.proto.plumbing.cores import available_cores
-from outrider.proto.plumbing.logs import about
+from outrider.proto.errors import InvalidArgument, TokenizerMismatch
+from outrider.proto.session import Drafted, DraftJob
+from outrider.proto.session.both_ends import LocalJob
+from outrider.proto.session.drafting import CATCH_UP
+from outrider.proto.types import DraftToken
 
-log = logging.getLogger(__name__)
+CHUNK = 128  # tokens of a text that are read at a stretch; some 20 ms for the embedded family
+MAX_WAIT_S = 0.5
+STUCK_S = 5.0  # for one piece of work, after which the drafter counts as failed in a text
+STOP_WITHIN_S = 5.0
 
 
-def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | None:
-    """Return the source of drafts beside the target that the settings ask for; None: there is none.
+@dataclass(frozen=True, slots=True)
+class OwnDrafter:
+    """A verifier's own drafter, loaded once and shared by its texts.
 
-    Raises:
-        ConfigError: `--draft-here on` finds no drafter for this target, or no core for it; the remedy is named.
+    Attributes:
+        reach: number of last tokens that an answer depends on; None: all.
+        vocab_size: tokens of the target, which alone may be proposed.
+        position_bytes: memory that a position of a text takes, at most, in bytes; 0: a few.
     """
-    if config.draft_here == "off":
-        return None
-    threads = config.draft_threads or spare_cores(config, target)
-    if not threads:
-        if config.draft_here == "auto":
-            return None
-        threads = 1  # it was asked for: the two then share a core
-    try:
-        own = load_own_drafter(config.draft_with, target)
-    except (OutriderError, OSError, ImportError) as error:
-        reason = error.message if isinstance(error, OutriderError) else error
-        if config.draft_here == "on":
-            remedy = "name one that reads its tokens by --draft-with, or leave --draft-here at auto"
-            raise ConfigError(f"finds no drafter for this target: {reason}; {remedy}", field="draft_here") from error
-        level = logging.WARNING if config.draft_with else logging.INFO  # one that was named is missed
-        log.log(level, "no drafts are made beside the target: %s", reason, extra=about(verifier=config.name))
-        return None
-    line = "verifier %s drafts beside its target with %s in %d threads; a position of a text takes up to %d bytes"
-    log.info(line, config.name, own.name, threads, own.position_bytes, extra=about(verifier=config.name))
-    return LocalSource(own, DraftThreads(threads), config.draft_price)
+
+    drafter: Drafter
+    vocab_size: int
+    reach: int | None = None
+    position_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return name@version."""
+        return f"{self.drafter.name}@{self.drafter.version}"
 
 
 def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
@@ -76,7 +82,250 @@ def _embedded_for(target: TargetFacts) -> str:
     return next(fitting, names[0])
 
 
-def spare_cores(config: VerifierConfig, target: TargetFacts) -> int:
-    """Return how many cores of this machine the target's threads leave."""
-    used = (config.threads or torch.get_num_threads()) if target.device.type == "cpu" else config.tensor_parallel
-    return max(0, available_cores() - used)
+class DraftedText:
+    """One text's prefix in the drafter, used by one thread at a time.
+
+    The prefix is that of the drafter's state and, after it, the unread tokens. So a long text can be read piece by
+    piece, and a job that is given up in between leaves a prefix that the next job can go on from.
+    """
+
+    def __init__(self, own: OwnDrafter) -> None:
+        self._own = own
+        self._state: DraftState | None = None
+        self._followed: ProposalRule | None = None
+        self._unread: list[int] = []
+
+    def begin(self, job: DraftJob, rule: ProposalRule) -> None:
+        """Truncate and extend the prefix as `job` says, computing nothing, and propose by `rule` from now on."""
+        state = self._opened(rule)
+        if job.truncate_to > state.length + len(self._unread):
+            raise InvalidArgument(f"keeps {job.truncate_to} tokens of a shorter prefix", field="job.truncate_to")
+        del self._unread[max(0, job.truncate_to - state.length) :]
+        if job.truncate_to < state.length:
+            state.truncate(job.truncate_to)
+        self._unread += job.extend_with
+        # What no answer depends on is not worth computing.
+        self._skip(len(self._unread) - (self._own.reach or len(self._unread)))
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens of the prefix that the drafter has yet to read."""
+        return len(self._unread)
+
+    def read(self, count: int) -> None:
+        """Let the drafter compute the next `count` unread tokens."""
+        self._skip(count)
+        state = self._state
+        if state is None or not state.length:
+            return
+        length = state.length
+        state.propose(1)  # which computes them
+        state.truncate(length)
+
+    def propose(self, job: LocalJob, goes_on: Callable[[LocalJob], bool]) -> tuple[DraftToken, ...]:
+        """Return the drafts after the prefix, one by one for as long as the job is worth it and goes on.
+
+        Raises:
+            InvalidArgument: the drafter proposes what is no token of the target.
+        """
+        self._skip(len(self._unread))
+        state, drafts = self._state, list[DraftToken]()
+        while state is not None and not job.is_enough(drafts) and goes_on(job):
+            proposed = state.propose(1)
+            if not proposed:
+                break
+            if not 0 <= proposed[0].id < self._own.vocab_size:
+                raise InvalidArgument(f"proposes {proposed[0].id}, which is no token of the target", field="drafter")
+            drafts += proposed
+        return tuple(drafts)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        state, self._state = self._state, None
+        self._unread.clear()
+        if state is not None:
+            state.close()
+
+    def _opened(self, rule: ProposalRule) -> DraftState:
+        if self._state is None:
+            self._state = self._own.drafter.open(rule)
+        elif self._followed is not rule:
+            self._state.follow(rule)
+        self._followed = rule
+        return self._state
+
+    def _skip(self, count: int) -> None:
+        """Put the next `count` unread tokens into the state, which computes them when it has to."""
+        if self._state is not None and count > 0:
+            self._state.extend(self._unread[:count])
+            del self._unread[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """The result of a task.
+
+    Attributes:
+        done: the drafts, with all time that the drafter has worked for them.
+        waited_s: time before its last piece of work in which no thread was free, in seconds.
+        read_s: part of its work in which more than a few unread tokens were read, in seconds.
+    """
+
+    done: Drafted
+    waited_s: float = 0.0
+    read_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class DraftTask:
+    """A job for the drafter, in pieces.
+
+    Attributes:
+        text: prefix that it works on.
+        job: job of the session machine.
+        rule: rule of its proposals.
+        goes_on: tells whether further drafts can be of use.
+        answer: called from the thread that ends it, with its result or with what the drafter raised.
+        due_since: time that decides whose turn it is: when it was queued, or the job whose place it takes; seconds.
+        queued_at: time from which it has waited for a thread, in seconds.
+        began_at: time at which the thread that works for it took it, in seconds; 0: it waits.
+        clock: monotonic time in seconds.
+    """
+
+    text: DraftedText
+    job: LocalJob
+    rule: ProposalRule
+    goes_on: Callable[[LocalJob], bool]
+    answer: Callable[[DraftTask, DraftResult | BaseException], None]
+    due_since: float = 0.0
+    queued_at: float = 0.0
+    began_at: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _pieces: Iterator[DraftResult | None] | None = None
+
+    @property
+    def num_unread(self) -> int:
+        """Number of tokens that it has to read before it can propose."""
+        return self.text.num_unread + (0 if self.begun else len(self.job.job.extend_with))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a thread has worked for it."""
+        return self._pieces is not None
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether a thread has been at one piece of it for more than `STUCK_S` seconds."""
+        return 0 < self.began_at < now - STUCK_S
+
+    def work(self) -> DraftResult | None:
+        """Do the next piece; return the result with the last."""
+        self.began_at = self.clock()
+        if self._pieces is None:
+            self._pieces = self._work()
+        return next(self._pieces)
+
+    def _work(self) -> Iterator[DraftResult | None]:
+        seconds = read_s = 0.0
+        began = self.began_at
+        waited_s = began - self.queued_at
+        self.text.begin(self.job.job, self.rule)
+        while self.text.num_unread > CHUNK and self.goes_on(self.job):
+            self.text.read(CHUNK)
+            ended = self.clock()
+            seconds += ended - began
+            read_s += ended - began
+            yield None
+            began = self.began_at
+            waited_s = began - self.queued_at
+        drafts: tuple[DraftToken, ...] = ()
+        if self.goes_on(self.job):
+            if self.text.num_unread > CATCH_UP:
+                self.text.read(self.text.num_unread)
+                read_s += self.clock() - began
+            drafts = self.text.propose(self.job, self.goes_on)
+        seconds += self.clock() - began
+        yield DraftResult(Drafted(self.job.job, drafts, seconds), waited_s, read_s)
+
+
+class DraftThreads:
+    """The threads, and the tasks that wait for one.
+
+    Attributes:
+        num_threads: number of the threads.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.num_threads = threads
+        self._waiting: list[DraftTask] = []
+        self._bell = threading.Condition()
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"outrider-drafts-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of tasks that wait for a thread."""
+        return len(self._waiting)
+
+    def submit(self, task: DraftTask) -> None:
+        """Let a thread work for `task` as soon as one is free."""
+        with self._bell:
+            task.queued_at = time.monotonic()
+            task.due_since = task.due_since or task.queued_at
+            task.began_at = 0.0
+            self._waiting.append(task)
+            self._bell.notify()
+
+    def drop(self, task: DraftTask) -> bool:
+        """Take back a task that has not begun, and return whether that was in time."""
+        with self._bell:
+            if task.begun or task not in self._waiting:
+                return False
+            self._waiting.remove(task)
+            return True
+
+    def stop(self) -> bool:
+        """End the threads after what they are at, and return whether all have ended; tasks that wait get no answer."""
+        with self._bell:
+            self._stopping = True
+            self._waiting.clear()
+            self._bell.notify_all()
+        until = time.monotonic() + STOP_WITHIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                result = task.work()
+            except BaseException as error:  # it may be anybody's code, and its SystemExit would end the thread
+                task.answer(task, error)
+                continue
+            if result is not None:
+                task.answer(task, result)
+            else:
+                task.due_since = 0.0
+                self.submit(task)
+
+    def _next(self) -> DraftTask | None:
+        with self._bell:
+            while not (self._waiting or self._stopping):
+                self._bell.wait()
+            if self._stopping:
+                return None
+            task = next_task(self._waiting, time.monotonic())
+            self._waiting.remove(task)
+            return task
+
+
+def next_task(waiting: list[DraftTask], now: float) -> DraftTask:
+    """Return the task whose turn it is: one that has waited too long, or else the first with the least to read."""
+    oldest = min(waiting, key=lambda task: task.due_since)
+    if now - oldest.due_since > MAX_WAIT_S:
+        return oldest
+    return min(waiting, key=lambda task: task.num_unread)

@@ -23,7 +23,7 @@ from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.serving.decode_streams import DecodeStreams
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
-from outrider.cloud.serving.own_drafter import local_source
+from outrider.cloud.serving.local_source import local_source
 from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.target.steering_vectors import load_projections
