@@ -487,10 +487,10 @@ class FuzzedVerifier:
         assert len(self.drafter.states) <= len(self.drafting_threads.hung | at_work), (
             "a text of its drafter is left open"
         )
-        own = self.engine.metrics.own_drafts
+        own = self.engine.metrics.counts
         self._fleet.counts["verified here"] += own.verified_here
         self._fleet.counts["accepted here"] += own.accepted_here
-        self._fleet.counts["preempted"] += int(self.engine.metrics.preemptions._value.get())
+        self._fleet.counts["preempted"] += own.preempted
 
 
 class Fleet:

@@ -112,7 +112,7 @@ class Engine:
         slot.session.on_verified(Verified((), (CommittedToken(9, None),)), 1.0)
 
     def seconds(self) -> float:
-        return self.metrics.own_drafts.drafting_here_s
+        return self.metrics.counts.drafting_here_s
 
     def shown(self) -> dict[str, float]:
         """Return the value that Prometheus sees, by the name's end."""
@@ -144,7 +144,7 @@ def test_drafts_come_to_their_session_and_their_time_is_counted() -> None:
     task.answer(task, done(task))
     assert [draft.id for draft in slot.session.block()] == [7, 7, 7]
     assert engine.seconds() == engine.shown()["drafting_seconds_total"] == 0.25
-    assert engine.metrics.own_drafts.drafted_here == engine.shown()["own_drafts_made_total"] == 3
+    assert engine.metrics.counts.drafted_here == engine.shown()["own_drafts_made_total"] == 3
 
 
 def test_a_job_that_no_thread_has_begun_gives_way_to_the_next_and_keeps_its_turn() -> None:

@@ -142,7 +142,7 @@ class DecodeStreams:
                             if goaway is not None:
                                 outbox.put(goaway)
                     elif isinstance(item, Goaway):
-                        self._metrics.goaways.inc()
+                        self._metrics.counts.goaways += 1
                         log.info(
                             "sent elsewhere: %s", item.reason, extra=about(outbox.stream.session, self._rules.name)
                         )

@@ -137,7 +137,7 @@ class EngineCore:
         self._accounted_until = clock()
         self._runner = runner
         self._recovery = Recovery(
-            self.sessions, batching, backend, rules, runner, self._step_again, self._masked, metrics.corrupted.inc
+            self.sessions, batching, backend, rules, runner, self._step_again, self._masked, metrics.counts
         )
         self._on_failure = on_failure
         self._delayed_until = 0.0
@@ -257,7 +257,7 @@ class EngineCore:
     def _schedule(self, now: float) -> Batch:
         """Return the step that begins now, or when to look again if nothing happens before."""
         self.sessions.expire(now)
-        self.metrics.preemptions.inc(len(self.sessions.grow()))
+        self.metrics.counts.preempted += len(self.sessions.grow())
         self.sessions.start_waiting()
         running = self.sessions.running()
         self.source.drive(now)
@@ -267,7 +267,7 @@ class EngineCore:
         ready = [slot for slot in running if not (slot.backlogged or slot.busy)]
         batch = self.batching.plan(ready, now)
         if batch.delayed and self._delayed_until <= now:
-            self.metrics.batching_delays.inc()
+            self.metrics.counts.batching_delays += 1
         self._delayed_until = batch.wake_at if batch.delayed else now
         if not batch.shares:
             backlogged = len(asked) + len(ready) < len(running)
@@ -290,7 +290,7 @@ class EngineCore:
         except Exception as error:  # torch may raise anything, lack of memory included
             self.heart.fail()
             self._note_defect(f"a step of {len(batch.shares)} sessions failed; trying again", error)
-            self.metrics.failed_steps.inc()
+            self.metrics.counts.failed_steps += 1
         self._recovery.after_step(batch)
 
     def _step_again(self, batch: Batch) -> None:
@@ -366,7 +366,7 @@ class EngineCore:
             return
         if teacher is not None and frame.learning is not None:
             self._lessons.permit(key, teacher)
-        self.metrics.admitted.inc()
+        self.metrics.counts.admitted += 1
         log.info("a session is admitted", extra=about(frame.session, self.rules.name))
 
     def _take_frame(

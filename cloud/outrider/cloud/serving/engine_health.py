@@ -146,7 +146,7 @@ class VerifierHealth:
         await self._say()
         if condition is EngineCondition.HUNG:
             for outbox in self.outboxes:
-                self._metrics.fenced.inc()
+                self._metrics.counts.fenced += 1
                 outbox.put(_standing_still())
         elif condition is EngineCondition.LOST:
             await self.fail()

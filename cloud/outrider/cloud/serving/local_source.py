@@ -212,7 +212,8 @@ class LocalSource(NoSource):
             return  # all has stopped
         followed.task = None
         if not isinstance(result, BaseException):
-            self._metrics.drafted_here(len(result.done.drafts), result.done.seconds)
+            self._metrics.counts.drafted_here += len(result.done.drafts)
+            self._metrics.counts.drafting_here_s += result.done.seconds
         ends = followed.slot.session.ends
         if followed.gone or ends is None:
             self._leave(followed)

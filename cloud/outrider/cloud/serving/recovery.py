@@ -20,6 +20,7 @@ from outrider.cloud.serving.batching import Batch, Batching, Share, cut
 from outrider.cloud.serving.runner import Runner
 from outrider.cloud.serving.sessions import Sessions, verifier_failed
 from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot
+from outrider.cloud.serving.verifier_metrics import VerifierCounts
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
@@ -75,7 +76,7 @@ class Recovery:
         runner: Runner,
         step: Callable[[Batch], None],
         masked: Callable[[Sequence[Share]], list[Share]],
-        count_corrupted: Callable[[], None],
+        counts: VerifierCounts,
     ) -> None:
         """Judge for the engine of `sessions`, by `batching` on `backend`.
 
@@ -87,7 +88,7 @@ class Recovery:
             runner: runs steps of the verifier's own text.
             step: makes a step of the engine again.
             masked: returns the shares whose grammars, if any, have answered.
-            count_corrupted: called for each session that ends since the target's logits are no numbers.
+            counts: where sessions are counted that end since the target's logits are no numbers.
         """
         self._sessions = sessions
         self._batching = batching
@@ -96,7 +97,7 @@ class Recovery:
         self._runner = runner
         self._step = step
         self._masked = masked
-        self._count_corrupted = count_corrupted
+        self._counts = counts
         self._failed_keys: set[str] = set()
         self._failed_plans = 0
 
@@ -145,7 +146,7 @@ class Recovery:
         """
         self._sessions.release(slot)  # the probe may need its pages
         if isinstance(error, FloatingPointError):
-            self._count_corrupted()
+            self._counts.corrupted += 1
         session = slot.session
         whole = Goaway("the session cannot be kept", epoch=session.epoch) if session.finish is not None else None
         self.refuse(slot.outbox, slot.limit, error, whole)

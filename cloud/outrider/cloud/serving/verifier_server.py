@@ -183,6 +183,7 @@ class VerifierServer:
 
     def status(self) -> VerifierStatus:
         """Return the verifier's state for the coordinator."""
+        counts = self._engine.metrics.counts
         return VerifierStatus(
             name=self.rules.name,
             address=self._address,
@@ -197,7 +198,12 @@ class VerifierServer:
             guarantee=self.rules.guarantee.name.lower(),
             precision=self.rules.precision,
             context_length=self.rules.context_length,
-            **asdict(self._engine.metrics.own_drafts),
+            drafter_here=self._engine.metrics.drafter_here,
+            committed_tokens=counts.committed_tokens,
+            drafted_here=counts.drafted_here,
+            verified_here=counts.verified_here,
+            accepted_here=counts.accepted_here,
+            drafting_here_s=counts.drafting_here_s,
         )
 
     @property
