@@ -60,12 +60,10 @@ class Share:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward pass."""
         return self.num_tokens + len(self.block or ()) + sum(len(branch.drafts) for branch in self.branches)
 
     @property
     def num_drafts(self) -> int:
-        """Drafts that the step verifies, of block and branches."""
         return self.num_rows - self.num_tokens
 
     @property
@@ -95,7 +93,6 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the forward pass."""
         return sum(share.num_rows for share in self.shares)
 
     @property

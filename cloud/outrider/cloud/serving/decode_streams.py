@@ -100,7 +100,6 @@ class DecodeStreams:
         return grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler})
 
     def close(self) -> None:
-        """Decode no more."""
         self._decoding.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
@@ -274,7 +273,6 @@ def _check_lease(frame: Open, rules: VerifierRules, secret: bytes, incarnation: 
 
 
 def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
-    """End a stream by an error of its reading; a defect ends no other stream, and is logged."""
     match error:
         case OutriderError():
             outbox.put(error)

@@ -66,13 +66,11 @@ class Inbox:
         return len(self._events)
 
     def post(self, run: Callable[[], None], session: Hashable = None, frame: EdgeFrame | None = None) -> None:
-        """Append the event `run`, which may pass a frame to a session."""
         with self._lock:
             self._events.append(_Event(run, session, isinstance(frame, Draft | Branches)))
         self._ring()
 
     def take(self) -> list[Callable[[], None]]:
-        """Return all events; they wait no longer."""
         with self._lock:
             events = [event.run for event in self._events]
             self._events.clear()
@@ -170,7 +168,6 @@ class EngineCore:
         self.inbox.post(lambda: self._take_frame(key, frame, arrived, taken, matcher), key, frame)
 
     def post_close(self, key: int) -> None:
-        """Free what `key` held: its stream is gone."""
         self.inbox.post(lambda: self._close(key), key)
 
     def post_half_close(self, key: int) -> None:
@@ -178,16 +175,13 @@ class EngineCore:
         self.inbox.post(lambda: self.sessions.half_close(key), key)
 
     def post_drain(self) -> None:
-        """Send all sessions elsewhere and admit no more."""
         self.inbox.post(self.sessions.drain)
 
     def post_send_away(self, sessions: frozenset[str]) -> None:
-        """End the texts of these sessions here."""
         self.inbox.post(lambda: self.sessions.send_away(sessions))
 
     @property
     def failed(self) -> bool:
-        """Whether steps fail whatever they are for, so that sessions are refused until the process is replaced."""
         return self.sessions.failed
 
     # --- turns ---
@@ -231,7 +225,6 @@ class EngineCore:
         log.exception(what_failed)
 
     def _give_up(self, failure: VerifierFailed) -> None:
-        """Send every session elsewhere, and admit no more: no step succeeds here."""
         if self.failed:
             return
         line = "the verifier has failed, its sessions go elsewhere: %s"
@@ -240,7 +233,6 @@ class EngineCore:
         self._on_failure()
 
     def _begin_next(self) -> Batch:
-        """Plan, and begin the step; where planning fails, end the sessions that are at fault."""
         now = self._clock()
         try:
             batch = self._schedule(now)
@@ -301,7 +293,6 @@ class EngineCore:
         self.heart.begin(batch.num_rows, reads=not batch.only_decodes)
 
     def _step(self, batch: Batch) -> None:
-        """Run the batch and commit the target's tokens."""
         result = self._runner.run(batch.shares)
         self.heart.end()
         self._note_times(batch, result)
@@ -424,7 +415,6 @@ class Engine(EngineCore):
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to decode."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -435,7 +425,6 @@ class Engine(EngineCore):
         self._lessons.stop()
 
     def set_pace(self, min_step_s: float) -> None:
-        """Let the steps from now on take at least so many seconds."""
         self._model.min_step_s = min_step_s
 
     def _run(self) -> None:

@@ -84,7 +84,6 @@ class VerifierHealth:
         return self.condition in (EngineCondition.HUNG, EngineCondition.LOST)
 
     def state(self, sessions: Sessions) -> str:
-        """Return the state that the coordinator is told."""
         if sessions.failed:
             return "down"
         if self.condition is not EngineCondition.WELL:
@@ -109,13 +108,11 @@ class VerifierHealth:
         self._lose()
 
     def stop(self) -> None:
-        """Watch no more."""
         self._loop.stop()
         if self._watching is not None:
             self._watching.cancel()
 
     def check(self) -> None:
-        """Raise `Unavailable` where the engine has hung."""
         if self.hung:
             raise _standing_still()
 

@@ -87,7 +87,6 @@ class Heartbeat:
         self._began = 0.0
 
     def beat(self) -> None:
-        """Note a turn of the loop."""
         self.work = None
         self.beats += 1
 
@@ -98,7 +97,6 @@ class Heartbeat:
         self.beats += 1
 
     def end(self) -> None:
-        """Note that it has succeeded."""
         if self.work is not None:
             self.done.append((self.work, self._clock() - self._began))
         self.beat()
@@ -156,7 +154,6 @@ class HealthJudge:
         return statistics.median(seconds * max(1.0, work.rows / rows) for rows, seconds in of_kind)
 
     def _bound_s(self, work: Work | None) -> float:
-        """Return the time after which the loop counts as hung."""
         rules = self._rules
         if work is None:
             return rules.hung_s

@@ -127,13 +127,11 @@ class LocalSource(NoSource):
         self._failures = 0
 
     def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
-        """Draft for the sessions of one engine."""
         self._sessions, self._batching, self._post, self._metrics = sessions, batching, post, metrics
         sessions.here = self._here
         metrics.watch_drafting(self._own.name, lambda: self._threads.num_waiting)
 
     def drive(self, now: float) -> None:
-        """Issue the jobs that are due, and close the texts whose sessions have left."""
         for followed in [each for slot, each in self._texts.items() if self._sessions.get(slot.key) is not slot]:
             self._leave(followed)
         stuck = sum(each.task is not None and each.task.is_stuck(now) for each in self._texts.values())
@@ -143,13 +141,11 @@ class LocalSource(NoSource):
             self._ask(slot, now, None)
 
     def begin(self, shares: Sequence[Share], now: float) -> None:
-        """Issue the jobs of the sessions that take part in a step."""
         for share in shares:
             if share.block is not None:
                 self._ask(share.slot, now, share.block)
 
     def stop(self) -> None:
-        """End the threads and close every text."""
         if self._threads.stop():
             for followed in self._texts.values():
                 followed.text.close()
@@ -158,7 +154,6 @@ class LocalSource(NoSource):
     # --- jobs ---
 
     def _ask(self, slot: Slot, now: float, block: tuple[DraftToken, ...] | None) -> None:
-        """Issue the session's next job, if it has one."""
         session, ends = slot.session, slot.session.ends
         if ends is None:
             return
@@ -248,7 +243,6 @@ class LocalSource(NoSource):
             self._give_up(f"failed in {self._failures} texts in a row")
 
     def _give_up(self, reason: str) -> None:
-        """Draft no more, in any text."""
         self._sessions.here = None
         self._metrics.stop_drafting()
         log.warning("the drafter %s %s; none is drafted here any more", self._own.name, reason)

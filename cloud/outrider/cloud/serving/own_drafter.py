@@ -51,7 +51,6 @@ class OwnDrafter:
 
     @property
     def name(self) -> str:
-        """Return name@version."""
         return f"{self.drafter.name}@{self.drafter.version}"
 
 
@@ -140,7 +139,6 @@ class DraftedText:
         return tuple(drafts)
 
     def close(self) -> None:
-        """Give the memory back."""
         state, self._state = self._state, None
         self._unread.clear()
         if state is not None:
@@ -210,7 +208,6 @@ class DraftTask:
 
     @property
     def begun(self) -> bool:
-        """Whether a thread has worked for it."""
         return self._pieces is not None
 
     def is_stuck(self, now: float) -> bool:
@@ -268,11 +265,9 @@ class DraftThreads:
 
     @property
     def num_waiting(self) -> int:
-        """Number of tasks that wait for a thread."""
         return len(self._waiting)
 
     def submit(self, task: DraftTask) -> None:
-        """Let a thread work for `task` as soon as one is free."""
         with self._bell:
             task.queued_at = time.monotonic()
             task.due_since = task.due_since or task.queued_at

@@ -102,11 +102,9 @@ class Recovery:
         self._failed_plans = 0
 
     def note_commit(self) -> None:
-        """Note that a step has given a session tokens."""
         self._failed_keys.clear()
 
     def note_plan(self) -> None:
-        """Note that a plan has succeeded."""
         self._failed_plans = 0
 
     def after_step(self, batch: Batch) -> None:
@@ -259,7 +257,6 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _ending(error: Exception) -> OutriderError:
-    """Return the error that ends the session for which something failed."""
     if _lacks_memory(error):
         return Unavailable("the verifier lacks the memory for this session; resume elsewhere", retry_after_s=1.0)
     return Internal(f"the step failed: {type(error).__name__}")

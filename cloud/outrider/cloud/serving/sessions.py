@@ -87,25 +87,20 @@ class Sessions:
 
     @property
     def num_parked(self) -> int:
-        """Sessions that are kept for their next turn."""
         return len(self._parked)
 
     @property
     def num_running(self) -> int:
-        """Sessions that are not parked."""
         return len(self._by_key) - len(self._parked)
 
     @property
     def credit(self) -> int:
-        """Unverified tokens that each session may have in flight."""
         return credit_of(self._rules, self.num_running)
 
     def get(self, key: int) -> Slot | None:
-        """Return the slot of a stream, if it has one."""
         return self._by_key.get(key)
 
     def unfinished(self) -> list[Slot]:
-        """Return the slots whose text goes on, in order."""
         return [slot for slot in self._by_key.values() if slot.session.finish is None]
 
     def running(self) -> list[Slot]:
@@ -238,7 +233,6 @@ class Sessions:
         self.open(self._by_key.pop(slot.key))
 
     def commit(self, slot: Slot, verified: Verified, now: float) -> Commit:
-        """Make text of a step's result, send it, and return it."""
         slot.session.credit = self.credit
         commit = slot.session.on_verified(verified, now)
         if slot.matcher is not None:
@@ -365,18 +359,15 @@ class Sessions:
         self._give_back(slot)
 
     def expire(self, now: float) -> None:
-        """Evict slots that were parked for longer than they asked for."""
         for slot in [slot for slot, until in self._parked.items() if until <= now]:
             self.evict(slot, f"no turn came within {slot.session.keep_s:g} s")
 
     def evict(self, slot: Slot, reason: str) -> None:
-        """Keep a parked session no longer; its edge begins the next turn with a new stream."""
         log.info("a parked session is evicted: %s", reason, extra=about(slot.session.id, self._rules.name))
         self.release(slot)
         slot.outbox.put(Goaway(reason, epoch=slot.session.epoch))
 
     def fail(self, slot: Slot, error: OutriderError) -> None:
-        """End a session with `error`."""
         self.release(slot)
         slot.outbox.put(error)
 
@@ -387,13 +378,11 @@ class Sessions:
             self._give_back(slot)
 
     def _give_back(self, slot: Slot) -> None:
-        """Take a session's pages, once."""
         handle, slot.handle = slot.handle, NO_HANDLE
         if handle is not NO_HANDLE:
             self._backend.release(handle)
 
     def close(self, key: int) -> None:
-        """Free what `key` held: its stream is gone."""
         if slot := self._by_key.get(key):
             self.release(slot)
 
@@ -414,7 +403,6 @@ class Sessions:
                 self.fail(slot, Unavailable("the API key has no place for this text; ask for another lease"))
 
     def drain(self) -> None:
-        """Send all sessions elsewhere and admit no more."""
         self.draining = True
         for slot in list(self._parked):
             self.evict(slot, "the verifier is draining")
@@ -422,7 +410,6 @@ class Sessions:
             slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0, epoch=slot.session.epoch))
 
     def give_up(self) -> None:
-        """Send every session elsewhere, and admit no more: no step succeeds here."""
         self.failed = True
         for slot in self:
             try:
@@ -431,7 +418,6 @@ class Sessions:
                 log.exception("a session cannot be sent elsewhere")
 
     def stop(self) -> None:
-        """Send every session elsewhere, since the verifier ends."""
         for slot in self:
             slot.outbox.put(Unavailable("the verifier has stopped; resume elsewhere", retry_after_s=0.1))
 
@@ -443,7 +429,6 @@ def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:
 
 
 def _within(share: Share, block: tuple[DraftToken, ...], allowed: Allowed) -> Share:
-    """Return a share with the drafts of `block` and its branches that the grammar allows."""
     beside = (
         BlockBranch(branch.index, branch.drafts[: len(allowed.branches[asked])])
         for branch, asked in zip(share.branches, share.tokens_beside, strict=True)
@@ -453,7 +438,6 @@ def _within(share: Share, block: tuple[DraftToken, ...], allowed: Allowed) -> Sh
 
 
 def _pages_of_keys(slots: Sequence[Slot]) -> Counter[str]:
-    """Return how many pages the slots of each API key hold."""
     held: Counter[str] = Counter()
     for slot in slots:
         held[slot.limit.key] += slot.handle.num_pages

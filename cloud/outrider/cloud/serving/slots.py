@@ -99,7 +99,6 @@ class Slot:
 
     @property
     def waits_for_pages(self) -> bool:
-        """Whether it has no KV pages yet."""
         return not self.handle.num_pages
 
     @property
@@ -118,7 +117,6 @@ class Slot:
         return self.matcher is not None and self.matcher.busy
 
     def count_tokens(self) -> TokenCounts:
-        """Return the counts of its transcript."""
         transcript = self.session.transcript
         if self.counts is None:
             self.counts = TokenCounts(self.session.prompt_length)

@@ -44,12 +44,10 @@ class StreamState:
         self.goes_on = False
 
     def begin(self, frame: Open, rules: VerifierRules) -> None:
-        """Note the Open."""
         self.session, self.epoch = frame.session, frame.epoch
         self.goes_on = frame.keep_s > 0 and rules.keep_s > 0
 
     def half_close(self) -> None:
-        """Note that no more frames will come."""
         self.goes_on = False
 
     def ends_after(self, frame: CloudFrame) -> bool:
@@ -75,7 +73,6 @@ class StreamOutbox(Outbox):
         self.meter: TextMeter | None = None  # if its API key has a limit
 
     def put(self, item: CloudFrame | OutriderError) -> None:
-        """Queue a frame, from any thread."""
         with self._counting:  # several threads put
             self._unread += 1
         if not self._loop.is_closed():
@@ -86,7 +83,6 @@ class StreamOutbox(Outbox):
         return self._unread
 
     async def get(self) -> CloudFrame | OutriderError:
-        """Return the next item, in order."""
         return await self._queue.get()
 
     def answer(self, ping: Ping) -> None:

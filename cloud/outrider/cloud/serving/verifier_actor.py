@@ -99,27 +99,21 @@ class VerifierActor:
         return self._config, self._lease_secret, self._ray_options
 
     def tokenizer_json(self) -> str:
-        """Return the text of the target's `tokenizer.json`."""
         return self._server.tokenizer_json
 
     def chat_template_json(self) -> str:
-        """Return how the target's chats become prompts, as `chat_template_json` writes it; empty: it has none."""
         return chat_template_json(self._config.target)
 
     def forget_lessons(self, api_key: str) -> int:
-        """Drop all lessons of an API key, here and at the trainer, and return how many positions that had."""
         return self._server.forget_lessons(api_key).result(FORGOTTEN_WITHIN_S)
 
     def set_pace(self, min_step_s: float) -> None:
-        """Replace `min_step_s` of the settings until the next restart."""
         self._server.set_pace(min_step_s)
 
     def drain(self, grace_s: float) -> int:
-        """Take no more sessions, ask those that run to move within `grace_s` seconds, and return their number."""
         return self._submit(self._server.drain(grace_s)).result()
 
     def send_away(self, sessions: frozenset[str]) -> None:
-        """End the texts of these sessions here; the coordinator decides whether they go on."""
         self._server.send_away(sessions)
 
     def acknowledge_drain(self) -> None:
@@ -136,7 +130,6 @@ class VerifierActor:
         return int(self.info()["sessions"])
 
     def stop(self) -> None:
-        """Stop serving; the actor stays, to be killed."""
         self._stopped.set()
         self._submit(self._server.stop()).result()
         self._end_loop()

@@ -157,12 +157,10 @@ class VerifierMetrics(Collector):
         self._draining.set_function(lambda: float(sessions.draining))
 
     def begin_text(self, tokens: int, cached_tokens: int) -> None:
-        """Count a transcript that begins to be computed, and what the KV cache holds of it."""
         self.counts.begun_tokens += tokens
         self.counts.cached_tokens += cached_tokens
 
     def step(self, timing: StepTiming) -> None:
-        """Count a step."""
         self._running = timing.sessions
         self._rows.observe(timing.rows)
         self._forward.observe(timing.forward_s)
@@ -170,7 +168,6 @@ class VerifierMetrics(Collector):
         self._overhead.observe(timing.overhead_s)
 
     def commit(self, commit: Commit) -> None:
-        """Count a commit that goes to an edge."""
         counts = self.counts
         if commit.tokens:
             counts.committed_tokens += len(commit.tokens)
@@ -192,7 +189,6 @@ class VerifierMetrics(Collector):
         self._drafting_queue.set_function(lambda: float(queue()))
 
     def stop_drafting(self) -> None:
-        """Show that the verifier's own drafter has been given up."""
         self._drafter.labels(*self._whose, self.drafter_here).set(0)
         self.drafter_here = ""
 
@@ -202,7 +198,6 @@ class VerifierMetrics(Collector):
         counter.labels(*self._whose, what.name.lower()).inc(positions)
 
     def show_condition(self, *, sick: bool) -> None:
-        """Show whether the engine is sick."""
         self._sick.set(float(sick))
 
     def refuse(self, error: OutriderError) -> None:

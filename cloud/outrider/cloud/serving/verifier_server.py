@@ -182,7 +182,6 @@ class VerifierServer:
         return self._lessons.forget(api_key)
 
     def status(self) -> VerifierStatus:
-        """Return the verifier's state for the coordinator."""
         counts = self._engine.metrics.counts
         return VerifierStatus(
             name=self.rules.name,
@@ -253,7 +252,6 @@ class VerifierServer:
         return json.dumps(self.report()).encode()
 
     def _engine_failed(self) -> None:
-        """Have the event loop say that nothing is served here; called from the engine's thread."""
         if self._loop is not None and not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._health.fail(), self._loop)
 

@@ -40,7 +40,6 @@ class VerifierTracing:
         return context if get_current_span(context).get_span_context().trace_flags.sampled else None
 
     def commit(self, parent: Context, session: str, commit: Commit) -> None:
-        """Make the spans of a commit that goes out now."""
         if not commit.tokens:
             return
         ended = time.time_ns()
