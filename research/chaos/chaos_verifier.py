@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.heartbeat import EngineCondition, HealthRules
 from outrider.cloud.serving.local_source import NoSource
-from outrider.cloud.serving.metering import TextMeter, limit_of, meter_of
-from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
+from outrider.cloud.serving.metering import TextMeter, meter_of
+from outrider.cloud.serving.slots import MAX_UNREAD, Outbox, Owner
 from outrider.cloud.serving.stream_outbox import StreamState
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
@@ -339,7 +339,7 @@ class ServedStream(Outbox):
         self._meter = meter_of(process.meters, claim, frame, process.clock.monotonic)
         if self._meter is not None:
             self._cost.begin(frame)
-        process.engine.post_open(self._key, frame, self, limit=limit_of(claim))
+        process.engine.post_open(self._key, frame, self, owner=Owner(claim.key, claim.max_sessions))
         lasts_s = max(0.0, claim.expires_at_s - wall_s)
         process.clock.after(lasts_s, self.end_lease)
 

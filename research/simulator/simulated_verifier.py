@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from outrider.cloud.serving.batching import Batch, Batching
-from outrider.cloud.serving.slots import Outbox, Slot
+from outrider.cloud.serving.slots import Outbox, Owner, Slot
 from outrider.proto.errors import OutriderError
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, Open, Ping, Pong, token_ids
@@ -154,7 +154,7 @@ class SimulatedVerifier(VirtualEngine):
             stream.send_down(Pong(frame.number, slot.session.epoch if slot is not None else 0))
         elif isinstance(frame, Open):
             self._keys[stream] = number = next(self._numbers)
-            self.post_open(number, frame, _StreamOutbox(self, stream), isolation=str(number))
+            self.post_open(number, frame, _StreamOutbox(self, stream), owner=Owner(isolation=str(number)))
         elif (key := self._keys.get(stream, -1)) >= 0:
             self.post_frame(key, frame, lambda: None)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.slots import Outbox
+from outrider.cloud.serving.slots import Outbox, Owner
 from outrider.proto.types import Commit, Continue, Draft, DraftToken, Learning, Open, Patience, Sampling, token_ids
 
 ALLOWED = Learning()
@@ -53,7 +53,7 @@ class DraftingOutbox(Outbox):
             learning=learning,
             **fields,
         )
-        self._engine.post_open(self._key, frame, self, teacher=teacher)
+        self._engine.post_open(self._key, frame, self, owner=Owner(teacher or "", teaches=teacher is not None))
 
     def begin_turn(self, prompt: Sequence[int], sampling: Sampling) -> None:
         self._ended.clear()

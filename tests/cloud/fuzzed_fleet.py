@@ -24,7 +24,7 @@ from outrider.cloud.serving.engine import EngineCore
 from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.own_drafter import DraftTask, OwnDrafter
 from outrider.cloud.serving.runner import ModelRunner
-from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
+from outrider.cloud.serving.slots import MAX_UNREAD, Outbox, Owner
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target.projection import Projection
@@ -398,8 +398,8 @@ class FuzzedVerifier:
             key = self._keys[stream] = next(self._fleet.keys)
             grammar, committed = frame.sampling.grammar, frame.committed
             matcher = self._matcher(grammar, committed)
-            isolation = str(zlib.crc32(frame.session.encode()) % 2)
-            self.engine.post_open(key, frame, StreamOutbox(self._fleet, stream), matcher, isolation)
+            owner = Owner(isolation=str(zlib.crc32(frame.session.encode()) % 2))
+            self.engine.post_open(key, frame, StreamOutbox(self._fleet, stream), matcher, owner)
             stream.grammar = grammar
         elif (key := self._keys.get(stream, -1)) >= 0:
             matcher = None

@@ -15,6 +15,7 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving import batching
 from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.slots import Owner
 from outrider.cloud.target.sampler import token_facts
 from outrider.cloud.target.target import Target, load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
@@ -58,7 +59,7 @@ class Stream:
         self.commits: list[Commit] = []
         self._engine, self._kept = engine, frame.keep_s > 0
         self._box = CollectingOutbox()
-        engine.post_open(self.key, frame, self._box, isolation=isolation)
+        engine.post_open(self.key, frame, self._box, owner=Owner(isolation=isolation))
 
     def read(self, *, commits: int = 0) -> Stream:
         """Take frames to the end of the turn, or so many of its commits."""

@@ -14,7 +14,7 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.recovery import MAX_IN_A_ROW
-from outrider.cloud.serving.slots import NO_KEY, KeyLimit
+from outrider.cloud.serving.slots import ANYBODY, Owner
 from outrider.cloud.target import distribution
 from outrider.cloud.target.distribution import VerificationInput, masked
 from outrider.cloud.target.target import SessionRows, Target
@@ -76,13 +76,13 @@ class Bench:
         self.target.forward = forward  # type: ignore[method-assign]
 
     def open(
-        self, key: int, limit: KeyLimit = NO_KEY, *, prompt: tuple[int, ...] = (), **changes: Any
+        self, key: int, owner: Owner = ANYBODY, *, prompt: tuple[int, ...] = (), **changes: Any
     ) -> CollectingOutbox:
         box = self.boxes[key] = CollectingOutbox()
         sampling = replace(SAMPLING, seed=key)
         fields = {"prompt": prompt or (5, 6, 10 + key), "sampling": sampling, "drafting": False} | changes
         frame = Open("tiny", self.rules.tokenizer_sha256, session=f"s{key}", **fields)
-        self.engine.post_open(key, frame, box, isolation=str(key), limit=limit)  # each reads its own prompt
+        self.engine.post_open(key, frame, box, owner=replace(owner, isolation=str(key)))  # each reads its own prompt
         return box
 
     def run(self, steps: int = 10_000) -> None:
@@ -215,17 +215,17 @@ def test_texts_of_several_keys_that_fail_in_a_row_fail_the_verifier(bench) -> No
     bench.fails(lambda batch: any(rows.cache.length == 0 and rows.tokens[0] >= 10 for rows in batch))
     for key in range(MAX_IN_A_ROW):
         assert not bench.engine.failed
-        bench.open(key, KeyLimit(f"key {key}"), prompt=(10 + key,))
+        bench.open(key, Owner(f"key {key}"), prompt=(10 + key,))
         bench.run()
     assert bench.engine.failed
     assert bench.ends(MAX_IN_A_ROW) == [Internal, Internal, Unavailable]
 
 
-@pytest.mark.parametrize("limit", [KeyLimit("one key"), NO_KEY])
-def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, limit) -> None:
+@pytest.mark.parametrize("owner", [Owner("one key"), ANYBODY])
+def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, owner) -> None:
     bench.fails(has(POISON))
     for key in range(2 * MAX_IN_A_ROW):
-        bench.open(key, limit, prompt=(5 + key, POISON))
+        bench.open(key, owner, prompt=(5 + key, POISON))
         if key % 2:  # two at a time
             bench.run()
     assert not bench.engine.failed
@@ -235,7 +235,7 @@ def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, l
 def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -> None:
     bench.fails(has(POISON))
     for key in range(2 * MAX_IN_A_ROW):
-        bench.open(key, KeyLimit(f"key {key}"), prompt=(key + 5, POISON) if key % 2 else ())
+        bench.open(key, Owner(f"key {key}"), prompt=(key + 5, POISON) if key % 2 else ())
         bench.run()
     assert not bench.engine.failed
     assert [bench.text(key) for key in (0, 2, 4)] == [texts[0], texts[2], texts[4]]

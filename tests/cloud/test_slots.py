@@ -12,7 +12,7 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.sessions import AHEAD, Sessions
-from outrider.cloud.serving.slots import KeyLimit, Slot
+from outrider.cloud.serving.slots import Owner, Slot
 from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.target import Target, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
@@ -122,8 +122,7 @@ def added(
         VerifierSession(frame, RULES, 0.0),
         CollectingOutbox(),
         0.0,
-        isolation,
-        KeyLimit(api_key),
+        Owner(api_key, isolation=isolation),
     )
     sessions.open(slot)
     sessions.start_waiting()

@@ -16,7 +16,7 @@ from collecting_outbox import CollectingOutbox
 from random_models import save_random_model
 
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.slots import NO_HANDLE
+from outrider.cloud.serving.slots import NO_HANDLE, Owner
 from outrider.cloud.target import transformers_backend as transformers_backend_module
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
@@ -219,7 +219,7 @@ def opening(engine: Engine, session: str, **changes: Any) -> Open:
 
 def whole(engine: Engine, key: int, frame: Open) -> tuple[Opened, list[Commit]]:
     box = CollectingOutbox()
-    engine.post_open(key, frame, box, isolation=next(ISOLATIONS))
+    engine.post_open(key, frame, box, owner=Owner(isolation=next(ISOLATIONS)))
     opened, commits = box.opened(), box.rest()
     engine.post_close(key)
     return opened, commits
@@ -261,7 +261,7 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
     _, expected = whole(engine, 1, opening(engine, "plain"))
     right, box = tokens_of(expected), CollectingOutbox()
     asks = {"drafting": True, "patience": FOREVER, "steering": replace(asked, precision=precision)}
-    engine.post_open(2, opening(engine, "drafted", **asks), box, isolation=next(ISOLATIONS))
+    engine.post_open(2, opening(engine, "drafted", **asks), box, owner=Owner(isolation=next(ISOLATIONS)))
     assert box.opened().steered
     commits = [box.commit()]  # the prompt's own step waits for nobody
     for chain, agreed in enumerate((*range(K + 1), 2, 0)):
@@ -296,7 +296,10 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
     for key, (name, box) in enumerate(boxes.items()):
         prompt = (key + 3, *PROMPT)
         engine.post_open(
-            key, opening(engine, name, prompt=prompt, steering=requests[name]), box, isolation=next(ISOLATIONS)
+            key,
+            opening(engine, name, prompt=prompt, steering=requests[name]),
+            box,
+            owner=Owner(isolation=next(ISOLATIONS)),
         )
     steered = {name: box.opened().steered for name, box in boxes.items()}
     commits = {name: box.rest() for name, box in boxes.items()}
@@ -334,7 +337,7 @@ def test_a_request_may_change_by_report_and_stays_in_the_next_turn(engine, model
     box = CollectingOutbox()
     few = replace(TEXT, max_tokens=4)
     frame = opening(engine, "turns", sampling=few, drafting=True, patience=FOREVER, keep_s=60.0)
-    engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box, isolation=next(ISOLATIONS))
+    engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box, owner=Owner(isolation=next(ISOLATIONS)))
     box.opened()
     commits = [box.commit()]
     engine.post_frame(1, Report(False, steering=SteeringRequest(two, SteeringPrecision.FLOAT16)), lambda: None)
@@ -396,7 +399,9 @@ def test_sessions_that_ask_for_one_projection_share_one_batch_of_it(engine, aske
     monkeypatch.setattr(FoldedProjection, "__call__", counted)
     boxes = [CollectingOutbox() for _ in range(4)]
     for key, box in enumerate(boxes):
-        engine.post_open(key, opening(engine, f"batch{key}", steering=asked), box, isolation=next(ISOLATIONS))
+        engine.post_open(
+            key, opening(engine, f"batch{key}", steering=asked), box, owner=Owner(isolation=next(ISOLATIONS))
+        )
     for key, box in enumerate(boxes):
         box.opened()
         assert all(commit.steering is not None for commit in box.rest()[:-1])

@@ -15,6 +15,7 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving.engine import Engine
+from outrider.cloud.serving.slots import Owner
 from outrider.cloud.target import sampler as sampling_module
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampler, token_facts
@@ -147,7 +148,7 @@ def opening(engine: Engine, prompt: tuple[int, ...], sampling: Sampling, session
 
 def decode(engine: Engine, key: int, frame: Open) -> list[Commit]:
     box = CollectingOutbox()
-    engine.post_open(key, frame, box, isolation=next(ISOLATIONS))
+    engine.post_open(key, frame, box, owner=Owner(isolation=next(ISOLATIONS)))
     commits = box.rest()
     engine.post_close(key)
     return commits
@@ -179,7 +180,7 @@ def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_ste
         2,
         opening(engine, prompt, sampling, "drafted", drafting=True, patience=FOREVER),
         box,
-        isolation=next(ISOLATIONS),
+        owner=Owner(isolation=next(ISOLATIONS)),
     )
     commits = [box.commit()]  # the prompt's own step waits for nobody
     for chain, right in enumerate((3, 0, 4)):

@@ -17,7 +17,7 @@ from outrider.proto.types import DraftToken, Open, Opened, Sampling
 # Classes that decide nothing here: constants, counts, and what has been measured.
 UNSEEN = frozenset(
     """Rules VerifierRules Measurements Smoothed Acceptance Calibration TextCalibration MissShares OtherShares
-    Window EdgeStatistics Timing RetryRules VerifierArm KeyLimit DraftingHere AtOnce Future AnyDrafter
+    Window EdgeStatistics Timing RetryRules VerifierArm Owner DraftingHere AtOnce Future AnyDrafter
     StaticSelector TargetFacts Report SentMessages Interned""".split()  # noqa: SIM905 - a list to read
 )
 UNSEEN_FIELDS = {

@@ -18,7 +18,7 @@ from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.cloud.serving.batching import Share
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.sessions import Sessions
-from outrider.cloud.serving.slots import Outbox, Slot
+from outrider.cloud.serving.slots import ANYBODY, Outbox, Slot
 from outrider.cloud.target.backend import StepOutput, StepRow
 from outrider.cloud.target.sampler import Sampled
 from outrider.proto.errors import OutriderError
@@ -251,7 +251,7 @@ class SmallVerifier:
                 matcher = GrammarMatcher(Alternation, len(LETTERS) + 1, frozenset({END}), AtOnce())
                 matcher.resume(list(frame.committed))
             box = self.boxes[key] = Sent(key, self.rules.turns > 0)
-            self.sessions.admit(key, frame, box, matcher, "", now)
+            self.sessions.admit(key, frame, box, matcher, ANYBODY, now)
             self.sessions.start_waiting()
         elif (slot := self.sessions.expecting(key, frame)) is not None:
             self.sessions.take(slot, frame, None, now, now)

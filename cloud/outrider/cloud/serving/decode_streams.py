@@ -20,8 +20,9 @@ import grpc
 from outrider.cloud.grammar.grammar import Grammars
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.engine_health import VerifierHealth
-from outrider.cloud.serving.metering import limit_of, meter_of
+from outrider.cloud.serving.metering import meter_of
 from outrider.cloud.serving.sessions import opened_twice
+from outrider.cloud.serving.slots import Owner
 from outrider.cloud.serving.stream_outbox import LeaseEnds, Stalls, StreamOutbox
 from outrider.cloud.serving.verifier_tracing import VerifierTracing
 from outrider.cloud.verifier_config import VerifierConfig
@@ -229,8 +230,8 @@ class DecodeStreams:
             return
         if outbox.closed:
             return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
-        isolation = _isolation(self._config, key, claim, opening.isolation)
-        self._engine.post_open(key, opening, outbox, matcher, isolation, _teacher(claim), limit_of(claim))
+        session_owner = _owner(self._config, key, claim, opening.isolation)
+        self._engine.post_open(key, opening, outbox, matcher, session_owner)
         if claim is not None:
             self.lease_ends.begin(outbox, claim)
 
@@ -285,21 +286,17 @@ def _end_reading(error: Exception, outbox: StreamOutbox, verifier: str) -> None:
             outbox.put(Internal("the verifier has a defect in reading this stream; its log says which"))
 
 
-def _isolation(config: VerifierConfig, key: int, claim: LeaseClaim | None, of_edge: bytes) -> str:
-    """Return the name under which sessions share KV pages: of their API key, and in it of whom their edge serves.
+def _owner(config: VerifierConfig, key: int, claim: LeaseClaim | None, of_edge: bytes) -> Owner:
+    """Return the owner of the session of stream `key`.
 
-    Without a prefix cache it is that of the stream alone.
+    It shares KV pages with those of its API key, and among them of whom its edge serves, if there is a prefix cache.
     """
     api_key = claim.key if claim is not None else ""
     mark = str(key) if config.no_prefix_cache else of_edge.hex()
-    return f"{api_key}/{mark}" if mark else api_key  # no key's name has a slash
-
-
-def _teacher(claim: LeaseClaim | None) -> str | None:
-    """Return the name of the API key that allows learning; empty: no key is asked for. None: it does not allow it."""
-    if claim is None:
-        return ""
-    return claim.key if claim.learning else None
+    isolation = f"{api_key}/{mark}" if mark else api_key  # no key's name has a slash
+    if claim is None:  # nobody needs a key, and all may teach
+        return Owner(isolation=isolation, teaches=True)
+    return Owner(api_key, claim.max_sessions, isolation, claim.learning)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Any) -> None:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
@@ -24,7 +23,7 @@ from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.recovery import Recovery, VerifierFailed
 from outrider.cloud.serving.runner import ModelRunner, Runner, StepResult, StepTiming
 from outrider.cloud.serving.sessions import Sessions
-from outrider.cloud.serving.slots import NO_KEY, KeyLimit, Outbox, Slot
+from outrider.cloud.serving.slots import ANYBODY, Outbox, Owner, Slot
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.cloud.target.backend import Backend
 from outrider.cloud.target.projection import Projection
@@ -149,16 +148,10 @@ class EngineCore:
         frame: Open,
         outbox: Outbox,
         matcher: GrammarMatcher | None = None,
-        isolation: str = "",
-        teacher: str | None = None,
-        limit: KeyLimit = NO_KEY,
+        owner: Owner = ANYBODY,
     ) -> None:
-        """Admit a session as `key`, or put the error into its outbox; those of one `isolation` share KV pages.
-
-        `teacher` names an API key that allows learning from its texts, which its edge must allow, too; None: no key.
-        `limit` is that of its API key.
-        """
-        self.inbox.post(partial(self._admit, key, frame, outbox, matcher, isolation, teacher, limit))
+        """Admit a session as stream `key`, or put the error into its outbox; `matcher` enforces its grammar, if any."""
+        self.inbox.post(lambda: self._admit(key, frame, outbox, matcher, owner))
 
     def post_frame(
         self, key: int, frame: EdgeFrame, taken: Callable[[], None], matcher: GrammarMatcher | None = None
@@ -337,26 +330,17 @@ class EngineCore:
 
     # --- events ---
 
-    def _admit(
-        self,
-        key: int,
-        frame: Open,
-        outbox: Outbox,
-        matcher: GrammarMatcher | None,
-        isolation: str,
-        teacher: str | None,
-        limit: KeyLimit,
-    ) -> None:
+    def _admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, owner: Owner) -> None:
         try:
-            admitted = self.sessions.admit(key, frame, outbox, matcher, isolation, self._clock(), limit)
+            admitted = self.sessions.admit(key, frame, outbox, matcher, owner, self._clock())
         except Exception as error:  # a defect, which must end nobody else
             self._note_defect("an admission failed", error)
-            self._recovery.refuse(outbox, limit, error)
+            self._recovery.refuse(outbox, owner, error)
             return
         if not admitted:
             return
-        if teacher is not None and frame.learning is not None:
-            self._lessons.permit(key, teacher)
+        if owner.teaches and frame.learning is not None:
+            self._lessons.permit(key, owner.key)
         self.metrics.counts.admitted += 1
         log.info("a session is admitted", extra=about(frame.session, self.rules.name))
 

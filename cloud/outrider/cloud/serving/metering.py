@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from outrider.cloud.serving.slots import NO_KEY, KeyLimit
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.lease import LeaseClaim
 from outrider.proto.plumbing.access import Bucket, Meters
@@ -92,8 +91,3 @@ def meter_of(
     meter = TextMeter(claim.key, meters.of(claim.key, claim.tokens_per_minute, clock()), clock)
     meter.begin_turn(len(frame.prompt) + len(frame.committed))
     return meter
-
-
-def limit_of(claim: LeaseClaim | None) -> KeyLimit:
-    """Return the API key of the lease and its limit of sessions."""
-    return KeyLimit(claim.key, claim.max_sessions) if claim is not None else NO_KEY

@@ -19,7 +19,7 @@ import torch
 from outrider.cloud.serving.batching import Batch, Batching, Share, cut
 from outrider.cloud.serving.runner import Runner
 from outrider.cloud.serving.sessions import Sessions, verifier_failed
-from outrider.cloud.serving.slots import KeyLimit, Outbox, Slot
+from outrider.cloud.serving.slots import Outbox, Owner, Slot
 from outrider.cloud.serving.verifier_metrics import VerifierCounts
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
@@ -147,19 +147,19 @@ class Recovery:
             self._counts.corrupted += 1
         session = slot.session
         whole = Goaway("the session cannot be kept", epoch=session.epoch) if session.finish is not None else None
-        self.refuse(slot.outbox, slot.limit, error, whole)
+        self.refuse(slot.outbox, slot.owner, error, whole)
 
-    def refuse(self, outbox: Outbox, limit: KeyLimit, error: Exception, ending: CloudFrame | None = None) -> None:
+    def refuse(self, outbox: Outbox, owner: Owner, error: Exception, ending: CloudFrame | None = None) -> None:
         """Answer a session without a slot, for which something failed, by `ending` or else by an error.
 
-        `limit` names its API key; sessions without one count as those of one key.
+        Sessions without an API key count as those of one key.
 
         Raises:
             VerifierFailed: it is not at fault.
         """
         try:
             self._check_verifier()
-            self._failed_keys.add(limit.key)
+            self._failed_keys.add(owner.key)
             if len(self._failed_keys) >= MAX_IN_A_ROW:
                 raise VerifierFailed(f"texts of {MAX_IN_A_ROW} keys failed in a row, the last with {error!r}")
         except VerifierFailed:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
 from outrider.cloud.serving.batching import Share, credit_of
-from outrider.cloud.serving.slots import NO_HANDLE, NO_KEY, KeyLimit, Outbox, Slot
+from outrider.cloud.serving.slots import NO_HANDLE, Outbox, Owner, Slot
 from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Fenced, Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.lease import text_name
@@ -111,8 +111,8 @@ class Sessions:
         """Return how long each text has gone on, in seconds, by API key and session; any thread may ask."""
         ages: dict[str, dict[str, float]] = {}
         for slot in self:
-            if slot.limit.key and slot.session.finish is None:
-                ages.setdefault(slot.limit.key, {})[slot.session.id] = now - slot.began
+            if slot.owner.key and slot.session.finish is None:
+                ages.setdefault(slot.owner.key, {})[slot.session.id] = now - slot.began
         return ages
 
     # --- admission ---
@@ -123,20 +123,16 @@ class Sessions:
         frame: Open,
         outbox: Outbox,
         matcher: GrammarMatcher | None,
-        isolation: str,
+        owner: Owner,
         now: float,
-        limit: KeyLimit = NO_KEY,
     ) -> bool:
-        """Give the session of a new stream a slot and tell its edge, or tell it why there is none.
-
-        Those of one `isolation` share KV pages. Return whether it has a slot.
-        """
+        """Give a new stream's session a slot, and tell its edge, or why there is none; return whether it has one."""
         try:
-            session = self._new_session(frame, matcher, now, limit)
+            session = self._new_session(frame, matcher, owner, now)
         except OutriderError as error:
             outbox.put(error)
             return False
-        slot = Slot(key, session, outbox, now, isolation, limit, matcher=matcher)
+        slot = Slot(key, session, outbox, now, owner, matcher=matcher)
         self.open(slot)
         self.admitted.pop(slot.text_name, None)
         self.admitted[slot.text_name] = session.epoch
@@ -149,7 +145,7 @@ class Sessions:
         """Add a slot, behind those that wait for their pages."""
         self._by_key[slot.key] = slot
 
-    def _new_session(self, frame: Open, matcher: GrammarMatcher | None, now: float, limit: KeyLimit) -> VerifierSession:
+    def _new_session(self, frame: Open, matcher: GrammarMatcher | None, owner: Owner, now: float) -> VerifierSession:
         """Return a session for which there is a slot.
 
         Raises:
@@ -162,14 +158,14 @@ class Sessions:
         if self.draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self._rules, now, self.here)
-        name = text_name(limit.key, frame.session)
+        name = text_name(owner.key, frame.session)
         others = [slot for slot in self if slot.text_name == name]
         if any(other.session.epoch > session.epoch for other in others):
             raise Fenced("is older than that of the stream that has the session", field="open.epoch")
         for other in others:
             # Its edge lost the old stream, and this end has not noticed yet.
             self.fail(other, Unavailable("the session goes on in another stream"))
-        self._check_limit(limit)
+        self._check_limit(owner)
         if len(self) >= self._max_sessions and self._parked:
             self.evict(next(iter(self._parked)), "its place is needed")
         if len(self) >= self._max_sessions:
@@ -177,17 +173,17 @@ class Sessions:
         session.credit = self.credit
         return session
 
-    def _check_limit(self, limit: KeyLimit) -> None:
+    def _check_limit(self, owner: Owner) -> None:
         """Raise `ResourceExhausted` where as many texts of an API key go on as it may have.
 
         Counted here, a key's place lasts as long as its text, whatever is reported to the coordinator.
         """
-        if not (limit.key and limit.max_sessions):
+        if not (owner.key and owner.max_sessions):
             return
-        texts = sum(slot.limit.key == limit.key for slot in self.unfinished())
-        if texts >= limit.max_sessions:
+        texts = sum(slot.owner.key == owner.key for slot in self.unfinished())
+        if texts >= owner.max_sessions:
             raise ResourceExhausted(
-                f"key {limit.key!r} has {texts} sessions running, which is all it may have; wait for one to end",
+                f"key {owner.key!r} has {texts} sessions running, which is all it may have; wait for one to end",
                 field="api_key",
                 retry_after_s=1.0,
             )
@@ -224,7 +220,7 @@ class Sessions:
     def _begin_turn(self, slot: Slot, frame: Continue, matcher: GrammarMatcher | None, now: float) -> None:
         """Begin the next turn of a parked session; raise its own errors, or that its API key has no session left."""
         if slot.session.finish is not None:
-            self._check_limit(slot.limit)
+            self._check_limit(slot.owner)
         session = slot.session.continued(frame, now)
         _check_matcher(matcher, session.sampling)
         self._parked.pop(slot, None)
@@ -288,12 +284,12 @@ class Sessions:
             if self._backend.capacity.free_pages <= len(running):
                 return
             held = _pages_of_keys(running)
-            slot = min(waiting, key=lambda slot: held[slot.limit.key])  # the first of several
+            slot = min(waiting, key=lambda slot: held[slot.owner.key])  # the first of several
             waiting.remove(slot)
             session, known = slot.session, slot.session.transcript
             if session.prompt_logprobs is not None:  # of cached positions there are no logits
                 known = known[: session.prompt_logprobs_from]
-            handle = self._backend.open(known, slot.isolation)
+            handle = self._backend.open(known, slot.owner.isolation)
             needed = self._backend.capacity.pages_for(slot.next_tokens) - handle.num_pages
             enough = needed + len(running) <= self._backend.capacity.free_pages
             if not enough or self._is_being_read(slot, handle.length, running):
@@ -316,7 +312,7 @@ class Sessions:
         if slot.session.prompt_logprobs is not None:
             return False  # it reads on from nowhere
         for other in running:
-            if other.isolation == slot.isolation and 1 < other.num_uncomputed_tokens <= len(mine) - found:
+            if other.owner.isolation == slot.owner.isolation and 1 < other.num_uncomputed_tokens <= len(mine) - found:
                 shared = (max(found, other.handle.length) // size + 1) * size
                 if shared < len(mine) and mine[:shared] == other.session.transcript[:shared]:
                     return True
@@ -334,7 +330,7 @@ class Sessions:
                 continue
             while slot in running and needed - slot.handle.num_pages > self._backend.capacity.free_pages:
                 held = _pages_of_keys(running)
-                last = max(reversed(running), key=lambda slot: held[slot.limit.key])  # the first of several
+                last = max(reversed(running), key=lambda slot: held[slot.owner.key])  # the first of several
                 running.remove(last)
                 sent_away.append(last)
                 self.fail(last, Unavailable("the verifier has no KV pages left; resume elsewhere"))
@@ -440,7 +436,7 @@ def _within(share: Share, block: tuple[DraftToken, ...], allowed: Allowed) -> Sh
 def _pages_of_keys(slots: Sequence[Slot]) -> Counter[str]:
     held: Counter[str] = Counter()
     for slot in slots:
-        held[slot.limit.key] += slot.handle.num_pages
+        held[slot.owner.key] += slot.handle.num_pages
     return held
 
 

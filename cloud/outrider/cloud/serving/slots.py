@@ -39,19 +39,23 @@ NO_HANDLE = NoHandle()
 
 
 @dataclass(frozen=True, slots=True)
-class KeyLimit:
-    """The name of a session's API key, and how many of its texts may go on here at once.
+class Owner:
+    """The owner of a session, as its lease says.
 
     Attributes:
-        key: empty: the session has none.
-        max_sessions: 0: any number.
+        key: name of its API key; empty: it has none.
+        max_sessions: texts of the key that may go on here at once; 0: any number.
+        isolation: only sessions of the same one share KV pages.
+        teaches: whether the key allows learning from its texts, which their edges must allow, too.
     """
 
     key: str = ""
     max_sessions: int = 0
+    isolation: str = ""
+    teaches: bool = False
 
 
-NO_KEY = KeyLimit()
+ANYBODY = Owner()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,8 +67,7 @@ class Slot:
         session: session machine of the present turn.
         outbox: where its frames go.
         ready_since: when it could have begun its next step, seconds.
-        isolation: only sessions of the same one share KV pages.
-        limit: that of its API key.
+        owner: that of its lease.
         handle: its sequence in the backend.
         matcher: enforces its grammar, if it has one.
         masks_by: until when a step waits for its grammar's mask, seconds.
@@ -76,8 +79,7 @@ class Slot:
     session: VerifierSession
     outbox: Outbox
     ready_since: float
-    isolation: str = ""
-    limit: KeyLimit = NO_KEY
+    owner: Owner = ANYBODY
     handle: Handle = NO_HANDLE
     matcher: GrammarMatcher | None = None
     masks_by: float = 0.0
@@ -95,7 +97,7 @@ class Slot:
     @property
     def text_name(self) -> str:
         """Name of its text for coordinators; sessions of two keys may have one name, since edges choose it."""
-        return text_name(self.limit.key, self.session.id)
+        return text_name(self.owner.key, self.session.id)
 
     @property
     def waits_for_pages(self) -> bool:
