@@ -514,11 +514,11 @@ class Process:
 
     def crowd(self, seconds: float) -> None:
         """Let others take every place for true `seconds`."""
-        self.engine.sessions._max_sessions = 0
+        self.engine.sessions.max_sessions = 0
         self._world.after(seconds, self._disperse)
 
     def _disperse(self) -> None:
-        self.engine.sessions._max_sessions = self.max_sessions
+        self.engine.sessions.max_sessions = self.max_sessions
 
     def hang(self, seconds: float) -> None:
         """Let the engine's thread stand still for true `seconds`, while the server answers."""
@@ -560,7 +560,7 @@ class Process:
             "model": MODEL,
             "tokenizer_sha256": TOKENIZER,
             "state": self.health.state(engine.sessions),
-            "sessions": engine.sessions.num_running if engine.sessions._max_sessions else self.max_sessions,
+            "sessions": engine.sessions.num_running if engine.sessions.max_sessions else self.max_sessions,
             "max_sessions": self.max_sessions,
             "kv_pages": engine.pages.capacity.pages,
             "kv_pages_free": engine.pages.capacity.free_pages,

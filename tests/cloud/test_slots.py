@@ -273,7 +273,7 @@ def test_a_text_waits_for_what_another_is_reading_and_reads_on_from_there() -> N
     assert shorter.session.cached_tokens == 0
     for length, started in ((PAGE - 1, []), (PAGE, [same]), (2 * PAGE - 1, [same]), (2 * PAGE, [same, longer])):
         computed(reader, length)
-        pool._backend.target.pool.register(reader.handle, length)
+        pool.backend.target.pool.register(reader.handle, length)
         pool.start_waiting()
         assert [slot for slot in (same, longer) if not slot.waits_for_pages] == started
     assert (same.session.cached_tokens, longer.session.cached_tokens) == (PAGE, 2 * PAGE)

@@ -99,9 +99,9 @@ class CheckedVerifier(SimulatedVerifier):
         before = tuple(slot.session.transcript)
         if self._fickle_credit:
             credit = self._rng.randint(1, self.rules.max_credit)
-            self.sessions._rules = replace(self.rules, max_credit=credit, max_drafts=1)
+            self.sessions.rules = replace(self.rules, max_credit=credit, max_drafts=1)
         commit = super()._commit(slot, verified)
-        self.sessions._rules = self.rules
+        self.sessions.rules = self.rules
         assert tuple(slot.session.transcript) == before + token_ids(commit.tokens), "a commit appends and nothing else"
         self.runs[commit.start] = token_ids(slot.session.received.tokens)
         return commit

@@ -133,9 +133,7 @@ class EngineCore:
         self._clock = clock
         self._accounted_until = clock()
         self._runner = runner
-        self._recovery = Recovery(
-            self.sessions, batching, backend, rules, runner, self._step_again, self._masked, metrics.counts
-        )
+        self._recovery = Recovery(self.sessions, batching, runner, self._step_again, self._masked, metrics.counts)
         self._on_failure = on_failure
         self._delayed_until = 0.0
         self.source.serve(self.sessions, batching, self.inbox.post, metrics)

@@ -84,14 +84,7 @@ class NoSource:
     """No drafts beside the target: what the engine drives where there are none."""
 
     def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
-        """Draft for the sessions of one engine.
-
-        Args:
-            sessions: its sessions, which learn of the drafter here.
-            batching: its rules of a batch, with what it has measured.
-            post: has an event carried out in the engine's thread.
-            metrics: its metrics.
-        """
+        """Draft for the sessions of one engine; `post` has an event carried out in the engine's thread."""
 
     def drive(self, now: float) -> None:
         """Let every session's drafter do what is due, before a step is planned, and close the texts that have left."""

@@ -21,9 +21,8 @@ from outrider.cloud.serving.runner import Runner
 from outrider.cloud.serving.sessions import Sessions, verifier_failed
 from outrider.cloud.serving.slots import Outbox, Owner, Slot
 from outrider.cloud.serving.verifier_metrics import VerifierCounts
-from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.session.verifier import VerifierRules, VerifierSession
+from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
 
 MAX_IN_A_ROW = 3  # keys whose texts fail alone, or plans that fail for nobody alone, with no success between
@@ -71,29 +70,17 @@ class Recovery:
         self,
         sessions: Sessions,
         batching: Batching,
-        backend: Backend,
-        rules: VerifierRules,
         runner: Runner,
         step: Callable[[Batch], None],
         masked: Callable[[Sequence[Share]], list[Share]],
         counts: VerifierCounts,
     ) -> None:
-        """Judge for the engine of `sessions`, by `batching` on `backend`.
+        """Judge for the engine of `sessions`, whose batches are made by `batching` and run by `runner`.
 
-        Args:
-            sessions: those of the engine.
-            batching: its rules of a batch.
-            backend: its target.
-            rules: rules that sessions are told.
-            runner: runs steps of the verifier's own text.
-            step: makes a step of the engine again.
-            masked: returns the shares whose grammars, if any, have answered.
-            counts: where sessions are counted that end since the target's logits are no numbers.
+        `step` makes a step of the engine again, and `masked` returns the shares whose grammars, if any, have answered.
         """
         self._sessions = sessions
         self._batching = batching
-        self._backend = backend
-        self._rules = rules
         self._runner = runner
         self._step = step
         self._masked = masked
@@ -186,7 +173,8 @@ class Recovery:
 
         It is as long as there are KV pages for. What goes wrong is raised, whatever it is.
         """
-        capacity, rules, now = self._backend.capacity, self._rules, 0.0
+        backend, rules, now = self._sessions.backend, self._sessions.rules, 0.0
+        capacity = backend.capacity
         room = min(capacity.free_pages * capacity.page_size, rules.context_length)
         if room < 2:
             return
@@ -195,16 +183,16 @@ class Recovery:
         sampling = Sampling(max_tokens=2, ignore_eos=True)
         frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
         session = VerifierSession(frame, rules, now)
-        handle = self._backend.open()
+        handle = backend.open()
         slot = Slot(-1, session, Outbox(), now, handle=handle)
         try:
-            self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
+            backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
             while session.finish is None:
                 for _, verified in self._runner.run(self._batching.plan([slot], math.inf).shares).verified:
                     session.on_verified(verified, now)
-                slot.forget_drafts(self._backend)
+                slot.forget_drafts(backend)
         finally:
-            self._backend.release(handle)
+            backend.release(handle)
 
     def _in_parts(self, parts: Sequence[Part], error: Exception) -> int:
         """Compute in smaller steps what failed with `error`.
@@ -247,7 +235,7 @@ class Recovery:
             return error.with_traceback(None)
 
     def _share(self, part: Part) -> Share:
-        part.slot.forget_drafts(self._backend)
+        part.slot.forget_drafts(self._sessions.backend)
         share = self._batching.share_of(part.slot, part.max_tokens)
         return cut(share, share.num_tokens + part.max_drafts)
 

@@ -48,6 +48,9 @@ class Sessions:
     """All sessions by the key of their stream, those whose turn began first in front.
 
     Attributes:
+        backend: target with the KV cache of all sessions.
+        rules: rules that sessions are told.
+        max_sessions: most of them.
         draining: whether sessions are being sent elsewhere.
         failed: whether no step succeeds here any more.
         admitted: epochs of the newest `MAX_ADMITTED` texts that got a slot, by name, for the coordinator's account.
@@ -71,9 +74,9 @@ class Sessions:
         self.failed = False
         self.admitted: dict[str, int] = {}
         self.here: DraftingHere | None = None
-        self._backend = backend
-        self._rules = rules
-        self._max_sessions = max_sessions
+        self.backend = backend
+        self.rules = rules
+        self.max_sessions = max_sessions
         self._count = count
         self._count_cached = count_cached
         self._by_key: dict[int, Slot] = {}
@@ -95,7 +98,7 @@ class Sessions:
 
     @property
     def credit(self) -> int:
-        return credit_of(self._rules, self.num_running)
+        return credit_of(self.rules, self.num_running)
 
     def get(self, key: int) -> Slot | None:
         return self._by_key.get(key)
@@ -157,7 +160,7 @@ class Sessions:
             raise verifier_failed()
         if self.draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
-        session = VerifierSession(frame, self._rules, now, self.here)
+        session = VerifierSession(frame, self.rules, now, self.here)
         name = text_name(owner.key, frame.session)
         others = [slot for slot in self if slot.text_name == name]
         if any(other.session.epoch > session.epoch for other in others):
@@ -166,10 +169,10 @@ class Sessions:
             # Its edge lost the old stream, and this end has not noticed yet.
             self.fail(other, Unavailable("the session goes on in another stream"))
         self._check_limit(owner)
-        if len(self) >= self._max_sessions and self._parked:
+        if len(self) >= self.max_sessions and self._parked:
             self.evict(next(iter(self._parked)), "its place is needed")
-        if len(self) >= self._max_sessions:
-            raise ResourceExhausted(f"all {self._max_sessions} sessions are taken; try again later", retry_after_s=1.0)
+        if len(self) >= self.max_sessions:
+            raise ResourceExhausted(f"all {self.max_sessions} sessions are taken; try again later", retry_after_s=1.0)
         session.credit = self.credit
         return session
 
@@ -233,7 +236,7 @@ class Sessions:
         commit = slot.session.on_verified(verified, now)
         if slot.matcher is not None:
             slot.matcher.advance(token_ids(commit.tokens))
-        slot.forget_drafts(self._backend)
+        slot.forget_drafts(self.backend)
         slot.ready_since = now
         self._send(slot, commit, now)
         return commit
@@ -281,7 +284,7 @@ class Sessions:
         waiting = [slot for slot in self.unfinished() if slot.waits_for_pages]
         while waiting:
             running = self.running()
-            if self._backend.capacity.free_pages <= len(running):
+            if self.backend.capacity.free_pages <= len(running):
                 return
             held = _pages_of_keys(running)
             slot = min(waiting, key=lambda slot: held[slot.owner.key])  # the first of several
@@ -289,11 +292,11 @@ class Sessions:
             session, known = slot.session, slot.session.transcript
             if session.prompt_logprobs is not None:  # of cached positions there are no logits
                 known = known[: session.prompt_logprobs_from]
-            handle = self._backend.open(known, slot.owner.isolation)
-            needed = self._backend.capacity.pages_for(slot.next_tokens) - handle.num_pages
-            enough = needed + len(running) <= self._backend.capacity.free_pages
+            handle = self.backend.open(known, slot.owner.isolation)
+            needed = self.backend.capacity.pages_for(slot.next_tokens) - handle.num_pages
+            enough = needed + len(running) <= self.backend.capacity.free_pages
             if not enough or self._is_being_read(slot, handle.length, running):
-                self._backend.release(handle)
+                self.backend.release(handle)
                 if not enough:
                     return
                 continue
@@ -308,7 +311,7 @@ class Sessions:
 
     def _is_being_read(self, slot: Slot, found: int, running: Sequence[Slot]) -> bool:
         """Return whether a session with no more to read is about to compute more of a text than is `found`."""
-        size, mine = self._backend.capacity.page_size, slot.session.transcript
+        size, mine = self.backend.capacity.page_size, slot.session.transcript
         if slot.session.prompt_logprobs is not None:
             return False  # it reads on from nowhere
         for other in running:
@@ -325,10 +328,10 @@ class Sessions:
         """
         running, sent_away = self.running(), []
         for slot in list(running):
-            needed = self._backend.capacity.pages_for(slot.next_tokens)
+            needed = self.backend.capacity.pages_for(slot.next_tokens)
             if needed <= slot.handle.num_pages:
                 continue
-            while slot in running and needed - slot.handle.num_pages > self._backend.capacity.free_pages:
+            while slot in running and needed - slot.handle.num_pages > self.backend.capacity.free_pages:
                 held = _pages_of_keys(running)
                 last = max(reversed(running), key=lambda slot: held[slot.owner.key])  # the first of several
                 running.remove(last)
@@ -342,9 +345,9 @@ class Sessions:
         """Give a session the pages for its next step, which are free, and a few more where these are free too."""
         longest = slot.session.prompt_length + slot.session.sampling.max_tokens
         ahead = min(slot.next_tokens + AHEAD, longest)
-        capacity = self._backend.capacity
+        capacity = self.backend.capacity
         spare = capacity.pages_for(ahead) <= capacity.free_pages + slot.handle.num_pages
-        self._backend.reserve(slot.handle, ahead if spare else slot.next_tokens)
+        self.backend.reserve(slot.handle, ahead if spare else slot.next_tokens)
 
     # --- ends ---
 
@@ -359,7 +362,7 @@ class Sessions:
             self.evict(slot, f"no turn came within {slot.session.keep_s:g} s")
 
     def evict(self, slot: Slot, reason: str) -> None:
-        log.info("a parked session is evicted: %s", reason, extra=about(slot.session.id, self._rules.name))
+        log.info("a parked session is evicted: %s", reason, extra=about(slot.session.id, self.rules.name))
         self.release(slot)
         slot.outbox.put(Goaway(reason, epoch=slot.session.epoch))
 
@@ -376,7 +379,7 @@ class Sessions:
     def _give_back(self, slot: Slot) -> None:
         handle, slot.handle = slot.handle, NO_HANDLE
         if handle is not NO_HANDLE:
-            self._backend.release(handle)
+            self.backend.release(handle)
 
     def close(self, key: int) -> None:
         if slot := self._by_key.get(key):

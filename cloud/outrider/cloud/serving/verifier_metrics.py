@@ -16,7 +16,6 @@ from outrider.cloud.learning.inclusion import LessonKind
 from outrider.cloud.learning.lessons import Lost
 from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.serving.sessions import Sessions
-from outrider.cloud.target.backend import Backend
 from outrider.proto.errors import Fenced, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
@@ -144,9 +143,10 @@ class VerifierMetrics(Collector):
                 family.add_metric(self._whose, getattr(self.counts, each.name))
                 yield family
 
-    def watch(self, sessions: Sessions, backend: Backend, max_sessions: int) -> None:
+    def watch(self, sessions: Sessions) -> None:
         """Read the state of an engine whenever somebody asks for it."""
-        self._max_sessions.set(max_sessions)
+        backend = sessions.backend
+        self._max_sessions.set(sessions.max_sessions)
         self._sessions_running.set_function(lambda: min(self._running, sessions.num_running))
         self._sessions_waiting.set_function(lambda: max(0, sessions.num_running - self._running))
         self._kv_usage.set_function(lambda: backend.capacity.used_pages / backend.capacity.pages)

@@ -118,7 +118,7 @@ class VerifierServer:
         """Begin to serve, and return the address as host:port."""
         self._loop = asyncio.get_running_loop()
         if self._config.metrics_listen:  # a thread of its own, before gRPC's
-            self._engine.metrics.watch(self._engine.sessions, self._backend, self._config.max_sessions)
+            self._engine.metrics.watch(self._engine.sessions)
             self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
         # A limit of calls in all would hold for health checks, too. A relay's streams share one connection.
         streams = max(MAX_STREAMS_OF_CONNECTION, 4 * self._config.max_sessions)
