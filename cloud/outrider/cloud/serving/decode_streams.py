@@ -23,11 +23,11 @@ from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.metering import meter_of
 from outrider.cloud.serving.sessions import opened_twice
 from outrider.cloud.serving.slots import Owner
-from outrider.cloud.serving.stream_outbox import LeaseEnds, Stalls, StreamOutbox
+from outrider.cloud.serving.stream_outbox import LeaseEnds, StreamOutbox
 from outrider.cloud.serving.verifier_tracing import VerifierTracing
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
-from outrider.proto.errors import Internal, InvalidArgument, NotFound, OutriderError
+from outrider.proto.errors import Internal, InvalidArgument, NotFound, OutriderError, Unavailable
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Meters
 from outrider.proto.plumbing.connections import network_of_peer
@@ -89,7 +89,7 @@ class DecodeStreams:
         self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
         self._max_tokens = max(rules.context_length, rules.vocab_size)
         self._half_open = HalfOpenStreams(2 * config.max_sessions + SPARE_STREAMS, self._metrics.refused_half_open.inc)
-        self._stalls = Stalls(config.stall_s, rules.name, self._metrics.fail)
+        self._stalled = set[asyncio.Task[None]]()  # ends of streams whose clients read nothing
         self._keys = itertools.count()
         self._meters = Meters()
         self._refusals = LineLimit()
@@ -124,7 +124,7 @@ class DecodeStreams:
             reader = asyncio.create_task(self._read(key, requests, outbox, context))
             stream = asyncio.current_task()
             assert stream is not None  # noqa: S101 - a coroutine runs in a task
-            stall = asyncio.create_task(self._stalls.watch(outbox, stream, context))
+            stall = asyncio.create_task(self._end_if_unread(outbox, stream, context))
             try:
                 while True:
                     item = await outbox.get()
@@ -166,6 +166,35 @@ class DecodeStreams:
                 outbox.closed = True
                 self._health.outboxes.discard(outbox)
                 self._engine.post_close(key)
+
+    async def _end_if_unread(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
+        """End a stream whose client has left its frames unread for too long.
+
+        The stream's task is then stuck in a write that flow control holds back. It is cancelled, which frees the
+        session now; the status is queued after that write, for a client that reads again and resumes.
+        """
+        stall_s = self._config.stall_s
+        taken, since = outbox.taken, time.monotonic()
+        while True:
+            await asyncio.sleep(stall_s / 4)
+            if outbox.taken != taken or not outbox.unread():
+                taken, since = outbox.taken, time.monotonic()
+            elif time.monotonic() - since > stall_s:
+                break
+        error = Unavailable("you left commits unread too long; resume")
+        self._metrics.fail(error)
+        whose = about(outbox.stream.session, self._rules.name, error)
+        log.warning("the client left its commits unread for %g s; its stream is ended", stall_s, extra=whose)
+        status, message, metadata = to_status(error)
+        ending = asyncio.create_task(context.abort(status, message, metadata))
+        self._stalled.add(ending)
+        ending.add_done_callback(self._stalled_ended)
+        stream.cancel()
+
+    def _stalled_ended(self, ending: asyncio.Task[None]) -> None:
+        self._stalled.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # abort always raises
 
     def _place(self, context: Any) -> AbstractContextManager[None]:
         """Return what holds a stream's place until its session is admitted.

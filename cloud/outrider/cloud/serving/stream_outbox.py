@@ -1,30 +1,20 @@
-"""One stream of a verifier: its state, its frames from the engine's thread, and what ends it from outside.
-
-It is ended where its client leaves its frames unread, and where its lease has ended.
-"""
+"""One stream of a verifier: its state, its frames from the engine's thread, and the end of its lease."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 from weakref import WeakSet
 
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
-from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.errors import OutriderError
 from outrider.proto.lease import LeaseClaim
-from outrider.proto.plumbing.logs import about
-from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened, Ping, Pong
 
 OVERTIME_S = 600.0  # for which a text goes on after its lease where no coordinator is there to give another
-
-log = logging.getLogger(__name__)
 
 
 class StreamState:
@@ -95,54 +85,6 @@ class StreamOutbox(Outbox):
         with self._counting:
             self._unread -= 1
         self.taken += 1
-
-
-class Stalls:
-    """Ends streams whose clients leave their frames unread."""
-
-    def __init__(self, stall_s: float, verifier: str, count: Callable[[OutriderError], None]) -> None:
-        """Watch streams of the verifier of that name.
-
-        Args:
-            stall_s: time without a frame taken, in seconds.
-            verifier: its name, for the log.
-            count: counts the errors of ended streams.
-        """
-        self._stall_s = stall_s
-        self._verifier = verifier
-        self._count = count
-        self._endings: set[asyncio.Task[None]] = set()
-
-    async def watch(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
-        """End a stream whose client has left its frames unread for too long.
-
-        The stream's task is then stuck in a write that flow control holds back. It is cancelled, which frees the
-        session now; the status is queued after that write, for a client that reads again and resumes.
-        """
-        taken, since = outbox.taken, time.monotonic()
-        while True:
-            await asyncio.sleep(self._stall_s / 4)
-            if outbox.taken != taken or not outbox.unread():
-                taken, since = outbox.taken, time.monotonic()
-            elif time.monotonic() - since > self._stall_s:
-                error = Unavailable("you left commits unread too long; resume")
-                self._count(error)
-                log.warning(
-                    "the client left its commits unread for %g s; its stream is ended",
-                    self._stall_s,
-                    extra=about(outbox.stream.session, self._verifier, error),
-                )
-                status, message, metadata = to_status(error)
-                ending = asyncio.create_task(context.abort(status, message, metadata))
-                self._endings.add(ending)
-                ending.add_done_callback(self._ended)
-                stream.cancel()
-                return
-
-    def _ended(self, ending: asyncio.Task[None]) -> None:
-        self._endings.discard(ending)
-        if not ending.cancelled():
-            ending.exception()  # abort always raises
 
 
 class LeaseEnds:
