@@ -16,9 +16,6 @@ from outrider.proto.types import Goal, Patience
 MAX_PREFILL_ROWS = 512  # rows of prompts in one step
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
-EXACT = ("auto", "tiles", "off")
-DRAFT_HERE = ("auto", "on", "off")
-ENGINES = ("transformers", "vllm")
 ENGINE = "engine"
 HERE = "drafting beside the target"
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
@@ -94,7 +91,7 @@ class VerifierConfig(GrpcServerSettings):
         "auto",
         "whether a text keeps its bytes whatever shares its steps; auto: on a CPU, in slow tiles only where it must; "
         "tiles: always in them; off: no",
-        choices=EXACT,
+        choices=("auto", "tiles", "off"),
         group=TARGET,
     )
     no_prefix_cache: bool = option(
@@ -136,7 +133,7 @@ class VerifierConfig(GrpcServerSettings):
         "auto",
         "draft beside the target too, for sessions whose edges are far; auto: where a drafter for the target is at "
         "hand and the target leaves a core",
-        choices=DRAFT_HERE,
+        choices=("auto", "on", "off"),
         group=HERE,
     )
     draft_with: str = option(
@@ -186,7 +183,7 @@ class VerifierConfig(GrpcServerSettings):
     engine: str = option(
         "transformers",
         "what computes: ours on transformers' models, or stock vLLM (docs/vllm.md)",
-        choices=ENGINES,
+        choices=("transformers", "vllm"),
         group=ENGINE,
     )
     tensor_parallel: int = option(1, "processes, and GPUs, that share every layer", group=ENGINE, check=at_least(1))
