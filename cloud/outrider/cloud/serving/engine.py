@@ -30,8 +30,7 @@ from outrider.cloud.target.projection import Projection
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy import Smoothed
-from outrider.proto.session import Verified
-from outrider.proto.session.verifier import VerifierRules
+from outrider.proto.session.verifier import Verified, VerifierRules
 from outrider.proto.types import Branches, Cancel, Commit, Draft, EdgeFrame, Open
 
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread

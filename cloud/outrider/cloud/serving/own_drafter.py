@@ -25,7 +25,7 @@ from outrider.drafters.search import NGRAM
 from outrider.proto.errors import InvalidArgument, TokenizerMismatch
 from outrider.proto.session import Drafted, DraftJob
 from outrider.proto.session.both_ends import LocalJob
-from outrider.proto.session.drafting import CATCH_UP
+from outrider.proto.session.jobs import CATCH_UP
 from outrider.proto.types import DraftToken
 
 CHUNK = 128  # tokens of a text that are read at a stretch; some 20 ms for the embedded family

@@ -11,7 +11,7 @@ from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox
 from outrider.proto.errors import OutriderError
 from outrider.proto.lease import LeaseClaim
-from outrider.proto.session import VerifierRules
+from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Opened, Ping, Pong
 
 OVERTIME_S = 600.0  # for which a text goes on after its lease where no coordinator is there to give another
