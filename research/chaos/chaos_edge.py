@@ -10,7 +10,7 @@ from functools import partial
 from outrider.edge.link.attempts import Attempts
 from outrider.edge.link.silence_guard import ANSWER_WITHIN_S
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules
+from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -32,7 +32,6 @@ from outrider.proto.session import (
     TeacherForced,
     TurnBegun,
 )
-from outrider.proto.session.silence import SilenceWatch, Silent
 from outrider.proto.types import (
     CloudFrame,
     CommittedToken,

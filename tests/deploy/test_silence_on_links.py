@@ -16,8 +16,7 @@ from outrider.deploy.link.link_traces import built_in_traces, find_trace
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy import Smoothed
-from outrider.proto.policy.suspicion import AnswerLaw, SilenceRules
-from outrider.proto.session.silence import SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerLaw, SilenceRules, SilenceWatch, Silent
 from outrider.proto.types import Commit, CommittedToken, Opened, Ping, Pong
 
 JITTERS = {

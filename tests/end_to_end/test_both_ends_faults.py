@@ -21,7 +21,7 @@ from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.edge import Sampling
 from outrider.edge.decoding import Observer
-from outrider.proto.policy.measures import Smoothed
+from outrider.proto.policy.measurements import Smoothed
 from outrider.proto.session import RetryRules
 from outrider.proto.types import CloudFrame, Commit, Continue, DraftToken, EdgeFrame, Open, Opened, Patience
 

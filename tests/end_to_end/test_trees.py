@@ -9,8 +9,7 @@ import pytest
 from test_invariant import ALL_SAMPLING, texts
 
 from outrider.proto.policy import trees as trees_module
-from outrider.proto.session import Drafted
-from outrider.proto.session.drafting import Drafting
+from outrider.proto.session import Drafted, EdgeSession
 from outrider.proto.types import Grammar, GrammarKind, Patience
 
 WAITS = Patience(5.0, 6)  # so that each step has drafts, and branches beside them, on a busy machine too
@@ -71,13 +70,13 @@ async def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, re
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
 async def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, prompts, monkeypatch) -> None:
     read: list[int] = []
-    really = Drafting._take_idle
+    really = EdgeSession._take_idle
 
-    def take_idle(drafting: Drafting, done: Drafted) -> None:
+    def take_idle(machine: EdgeSession, done: Drafted) -> None:
         read.append(len(done.teacher_forced.drafts))
-        really(drafting, done)
+        really(machine, done)
 
-    monkeypatch.setattr(Drafting, "_take_idle", take_idle)
+    monkeypatch.setattr(EdgeSession, "_take_idle", take_idle)
     chosen, sampling = prompts(1)[:2], ALL_SAMPLING["sampled"]
     async with serving() as address:
         async with edge(address, drafter="none") as client:

@@ -46,19 +46,27 @@ class HandDrivenEdge(EdgeSession):
         """The drafting job that is due, of at most `most` tokens; None where none is."""
         if measurements is not None:
             self._meter.adopt(measurements)
-        self._drafting._job_tokens = lambda _: most
-        self._drafting.review()
-        return None if self._drafting.running is not None else self._drafting.draft()
+        self._job_tokens = lambda _: most
+        self._review()
+        if self._running is not None:
+            return None
+        job = self._draft_job()
+        self._issue(job)
+        return job
 
     def on_idle(self, now: float) -> list[Send]:
         """Return the frames that go where there is nothing to draft."""
-        return [] if self._drafting.job_runs or self.done or self.allowance() > 0 else self._flush(now)
+        return [] if self._job_runs or self.done or self._allowance() > 0 else self._flush(now)
 
     def next_catch_up(self) -> CatchUpJob | None:
-        return None if self._drafting.running is not None else self._drafting.catch_up()
+        if self._running is not None:
+            return None
+        job = self._catch_up_job()
+        self._issue(job)
+        return job
 
     def allowance(self) -> int:
-        return self._drafting.allowance()
+        return self._allowance()
 
     @property
     def survival(self) -> float:

@@ -241,7 +241,7 @@ class SmallEdge:
     def _tidy(self) -> None:
         """Forget what drafters have read beyond what is relied on."""
         for drafter in range(len(self.prefixes)):
-            kept = self.edge._drafting._selection.read(drafter)
+            kept = self.edge._selection.read(drafter)
             if self.job is not None and self.job.drafter == drafter:
                 kept = self.job.truncate_to
             self.prefixes[drafter] = self.prefixes[drafter][:kept]

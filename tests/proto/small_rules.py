@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import checked_simulation
 import pytest
 
-from outrider.proto.policy import Measurements, likely_branches, measurements, measures
+from outrider.proto.policy import Measurements, likely_branches, measurements
 from outrider.proto.policy.selector import Selector
-from outrider.proto.session import both_ends, drafting, measuring
+from outrider.proto.session import EdgeSession, both_ends, measuring
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import DraftToken
 
@@ -197,23 +197,29 @@ def ignore(*_: object, **__: object) -> None:
 @pytest.fixture
 def still_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no measurement change anything, and leave to choices what they decide."""
-    smooth = measures.Smoothed, measures.Acceptance, measures.Calibration, measures.TextCalibration, measures.Line
+    smooth = (
+        measurements.Smoothed,
+        measurements.Acceptance,
+        measurements.Calibration,
+        measurements.TextCalibration,
+        measurements.Line,
+    )
     for kind in (*smooth, likely_branches.MissShares, likely_branches.OtherShares, measurements.Pace):
         monkeypatch.setattr(kind, "add", ignore)
     for name in ("believe", "restate"):
-        monkeypatch.setattr(measures.Acceptance, name, ignore)
+        monkeypatch.setattr(measurements.Acceptance, name, ignore)
     for name in ("time_open", "time_draft"):
         monkeypatch.setattr(Measurements, name, ignore)
     monkeypatch.setattr(measuring.SentMessages, "append", ignore)
     monkeypatch.setattr(likely_branches, "_LONGEST", 2)
     monkeypatch.setattr(both_ends.BothEnds, "_is_better_here", lambda ends: getattr(ends, "leads", False))
-    monkeypatch.setattr(drafting.Drafting, "_pays", lambda *_: True)
+    monkeypatch.setattr(EdgeSession, "_pays", lambda *_: True)
 
 
 def known_measurements() -> Measurements:
     """Return the measurements of all worlds: steps take a while, the link takes none, and everything pays."""
     known = Measurements()
     known.step.weight, known.step.y = 1.0, STEP_S
-    known.of("b").calibration.acceptance = measures.Acceptance(0.9, 1.0)  # the other drafter is the better one
+    known.of("b").calibration.acceptance = measurements.Acceptance(0.9, 1.0)  # the other drafter is the better one
     known.pace.seconds = known.pace.tokens = known.pace.commits = 1.0
     return known

@@ -24,7 +24,7 @@ UNSEEN_FIELDS = {
     "EdgeStream": "opened_at _retries _losses _losing_since",  # too many losses for a small world
     "Meter": "idle_s _has_commit _round_trip _mine _calibrations",
     "Selection": "_num_decided _new_hits _scored _new_scores _view _due",
-    "Drafting": "last_job_s _job_tokens _allowed _allowed_to _worth _committed",
+    "EdgeSession": "_last_job_s _job_tokens _allowed _allowed_to _worth _committed",
     "DraftTree": "epoch _job_s",
     "Commit": "verified verified_here verified_beside cached_tokens accepted_here accepted",
     "Verified": "beside",

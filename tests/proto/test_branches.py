@@ -201,10 +201,10 @@ def test_a_drafter_that_has_nothing_to_say_after_a_branch_is_not_asked_again() -
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 40, "v", 512, branches=True), 0.0)
     edge.handle(Drafted(edge.next_job(1), (DraftToken(4, 0.5, runners_up=(7,)),), 0.001), 0.0)
-    job = edge._drafting.branch(0.0)
+    job = edge._branch_job(0.0)
     assert job is not None
     edge.handle(Drafted(job, (), 0.0), 0.0)
-    assert edge._drafting.branch(0.0) is None
+    assert edge._branch_job(0.0) is None
 
 
 def test_the_edge_follows_a_run_whose_token_was_no_runner_up_of_the_chain() -> None:

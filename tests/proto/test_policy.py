@@ -15,10 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import Line, Measurements, Smoothed, StepCost, Window, measures
-from outrider.proto.policy.measurements import DRAFT_BYTES, Pace
-from outrider.proto.policy.measures import Acceptance, Calibration, TextCalibration
-from outrider.proto.policy.patience import Prospect, VerifierView, batching_delay_s, best_block, overtakes, plan_for
+from outrider.proto.policy import Line, Measurements, Smoothed, Window, measurements
+from outrider.proto.policy.measurements import DRAFT_BYTES, Acceptance, Calibration, Pace, TextCalibration
+from outrider.proto.policy.patience import (
+    Prospect,
+    StepCost,
+    VerifierView,
+    batching_delay_s,
+    best_block,
+    overtakes,
+    plan_for,
+)
 from outrider.proto.policy.window import due_to_flush
 from outrider.proto.types import Goal, Patience
 
@@ -165,7 +172,7 @@ def test_a_kept_chance_is_that_of_the_counts_though_another_text_shares_them() -
         text.add(float(rng.random()), bool(rng.random() < 0.6))
         for one in texts:
             for confidence in (0.05, 0.35, 0.65, 0.985):
-                index = measures._bin(confidence)
+                index = measurements._bin(confidence)
                 hits, trials = one.bins[index]
                 common_hits, common_trials = common.bins[index]
                 before = min(0.995, max(0.02, common_hits / common_trials))

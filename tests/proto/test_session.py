@@ -26,7 +26,7 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.policy import Measurements, Window
-from outrider.proto.session import Done, Emit, Reopen, RetryRules, Send
+from outrider.proto.session import Done, Reopen, RetryRules, Send
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
@@ -672,26 +672,6 @@ def test_the_edge_drafts_ahead_of_what_is_verified_in_one_chain():
     assert (job.truncate_to, job.extend_with, job.count) == (5, (), 1)
     assert sent(out) == [Draft(0, 5, tuple(map(DraftToken, (4,))), complete=True)]
     assert edge.next_job(8) is None
-
-
-def test_a_contradicted_chain_is_left_for_a_new_one_and_the_drafter_rewound():
-    edge = edge_session()
-    draft(edge, 1, 2, 4)
-    out = edge.on_commit(Commit(3, committed(1, 5), 1, 16), 0.1)
-    assert [i for i in out if isinstance(i, Emit)] == [Emit(3, committed(1, 5), (True, False))]
-    job, out = draft(edge, 7)
-    assert (job.truncate_to, job.extend_with) == (4, (5,))
-    assert sent(out) == [Draft(1, 5, tuple(map(DraftToken, (7,))))]
-
-
-def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
-    edge = edge_session()
-    draft(edge, 1, 2, 4)
-    edge.on_commit(Commit(3, committed(1, 2), 1, 16), 0.1)
-    assert edge.in_flight == 1
-    job, out = draft(edge, 7)
-    assert (job.truncate_to, job.extend_with) == (6, ())
-    assert sent(out) == [Draft(0, 6, tuple(map(DraftToken, (7,))))]
 
 
 def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **options):

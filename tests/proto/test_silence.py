@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules
-from outrider.proto.session.silence import SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules, SilenceWatch, Silent
 from outrider.proto.types import Commit, CommittedToken, Opened, Ping, Pong
 
 RULES = SilenceRules()

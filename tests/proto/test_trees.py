@@ -12,7 +12,7 @@ from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
 from outrider.proto.policy.likely_branches import MAX_BRANCHES, MAX_LEAVES, MissShares, likely_leaves
-from outrider.proto.policy.measures import Acceptance
+from outrider.proto.policy.measurements import Acceptance
 from outrider.proto.policy.trees import Run, Tree, best_tree
 from outrider.proto.session import Drafted
 from outrider.proto.session.acceptance import branch_taken

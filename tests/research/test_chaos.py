@@ -18,8 +18,7 @@ from outrider.coordinator.lease_admission import CallerAdmission
 from outrider.proto.plumbing.loop_watch import Stillness
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.received import ReceivedDrafts
-from outrider.proto.session.session_text import EdgeText
-from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.stream import EdgeStream, EdgeText
 from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import Commit
 from research.chaos.__main__ import main

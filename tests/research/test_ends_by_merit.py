@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.proto.policy.measures import Acceptance
+from outrider.proto.policy.measurements import Acceptance
 from outrider.proto.session import EdgeSession, EdgeStatistics, Selection
 from outrider.proto.session.both_ends import DraftingHere
-from outrider.proto.session.drafting import VerifierArm
+from outrider.proto.session.edge import VerifierArm
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling

@@ -14,8 +14,7 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.edge.selectors import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector, StaticSelector
-from outrider.proto.session import CatchUpJob, Selection
-from outrider.proto.session.drafting import Drafting
+from outrider.proto.session import CatchUpJob, EdgeSession, Selection
 from research.simulator.clock import Costs
 from research.traces.pool_replay import Stage, Trajectory
 from research.traces.recordings import HitTrace, PoolText, texts_of
@@ -340,16 +339,16 @@ def test_a_window_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch)
         return len(questions)
 
     questions: list[None] = []
-    ask = Drafting._tokens
-    monkeypatch.setattr(Drafting, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
+    ask = EdgeSession._tokens
+    monkeypatch.setattr(EdgeSession, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
     kept = trajectories()
     few = asked()
-    kept_allowance = Drafting.allowance
-    monkeypatch.setattr(Drafting, "allowance", lambda self: self.review() or kept_allowance(self))
+    kept_allowance = EdgeSession._allowance
+    monkeypatch.setattr(EdgeSession, "_allowance", lambda self: self._review() or kept_allowance(self))
     assert trajectories() == kept
     assert asked() - few > few
     monkeypatch.undo()
-    monkeypatch.setattr(Drafting, "review", lambda self: None)
+    monkeypatch.setattr(EdgeSession, "_review", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
         assert trajectories() == kept
 

@@ -37,11 +37,7 @@ M = TypeVar("M", bound=Message)
 
 
 def parse(kind: Callable[[], M], data: bytes) -> M:
-    """Return the message in `data`.
-
-    Raises:
-        InvalidArgument: `frame` is no such message.
-    """
+    """Return the message in `data`; raises `InvalidArgument` about `frame` where it is none."""
     message = kind()
     try:
         message.ParseFromString(data)
@@ -56,11 +52,7 @@ def to_microseconds(seconds: float) -> int:
 
 
 def to_enum(kind: type[T], number: int, field: str) -> T:
-    """Return the member of `kind` with this number.
-
-    Raises:
-        InvalidArgument: there is none; the error names `field`.
-    """
+    """Return the member of `kind` with this number; raises `InvalidArgument` about `field` where there is none."""
     try:
         return kind(number)  # type: ignore[call-arg]  # an Enum
     except ValueError as error:
@@ -69,12 +61,7 @@ def to_enum(kind: type[T], number: int, field: str) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a dataclass on the wire.
-
-    Attributes:
-        encode: conversion of the value to fields of the message.
-        decode: conversion of the message to the value.
-    """
+    """One field of a dataclass on the wire: its value as fields of the message, and the value that a message holds."""
 
     encode: Callable[[Any], dict[str, Any]]
     decode: Callable[[Any], Any]
@@ -141,7 +128,6 @@ class Table(Generic[T]):
             raise TypeError(f"{kind.__name__} has no {', '.join(makers)}")
 
     def to_wire(self, value: T) -> Any:
-        """Return the message that holds `value`."""
         wire: dict[str, Any] = {}
         for name, field in self._fields.items():
             wire.update(field.encode(getattr(value, name)))
@@ -154,16 +140,11 @@ class Table(Generic[T]):
         return self._kind(**{name: field.decode(wire) for name, field in self._fields.items()})
 
     def encode(self, value: T) -> bytes:
-        """Return the bytes of one message."""
         encoded: bytes = self.to_wire(value).SerializeToString()
         return encoded
 
     def decode(self, data: bytes) -> T:
-        """Return the value in `data`.
-
-        Raises:
-            InvalidArgument: with the field named.
-        """
+        """Return the value in `data`; raises `InvalidArgument` with the field named."""
         return self.from_wire(parse(self._wire, data))
 
 
@@ -213,16 +194,10 @@ class Single(Generic[T]):
         self._field = maker(name)
 
     def encode(self, value: T) -> bytes:
-        """Return the bytes of one message."""
         encoded: bytes = self._wire(**self._field.encode(value)).SerializeToString()
         return encoded
 
     def decode(self, data: bytes) -> T:
-        """Return the value in `data`.
-
-        Raises:
-            InvalidArgument: with the field named.
-        """
         value: T = self._field.decode(parse(self._wire, data))
         return value
 
@@ -531,11 +506,7 @@ def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
 
 
 def decode_cloud_frame(data: bytes) -> t.CloudFrame:
-    """Return the frame in `data`.
-
-    Raises:
-        InvalidArgument: with the field named.
-    """
+    """Return the frame in `data`; raises `InvalidArgument` with the field named."""
     name, body = _body_of(parse(pb.CloudFrame, data), _FROM_CLOUD)
     result: t.CloudFrame = _FROM_CLOUD[name](body)
     return result

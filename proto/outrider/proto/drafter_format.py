@@ -39,11 +39,7 @@ def published_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape of a drafter's KV cache: for each layer, keys and values, `dtype` [1, kv_heads, positions, head_dim].
-
-    Attributes:
-        dtype: one of `CACHE_DTYPES`; the graph has the scales of int8.
-    """
+    """Shape of a drafter's KV cache: for each layer, keys and values, `dtype` [1, kv_heads, positions, head_dim]."""
 
     layers: int
     kv_heads: int
@@ -74,12 +70,7 @@ class SteeringShape:
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """Shape of a low-rank update of the graph that is merged into it when it is loaded (`adapters`).
-
-    Attributes:
-        rank: columns of B, and rows of A.
-        targets: names of the matrices that change.
-    """
+    """Shape of a low-rank update of the graph, merged into it when it is loaded, and the matrices that change."""
 
     rank: int
     targets: tuple[str, ...]
@@ -87,13 +78,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True)
 class LearnedFrom:
-    """Texts that a version learned from.
-
-    Attributes:
-        positions: number of judged positions.
-        keys: number of API keys that they came from; 0: a corpus.
-        classes: number of positions by class of text.
-    """
+    """Texts that a version learned from: judged positions, in all and by class of text, and API keys (0: a corpus)."""
 
     positions: int
     keys: int
@@ -105,7 +90,7 @@ class DrafterDescription:
     """A drafter, as its manifest describes it.
 
     Attributes:
-        reach: number of last tokens that an answer depends on; None: all. The other fields are the manifest's.
+        reach: number of last tokens that an answer depends on; None: all.
         parent: version that it was trained on from; empty: none.
         sequence: place among the versions of its name, the newest highest.
         learned_from: what an update learned from; None: it is none.

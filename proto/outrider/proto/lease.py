@@ -31,8 +31,7 @@ class LeaseClaim:
     """Permissions of a lease.
 
     Attributes:
-        verifier: name of the verifier; no other may take it.
-        session: id of the session; no other may use it.
+        verifier, model, session: whom it is for; no other may use it.
         expires_at_s: expiry, in Unix seconds.
         key: name of the API key that it was given to; empty: none was needed.
         tokens_per_minute: limit on what the verifier reads and generates for that key, in all its sessions; 0: none.
@@ -64,10 +63,7 @@ class LeaseClaim:
 
 
 def text_name(key: str, session: str) -> str:
-    """Return the name of a session's text among those of all API keys, since edges name sessions; empty key: none.
-
-    It is what coordinators and verifiers call a text between them; no key's name has a slash.
-    """
+    """Return the name of a session's text among those of all API keys, since edges name sessions; empty key: none."""
     return f"{key}/{session}" if key else session
 
 
@@ -121,21 +117,11 @@ def read_lease(token: bytes, secret: bytes, *, now_s: float) -> LeaseClaim:
     """Return the claim in `token`, if it is genuine and valid; a relay leaves the other checks to the verifier.
 
     Raises:
-        Unauthenticated: the token is missing, forged or malformed.
-        LeaseExpired: it is genuine but too old.
+        Unauthenticated, LeaseExpired: as `verify_lease`.
     """
     claim = _genuine(token, secret)
     _check_expiry(claim, now_s)
     return claim
-
-
-def expiry_s(token: bytes) -> float:
-    """Return the expiry that `token` states, in Unix seconds, without checking its signature.
-
-    Raises:
-        Unauthenticated: it is not a lease token.
-    """
-    return _parse_claim(token.partition(b".")[0]).expires_at_s
 
 
 def _genuine(token: bytes, secret: bytes) -> LeaseClaim:

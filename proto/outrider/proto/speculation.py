@@ -21,7 +21,6 @@ class VerifiedDrafts:
     A `Counter` for every position would cost a commit more than all other metrics together.
 
     Attributes:
-        draft_tokens: drafts verified.
         accepted_of: steps by the number of drafts that they accepted.
     """
 

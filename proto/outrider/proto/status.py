@@ -1,4 +1,4 @@
-"""The coordinator's view of its cluster, and its bytes on the wire."""
+"""The coordinator's view of its cluster, and its bytes on the wire; `v1/decoding.proto` says what each field means."""
 
 from __future__ import annotations
 
@@ -21,20 +21,7 @@ class ClassAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class VersionStatus:
-    """One version of a drafter, and how it compares with the one before it.
-
-    Attributes:
-        state: `current`, `former` or `retired`.
-        share: share of the edges that are offered it.
-        why: reason for its state; empty: none yet.
-        age_s: time in this state, in seconds.
-        against: version that it is compared with; empty: none.
-        texts: texts compared so far.
-        difference: mean difference of hit rates over these texts.
-        evidence: natural log of the wealth that bets on its being worse have made.
-        acceptance: share of hits over all texts.
-        trials: tokens that the share rests on, faded with age.
-    """
+    """One version of a drafter, and how it compares with the one before it."""
 
     drafter: str
     version: str
@@ -52,21 +39,7 @@ class VersionStatus:
 
 @dataclass(frozen=True, slots=True)
 class VerifierStatus:
-    """One verifier as the coordinator sees it.
-
-    Attributes:
-        state: `ready`, `draining` or `down`.
-        guarantee: what its texts keep whatever shares their steps: `bytes`, `bytes_by_tiles`, `distribution`; empty:
-            unknown.
-        precision: what decides its rounding, such as `bfloat16`; empty: unknown.
-        drafter_here: drafter of its own, as name@version; empty: none that works.
-        committed_tokens: tokens of all its texts since it started, as are the next.
-        drafted_here: tokens that its own drafter has proposed.
-        verified_here: those that its steps verified.
-        accepted_here: those that became text.
-        drafting_here_s: time that its own drafter has worked, over all its threads, in seconds.
-        context_length: positions that its target can hold; 0: unknown.
-    """
+    """One verifier as the coordinator sees it."""
 
     name: str
     address: str
@@ -92,29 +65,7 @@ class VerifierStatus:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStatus:
-    """One trainer as the coordinator sees it.
-
-    Attributes:
-        model: target of the drafter that learns.
-        state: `training`, `waiting for idle time`, `nothing to learn from`, `loading` or `down`.
-        drafter: name of the drafter that learns.
-        version: newest version that proved better, or its parent.
-        sequence: number of that version.
-        load: share of its node's cores that verifiers took lately, 0 to 1; 0 if it does not look.
-        waited_s: time that the next step has waited for idle time, in seconds.
-        hurried: number of steps made without idle time.
-        cpu_share: share of one core that it took lately.
-        max_cpu_share: limit of that share.
-        steps: number of optimizer steps.
-        positions: number of judged positions that it learned from.
-        keys: number of API keys that these came from.
-        waiting: number of positions that it has not learned from yet.
-        candidate: sequence of the version on trial; 0: none.
-        candidate_texts: number of texts that it was compared on.
-        candidate_difference: mean difference of hit rates on these texts.
-        published: number of versions that proved better.
-        dropped: number of versions that did not.
-    """
+    """One trainer as the coordinator sees it."""
 
     model: str
     state: str

@@ -34,7 +34,6 @@ class TokenCounts:
         return np.flatnonzero(self._counts[0] | self._counts[1])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`, none below 0."""
         if not len(tokens):
             return
         largest = max(tokens)
@@ -61,11 +60,9 @@ class TokenCounts:
         del self._tokens[length:]
 
     def in_prompt(self, tokens: np.ndarray) -> np.ndarray:
-        """Return how often each of `tokens` [n] stands in the prompt, [n] int32."""
         return self._of(0, tokens)
 
     def in_text(self, tokens: np.ndarray) -> np.ndarray:
-        """Return how often each of `tokens` [n] stands after the prompt, [n] int32."""
         return self._of(1, tokens)
 
     def _of(self, part: int, tokens: np.ndarray) -> np.ndarray:

@@ -26,13 +26,10 @@ def trace_endpoint_option() -> Any:
 
 
 def tracer_provider(service: str, endpoint: str, ratio: float = 1.0) -> TracerProvider:
-    """Return a provider that sends spans of `service` by OTLP over gRPC to `endpoint`.
+    """Return a provider that sends spans of `service` by OTLP over gRPC to `endpoint`; raises `ConfigError`.
 
     A share `ratio` of the traces that begin here is sampled; one that began in another process is followed where that
     process sampled it.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

@@ -1,6 +1,8 @@
-"""Frozen domain types: what the messages mean, checked when made. `codec` alone knows their protobuf twins.
+"""Frozen domain types, checked when made; `codec` alone knows their protobuf twins.
 
-Positions are absolute (prompt + text, from 0). Token ids are Python ints in tuples. Seconds are floats.
+`v1/decoding.proto` says what each field of a message means, with its unit and shape, and is not repeated here; None
+stands for a field that is unset. Positions are absolute (prompt + text, from 0). Token ids are Python ints in tuples.
+Seconds are floats.
 """
 
 from __future__ import annotations
@@ -83,12 +85,7 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A language that the text belongs to: the grammar can complete it after every token, and EOS comes when it does.
-
-    Attributes:
-        text: JSON schema, regular expression, or grammar in the Lark dialect of llguidance; empty for `JSON_OBJECT`,
-            which is any JSON object. The verifier compiles it and says what is wrong with it.
-    """
+    """A language that the text belongs to: the grammar can complete it after every token; EOS comes when it does."""
 
     kind: GrammarKind
     text: str = ""
@@ -131,7 +128,6 @@ class NumberRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the number is a whole one."""
         return isinstance(self.high, int)
 
     def allows(self, value: float) -> bool:
@@ -163,7 +159,6 @@ _PENALTY = NumberRange(-100.0, 100.0, http_low=-2.0, http_high=2.0)
 
 
 def _number(name: str, default: float, about: str, bounds: NumberRange, metavar: str = "") -> Any:
-    """Declare a number in `bounds`."""
     BOUNDS[name] = bounds
     return option(default, about, metavar=metavar, group="sampling", check=bounds.check)
 
@@ -267,7 +262,6 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether there is a repetition, presence or frequency penalty."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -318,18 +312,12 @@ class SteeringPrecision(Enum):
 
     @property
     def number_bytes(self) -> int:
-        """Size of one number, in bytes."""
         return 2 if self is SteeringPrecision.FLOAT16 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringRequest:
-    """Which steering vectors an edge wants in commits.
-
-    Attributes:
-        projection: projection that makes the vector, 12 hexadecimal digits from the drafter's manifest.
-        every: commits for each vector; 0: none for now.
-    """
+    """Which steering vectors an edge wants in commits."""
 
     projection: str
     precision: SteeringPrecision = SteeringPrecision.INT8
@@ -438,12 +426,7 @@ class Provenance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Time that the verifier waits for drafts before a step.
-
-    Attributes:
-        seconds: longest wait since the last commit, in seconds; may be infinite.
-        drafts: number of drafts that ends the wait.
-    """
+    """Time that the verifier waits for drafts before a step."""
 
     seconds: float
     drafts: int = 1
@@ -455,11 +438,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Permission to keep a prompt and its text in memory for a day, and to train drafters with them.
-
-    Attributes:
-        prompt_class: kind of text, as in the lease's request; 0: unknown.
-    """
+    """Permission to keep a prompt and its text in memory for a day, and to train drafters with them."""
 
     prompt_class: int = 0
 
@@ -470,31 +449,7 @@ class Learning:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Everything that decides a text, so that any verifier can begin it or take it over.
-
-    Attributes:
-        prompt: [p] tokens, at least one.
-        committed: [c] text so far, when resuming.
-        patience: how long to wait for drafts; None: the verifier decides.
-        window: most unverified tokens that the edge will have in flight; 0: unknown.
-        max_drafts: most drafts to verify in one step; 0: the verifier's limit.
-        logp: whether commits carry processed log probabilities.
-        logprobs: whether they carry the model's own log probabilities.
-        top_logprobs: likeliest tokens to carry for each position; needs `logprobs`.
-        keep_s: time to keep the session after its last commit, in seconds.
-        steering: requested steering vectors, which do not change the text; None: none.
-        drafts_here: drafts that the verifier makes itself before every step, none during one, as a drafter beside the
-            target does; 0: none at all; None: as it prices them.
-        learning: permission to learn from the text; None: nothing may be kept of it.
-        epoch: streams that the session had before, as its lease says.
-        prompt_logprobs: likeliest tokens to carry for each token of the prompt, beside its own log probability; None:
-            neither.
-        prompt_logprobs_from: first position of the prompt for which these are wanted; those before it have come.
-        trees: whether steps may verify branches beside the chain.
-        isolation: mark of whoever the edge decodes for, at most `MAX_ISOLATION_BYTES`; only texts of one mark and one
-            API key share what was computed. Empty: the edge does not tell between those it serves.
-        context_length: positions that the text was promised, prompt included, and ends at; 0: none yet.
-    """
+    """Everything that decides a text, so that any verifier can begin it or take it over."""
 
     model: str
     tokenizer_sha256: str
@@ -548,14 +503,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Another turn on a kept session, whose text follows a new prompt.
-
-    Attributes:
-        start: position of prompt[0]; the transcript is dropped from there on.
-        prompt: [n] new tokens, may be empty.
-        sampling: parameters of this turn; None: those of the last.
-        chain: first chain of this turn; drafts of lower ones belong to earlier turns.
-    """
+    """Another turn on a kept session, whose text follows a new prompt."""
 
     start: int
     prompt: tuple[int, ...]
@@ -660,13 +608,7 @@ class BlockBranch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Measurements of the edge that the verifier's patience rests on.
-
-    Attributes:
-        round_trip_s: smoothed round-trip time without the verifier's work, in seconds.
-        acceptance: chance that a draft agrees; 0: unknown.
-        steering: changed request for steering vectors; None: unchanged.
-    """
+    """Measurements of the edge that the verifier's patience rests on."""
 
     drafting: bool
     drafting_s: float = 0.0
@@ -705,23 +647,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The verifier's terms for a session that it has taken.
-
-    Attributes:
-        committed: tokens of text taken over from Open.
-        credit: unverified drafts allowed.
-        guarantee: what the text keeps whatever shares its steps.
-        planned: whether the verifier plans how long it waits for drafts; its patience is fixed otherwise.
-        keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
-        steered: whether it has the requested projection and sends its vectors.
-        drafter_here: drafter of the verifier's own in this text, as name@version; empty: none.
-        branches: whether it takes Branches.
-        precision: what decides its rounding, such as `bfloat16`; empty: unknown.
-        epoch: that of the Open, as in every frame of the verifier: an edge ignores those of another.
-        settings: names of the `LATER_SETTINGS` that it holds to.
-        eos_tokens: ids that end a text of the target, by which drafters propose.
-        trees: whether steps verify branches beside the chain, so that branches of one token are of use.
-    """
+    """The verifier's terms for a session that it has taken."""
 
     committed: int
     credit: int
@@ -747,14 +673,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Parts of the time that one commit took.
-
-    Attributes:
-        echo: Draft messages of the stream that had come before the commit was sent.
-        hold_s: time from the arrival of the last one to the sending of the commit, in seconds.
-        queue_s: time that the session was due and waited for the engine, in seconds.
-        drafting_s: time that the verifier's own drafter has worked for this text since the last commit, in seconds.
-    """
+    """Parts of the time that one commit took."""
 
     echo: int = 0
     hold_s: float = 0.0
@@ -765,22 +684,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that are now part of the text, for ever.
-
-    Attributes:
-        accepted: drafts among the tokens, which come first.
-        credit: unverified drafts allowed from now on.
-        reward: mean of min(1, p / q) over the verified drafts (MetaSD); None: unknown.
-        steering: vector of position `start + len(tokens) - 2`.
-        finish: why the text ends, in its last commit only.
-        chain: newest chain that the verifier knew.
-        verified: drafts that the step verified: those of the chain, or of the path along a branch that it followed.
-        verified_beside: other drafts that it verified.
-        turn: Continues of this stream that had come before it.
-        cached_tokens: tokens before `start` that the verifier had computed already, in the first commit of a turn only.
-        verified_here: verified drafts that the verifier made itself, which come last.
-        covered: tokens after these that the verifier will have by its own drafts before the edge's answer can come.
-    """
+    """Tokens that are now part of the text, for ever."""
 
     start: int
     tokens: tuple[CommittedToken, ...]
@@ -801,7 +705,6 @@ class Commit:
 
     @property
     def accepted_here(self) -> int:
-        """Accepted drafts that the verifier made itself."""
         return max(0, self.accepted - self.verified + self.verified_here)
 
     def __post_init__(self) -> None:
@@ -849,11 +752,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class DrafterManifest:
-    """A drafter package: its identity and its files, `manifest.json` among them.
-
-    Attributes:
-        share: share of the edges, by hash of their id, that take it beside the current version; 0: all take it.
-    """
+    """A drafter package: its identity and its files, `manifest.json` among them."""
 
     name: str
     version: str
@@ -870,19 +769,7 @@ class DrafterManifest:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """An edge's question where to decode.
-
-    Attributes:
-        avoid: verifiers that it has just lost, the newest last.
-        inquiry: whether it only asks what a lease says: no token is signed and no session counted.
-        prompt_class: kind of text of the prompt; 0: unknown.
-        link_class: kind of round trip; 0: unknown.
-        prefixes: [n] keyed 64-bit hashes of beginnings of the text, the shortest first, equal where texts begin alike.
-        precision: precision of the text so far, which its verifier must have; empty: any.
-        epoch: streams that the session had before.
-        suspected: whether the last of `avoid` is silent and its stream still stands, to be left where there is another.
-        context_length: positions that the text needs, which its verifier should have; 0: any.
-    """
+    """An edge's question where to decode."""
 
     model: str
     session: str
@@ -913,12 +800,7 @@ def _require_classes(prompt_class: int, link_class: int, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPrior:
-    """Hits of a drafter over the texts of many edges.
-
-    Attributes:
-        acceptance: share of hits, 0 to 1.
-        trials: tokens that the share rests on, faded with age.
-    """
+    """Hits of a drafter over the texts of many edges."""
 
     drafter: str
     drafter_version: str
@@ -932,11 +814,7 @@ class DrafterPrior:
 
 @dataclass(frozen=True, slots=True)
 class DraftingPrior:
-    """Knowledge of the fleet before a session's first commit; 0: unknown.
-
-    Attributes:
-        acceptance: share of drafts that the target accepts.
-    """
+    """Knowledge of the fleet before a session's first commit; 0: unknown."""
 
     acceptance: float = 0.0
     step_s: float = 0.0
@@ -950,14 +828,7 @@ class DraftingPrior:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Permission to decode on one verifier for a while.
-
-    Attributes:
-        address: host:port of the verifier; empty with `relayed`, and then the coordinator's own.
-        tls_name: name that the certificate at `address` must have; empty: its host.
-        relayed: whether the coordinator passes the stream on; the token then goes into the call's metadata too.
-        context_length: positions that the target can hold there; 0: unknown.
-    """
+    """Permission to decode on one verifier for a while."""
 
     token: bytes = field(repr=False)
     verifier: str
@@ -978,13 +849,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class DrafterHits:
-    """Proposals of one drafter in one text, counterfactual ones included.
-
-    Attributes:
-        hits: proposals that agree with the committed token.
-        compared: proposals that were compared with one.
-        draft_s: smoothed time to draft a token, in seconds; 0: unknown.
-    """
+    """Proposals of one drafter in one text, counterfactual ones included."""
 
     drafter: str
     drafter_version: str

@@ -16,9 +16,8 @@ from outrider.edge.link.link import Channels, Stream
 from outrider.edge.link.routes import Route
 from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.logs import about
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget
+from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceWatch, Silent
 from outrider.proto.session import EdgeSession
-from outrider.proto.session.silence import SilenceWatch, Silent
 from outrider.proto.types import CloudFrame, Lease
 
 ANSWER_WITHIN_S = 2.0  # of another verifier; longer where answers usually take long

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from outrider.proto.policy.measurements import Measurements
-from outrider.proto.policy.measures import Line, Smoothed, StepCost
+from outrider.proto.policy.measurements import Line, Measurements, Smoothed
 from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering, SteeringPolicy
 from outrider.proto.policy.window import Window
 
@@ -17,6 +16,5 @@ __all__ = [
     "PricedSteering",
     "Smoothed",
     "SteeringPolicy",
-    "StepCost",
     "Window",
 ]

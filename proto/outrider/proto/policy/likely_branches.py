@@ -31,12 +31,9 @@ MAX_LEAVES = 12  # in a message
 
 @dataclass(frozen=True, slots=True)
 class LikelyBranch:
-    """A branch that is worth drafting.
+    """A branch worth drafting, taken with this `chance`: `token` in place of the chain's draft at `index`.
 
     Attributes:
-        chance: chance that it is taken.
-        index: index in the chain of the draft whose place `token` takes.
-        token: target's token there, if it is taken.
         drafts: drafts that are worth their time after it.
     """
 
@@ -48,12 +45,7 @@ class LikelyBranch:
 
 @dataclass(slots=True)
 class MissShares:
-    """The share of misses whose token was each runner-up; it fades, so that a change of subject is noticed.
-
-    Attributes:
-        hits: [RUNNERS_UP] misses at which each was the token.
-        misses: number of misses.
-    """
+    """The share of misses whose token was each runner-up; it fades, so that a change of subject is noticed."""
 
     hits: list[float] = field(default_factory=lambda: [share * _FIRST_WEIGHT for share in _FIRST_SHARES])
     misses: float = _FIRST_WEIGHT
@@ -66,7 +58,6 @@ class MissShares:
         ]
 
     def of(self, rank: int) -> float:
-        """Return the share of the runner-up of this rank, from 0 on."""
         return self.hits[rank] / self.misses
 
 
@@ -76,13 +67,9 @@ _FIRST_OTHER, _FIRST_OTHER_WEIGHT = 0.1, 6.0  # share of misses at which another
 
 @dataclass(slots=True)
 class OtherShares:
-    """The share of a chain's misses at which another drafter had the token, by its `DraftToken.lead`; it fades.
+    """The share of a chain's misses at which another drafter had the token, by the lead of its proposal; it fades.
 
     Only misses count at which the other proposed another token than the chain.
-
-    Attributes:
-        hits: misses at which it had the token, by lead.
-        misses: number of misses, by lead.
     """
 
     hits: list[float] = field(default_factory=lambda: [_FIRST_OTHER * _FIRST_OTHER_WEIGHT] * (len(_LEAD_EDGES) + 1))
@@ -95,7 +82,6 @@ class OtherShares:
         self.hits[place] = self.hits[place] * _FADE + hit
 
     def of(self, lead: float) -> float:
-        """Return the share for a proposal of this lead."""
         place = bisect.bisect_right(_LEAD_EDGES, lead)
         return self.hits[place] / self.misses[place]
 
@@ -140,12 +126,8 @@ def likely_branches(
 ) -> Iterator[LikelyBranch]:
     """Yield the branches worth drafting, from the chain's beginning on.
 
-    Args:
-        chances: [n] calibrated chance that each draft of the chain agrees, given that all before it do.
-        runners_up: [n] tokens that the drafter would have proposed next at each, best first.
-        shares: shares of misses.
-        acceptance: chance that a draft of a branch agrees, given that all before it do.
-        min_chance: chance to become text below which a draft is not worth its time.
+    The first three arguments are those of `likely_leaves`. A draft of a branch agrees with chance `acceptance`, given
+    that all before it do, and is worth its time while its chance to become text is at least `min_chance`.
     """
     survival = 1.0
     for index, (chance, tokens) in enumerate(zip(chances, runners_up, strict=True)):

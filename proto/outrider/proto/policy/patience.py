@@ -11,15 +11,13 @@ probability a^(d+1). So the best plan minimises the expected time from one miss 
 
 Unless it is set, the price is the highest of `_PRICES` at which a token takes no more of its time than with a drafter
 beside the target alone, which waits for its drafts before every step and rests during it; where the edge takes no part,
-at most `ALONE` of that time, since there is nothing to win for it. It is 0 where none is so high.
-Sessions share steps and the threads that draft, and all wait for what one of them takes. So each divides as if all did
-as it does: a row takes the time of a row of every session, and a draft here that of all jobs which share its thread.
-With goal efficiency waiting is free, and cloud work a token is minimised: seconds of target steps and of drafting here.
+at most `ALONE` of that time. It is 0 where none is so high. All sessions wait for what one of them takes of a step or a
+thread, so each divides as if all did as it does. With goal efficiency waiting is free, and the seconds of target steps
+and of drafting here are minimised.
 
 A division is found by following runs (`_run`): tokens committed, the edge's arrivals, the drafts that are left. Where a
-branch of the edge follows the miss (`policy.likely_branches`), the next run begins with its drafts; so runs are of two
-kinds, and the costs are theirs in the stationary shares. A chain is given up where it has become hopeless (`Window` has
-the same rule for the edge); the costs leave that out.
+branch of the edge follows the miss, the next run begins with its drafts; so runs are of two kinds, and the costs are
+theirs in the stationary shares.
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
+from outrider.proto.policy.measurements import Smoothed
 from outrider.proto.types import Goal, Patience
 
 MIN_GAIN = 1.02  # below it drafts are not worth verifying, nor making
@@ -64,9 +63,8 @@ class VerifierView:
         row_s: time of a row of every session in the step.
         drafting_s: time to draft one token at the edge; infinite: it drafts nothing.
         round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting.
-        received: number of drafts that have come and follow the transcript.
-        since_miss: tokens committed since a draft last missed (or the text began).
-        since_miss_s: time since that commit was sent.
+        received: drafts that have come and follow the transcript.
+        since_miss: tokens committed since a draft last missed (or the text began), `since_miss_s` ago.
         here_s: time of a drafted token beside the target.
         sharing: sessions at a thread of such drafting at once; each waits for the drafts of those before it, too.
         branched: share of misses whose branch the edge has sent in time, where its chain had come in time.
@@ -117,10 +115,7 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
 
 
 def best_block(view: VerifierView) -> int:
-    """Return the number of drafts to verify in one step so that tokens come fastest.
-
-    It is 0 where rows cost so much, on a crowded CPU for one, that no draft pays.
-    """
+    """Return the drafts to verify in one step so that tokens come fastest; 0: rows cost so much that no draft pays."""
     if not view.step_s:
         return view.max_drafts
     return _best_block(_rounded(view.acceptance, 0.01), _on_scale(view.row_s / view.step_s), view.max_drafts)
@@ -142,13 +137,7 @@ def _best_block(acceptance: float, row_share: float, max_drafts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of a session: the time to wait, and the drafts that should come meanwhile.
-
-    Attributes:
-        patience: wait from when the session became ready; 0 s: run ahead.
-        expected_s: time from then until the drafts should be here, in seconds.
-        drafts: drafts that should be here then.
-    """
+    """Plan of a session: to wait for `patience` from when it became ready, for `drafts` expected after `expected_s`."""
 
     patience: Patience
     expected_s: float = 0.0
@@ -175,8 +164,7 @@ class Prospect:
 def batching_delay_s(due: float, prospects: Sequence[Prospect], step_s: float) -> float:
     """Return how long a step that could begin should wait for sessions that will have drafts soon, in seconds.
 
-    All sessions join the step, with drafts or without, so the objective is tokens a second of step and wait together:
-    wait for the next session while that raises it.
+    All sessions join the step, with drafts or without, so the objective is tokens a second of step and wait together.
 
     Args:
         due: expected tokens of the sessions that are ready.
@@ -229,9 +217,8 @@ def plan_for(view: VerifierView) -> Plan:
 def overtakes(view: VerifierView) -> bool:
     """Return whether drafts come in time to matter.
 
-    A target that runs ahead is some round_trip_s / step_s tokens further when the first draft after a miss arrives,
-    and all of those must have been hits for the rest to be of use. If tokens then come hardly faster than from the
-    target alone, drafts waste the edge's time and the uplink's bytes.
+    A target that runs ahead is some round_trip_s / step_s tokens further when the first draft after a miss arrives. If
+    tokens then come hardly faster than from the target alone, drafts waste the edge's time and the uplink's bytes.
     """
     if not (view.step_s and view.drafting_s):
         return True
@@ -272,7 +259,6 @@ class _Outlook:
         return duration + survives * self.to_next_miss(committed + drafts + 1, time_s + duration)
 
     def to_next_miss(self, committed: int, time_s: float) -> float:
-        """Return the expected seconds to the next miss, `committed` tokens and `time_s` after the last."""
         if time_s >= self.arrival_s(committed + self._best) or committed > _HORIZON:
             return self._steady
         key = (committed, int(time_s / self.step_s * _GRAIN))
@@ -288,6 +274,9 @@ class _Outlook:
         return self._known[key]
 
 
+_outlook = lru_cache(maxsize=512)(_Outlook)
+
+
 def _outlook_of(view: VerifierView) -> _Outlook:
     return _outlook(
         _rounded(view.acceptance, 0.02),
@@ -297,13 +286,6 @@ def _outlook_of(view: VerifierView) -> _Outlook:
         _on_scale(view.round_trip_s),
         view.max_drafts,
     )
-
-
-@lru_cache(maxsize=512)
-def _outlook(
-    acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, max_drafts: int
-) -> _Outlook:
-    return _Outlook(acceptance, step_s, row_s, drafting_s, round_trip_s, max_drafts)
 
 
 # --- which end drafts ---
@@ -318,9 +300,7 @@ class Division:
         ahead: whether the verifier drafts while its target steps.
         edge_pays: whether the edge's drafts are worth making and sending.
         price: seconds of waiting that a second of drafting here is worth.
-        token_s: seconds a token in all.
-        step_s: those in target steps.
-        here_s: those in drafting beside the target.
+        token_s: seconds a token in all, `step_s` of them in target steps, and `here_s` in drafting beside the target.
     """
 
     drafts: int
@@ -333,17 +313,12 @@ class Division:
 
     @property
     def priced_s(self) -> float:
-        """Seconds a token, drafting here included at its price."""
         return self.token_s + min(self.price, _DEAREST) * self.here_s
 
     def waits_for_edge(self, lacking: int, committed: int, since_miss_s: float, view: VerifierView) -> bool:
         """Return whether it is cheaper to wait for the edge's drafts than to make the `lacking` ones here.
 
-        Args:
-            lacking: drafts that a step waits for and that are not here.
-            committed: tokens committed since the last miss.
-            since_miss_s: time since the commit that held the miss, in seconds.
-            view: knowledge of both ends.
+        The last miss was `committed` tokens ago, and its commit was sent `since_miss_s` seconds ago.
         """
         if not self.edge_pays:
             return False
@@ -462,10 +437,7 @@ def _run(view: VerifierView, division: Division, head: int) -> tuple[float, ...]
 
 
 def _arrived(view: VerifierView, now: float, committed: int) -> int:
-    """Return how many drafts beyond `committed` have come from an edge whose chain lives since the last miss.
-
-    `committed` is below 0 where the edge had drafts of a branch at the miss, which `committed` counts from.
-    """
+    """Return how many drafts beyond `committed` have come from an edge whose chain lives since the last miss."""
     if now <= view.round_trip_s:
         return 0
     return max(0, min(_EDGE_WINDOW, int((now - view.round_trip_s) / view.drafting_s) - committed))
@@ -484,3 +456,85 @@ def _on_scale(seconds: float, per_octave: int = _PER_OCTAVE) -> float:
     if not _TINY_S <= seconds < math.inf:
         return seconds if seconds == math.inf else 0.0
     return math.exp2(round(math.log2(seconds) * per_octave) / per_octave)
+
+
+# --- what a step takes ---
+
+_OCTAVES = 10  # rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
+_DOUBT, _LEAST_WEIGHT = 0.1, 1e-3  # weights of steps: one counts half after 114 others, where it is above the curve
+_STEP_FADE = 0.98  # at every step
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a target step against its rows: a smoothed mean for each octave of rows, straight lines between.
+
+    On a GPU the curve is flat up to hundreds of rows and then rises; on a CPU in float32 a few rows can cost as much as
+    the first. The curve never falls: where a larger step was faster, both get their weighted mean (the pool of adjacent
+    violators, Barlow et al. 1972). What lies above the curve counts the less, the longer it was not met, so that one
+    slow step of a seldom number of rows does not make rows dear.
+    """
+
+    # Rows, seconds and weight by octave.
+
+    rows: list[Smoothed] = field(default_factory=lambda: [Smoothed() for _ in range(_OCTAVES)])
+    seconds_of: list[Smoothed] = field(default_factory=lambda: [Smoothed() for _ in range(_OCTAVES)])
+    weights: list[float] = field(default_factory=lambda: [0.0] * _OCTAVES)
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Count a step of `rows` rows that took `seconds`."""
+        octave = min(_OCTAVES - 1, rows.bit_length() - 1)
+        measured = self.seconds_of[octave]
+        before = measured.value
+        self.rows[octave].add(rows)
+        measured.add(seconds)
+        self.weights = [weight * _STEP_FADE for weight in self.weights]
+        self.weights[octave] += 1
+        # A machine gets faster or slower for all octaves: one that is not met any more must not keep the price of a bad
+        # moment, which would keep it from ever being met again.
+        if before > 0:
+            for other in self.seconds_of:
+                if other is not measured:
+                    other.value *= measured.value / before
+
+    def seconds(self, rows: float) -> float:
+        """Return the seconds of a step of `rows` rows; 0 before the first, along the last slope beyond the largest."""
+        return _along(self._curve(), rows)
+
+    def _curve(self) -> list[tuple[float, float]]:
+        """Return rows and seconds of the octaves that were met, of which neither falls."""
+        pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, and rows of its octaves
+        for x, y, weight in zip(self.rows, self.seconds_of, self.weights, strict=True):
+            if not x.seen:
+                continue
+            seconds, weight, octaves = y.value, max(weight, _LEAST_WEIGHT), [x.value]
+            if pools and seconds > (below := pools[-1][0]):
+                seconds = below + (seconds - below) * weight / (weight + _DOUBT)
+            while pools and pools[-1][0] > seconds:
+                below, its_weight, its_octaves = pools.pop()
+                seconds = (below * its_weight + seconds * weight) / (its_weight + weight)
+                weight, octaves = weight + its_weight, its_octaves + octaves
+            pools.append((seconds, weight, octaves))
+        return [(x, seconds) for seconds, _, octaves in pools for x in octaves]
+
+    def line(self, sessions: int) -> tuple[float, float]:
+        """Return base and seconds a row of every session, of the line through steps of one and of five such rows."""
+        curve = self._curve()
+        few, many = _along(curve, sessions), _along(curve, 5 * sessions)
+        row_s = (many - few) / 4
+        return max(0.1 * few, few - row_s), row_s
+
+
+def _along(points: Sequence[tuple[float, float]], rows: float) -> float:
+    """Return the seconds of `rows` rows on straight lines between points (rows, seconds); 0 where there are none."""
+    if not points:
+        return 0.0
+    best = points[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if rows <= x0:
+            break
+        best = y1
+        if rows <= x1 or (x1, y1) == points[-1]:
+            best = y0 + (y1 - y0) * (rows - x0) / max(1e-9, x1 - x0)
+            break
+    return best

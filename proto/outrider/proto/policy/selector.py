@@ -1,8 +1,7 @@
 """Which drafter is active in the next round: the protocol of selectors, and the one that never switches.
 
-A selector chooses at the beginning of a round (`choose`), says which idle drafters should catch up (`score`), and
-learns from each round's outcome (`learn`). The objective is committed tokens a second, E[N]/E[T] (renewal reward), with
-each drafter's speed, its switch and the link in T. `outrider.edge.selectors` has selectors that learn.
+The objective is committed tokens a second, E[N]/E[T] (renewal reward), with each drafter's speed, its switch and the
+link in T. `outrider.edge.selectors` has selectors that learn.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RoundCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SelectionView:
-    """Basis of a choice among K arms.
+    """Basis of a choice among K drafters, the arms of a bandit.
 
     Attributes:
         round_s: [K] duration of a round with each arm without its switch, in seconds.
@@ -69,10 +68,7 @@ class SelectionView:
 
     @classmethod
     def of_rounds(cls, costs: RoundCosts, unread: Sequence[int], *, drafts: int, current: int | None) -> Self:
-        """Return the view of synchronous rounds: draft, send, wait for the commit, begin again.
-
-        The drafters have not read `unread` [K] tokens of the text.
-        """
+        """Return the view of synchronous rounds, of drafters that have not read `unread` [K] tokens of the text."""
         waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
         round_s = tuple([drafts * drafting_s + waiting_s for drafting_s in costs.drafting_s])
         switch_s = tuple(map(operator.mul, costs.catch_up_s, unread))
@@ -83,7 +79,7 @@ class SelectionView:
         """Return the view of a target that does not wait but goes on alone after a miss, until drafts reach it again.
 
         Drafts that come later meet a text that has gone on, and count if all before them were right too. A round is a
-        step then, or the time that its drafts take where that is longer. The arguments are those of `of_rounds`.
+        step then, or the time that its drafts take where that is longer.
         """
         trip_s, alone_s = costs.round_trip_s, costs.step_s + costs.row_s
         step_s = costs.step_s + costs.row_s * (drafts + 1)
@@ -94,7 +90,6 @@ class SelectionView:
 
     @property
     def arms(self) -> range:
-        """Indices of the arms."""
         return range(len(self.round_s))
 
 
@@ -102,14 +97,12 @@ class RoundOutcome(NamedTuple):
     """Evidence of a commit about the drafters.
 
     Attributes:
-        arm: active drafter.
         committed: committed tokens: the accepted drafts and the target's own.
         verified: drafts that the target verified: the accepted ones and the first that missed.
         agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: unknown.
         seconds: duration of the round, switch included.
         hits: [K] for each arm and each committed token that is new for it, in the order of the text, whether it
-            proposed the token or would have; None: unknown. A token outside of its full round counts as a miss. Empty:
-            no arm has read anything.
+            proposed the token or would have; None: unknown. Empty: no arm has read anything.
     """
 
     view: SelectionView
@@ -133,9 +126,7 @@ class Selector(Protocol):
     catches_up: ClassVar[bool] = False
     stride: int = 1
 
-    def choose(self, view: SelectionView) -> int:
-        """Return the arm of the round that begins."""
-        ...
+    def choose(self, view: SelectionView) -> int: ...
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
         """Take each arm's mean log probability of the prompt's last tokens, [K] in nats; NaN: not known yet."""
@@ -145,14 +136,12 @@ class Selector(Protocol):
         """Return the idle arms that should catch up during this round's wait, best first; there may be time for few.
 
         Catching up shows an arm's counterfactual hits, and shortens its switch if it is chosen. By now the arms have
-        not read `unread` [K] tokens of the text; the view's numbers are those of the choice.
+        not read `unread` [K] tokens of the text.
         """
         del view, chosen, unread
         return ()
 
-    def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the outcome of a round."""
-        ...
+    def learn(self, outcome: RoundOutcome) -> None: ...
 
 
 @dataclass(slots=True)
@@ -162,7 +151,6 @@ class StaticSelector(Selector):
     arm: int = 0
 
     def choose(self, view: SelectionView) -> int:
-        """Return the arm."""
         del view
         return self.arm
 

@@ -62,9 +62,7 @@ class SignTest:
     """Sequential test of whether numbers in [-1, 1] have a mean above 0.
 
     Attributes:
-        count: how many numbers were added.
-        total: their sum.
-        squares: sum of their squares.
+        count, total, squares: number of numbers, their sum, and the sum of their squares.
         log_wealth: log K after the newest one.
         max_log_wealth: largest log K so far, which decides: what was shown once stays shown.
     """
@@ -124,7 +122,6 @@ class LossTest:
 
     @property
     def texts(self) -> int:
-        """Number of texts so far."""
         return self._all.count
 
     @property
@@ -134,7 +131,7 @@ class LossTest:
 
     @property
     def evidence(self) -> float:
-        """Natural log of the wealth that bets on its being worse have made; 0 without texts."""
+        """Natural log of the wealth that bets on its being worse have made."""
         return self._all.log_wealth
 
     def add(self, difference: float, prompt_class: int = 0) -> None:
@@ -152,7 +149,6 @@ class LossTest:
 
     @property
     def lost(self) -> bool:
-        """Whether the version is shown to hit less over all texts, or to lose more than the margin in one kind."""
         return self.lost_class is not None or self._all.shows(candidate_error(self.number) / 2)
 
     @property

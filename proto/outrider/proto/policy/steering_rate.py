@@ -33,11 +33,7 @@ _TRY = 32  # commits
 
 @dataclass(frozen=True, slots=True)
 class SteeringRate:
-    """Frequency and precision of steering vectors.
-
-    Attributes:
-        every: commits for each vector; 0: none come.
-    """
+    """One steering vector of this precision for `every` commits; 0: none come."""
 
     precision: SteeringPrecision = SteeringPrecision.INT8
     every: int = 1
@@ -55,19 +51,14 @@ RATES = (*(SteeringRate(precision, every) for precision in SteeringPrecision for
 class Gain:
     """A drafter's relative gain in tokens a round against no vector, by the vector's age in positions.
 
-    Straight lines join the known gains; the first one holds for younger vectors, and after the last age the gain falls
-    to 0 at twice that age.
+    Straight lines join the `known` (age, gain); the first one holds for younger vectors, and after the last age the
+    gain falls to 0 at twice that age. None known: `DEFAULT_GAIN`.
+
+    Raises:
+        InvalidArgument: the ages do not ascend from 0 or more, each once.
     """
 
     def __init__(self, known: tuple[tuple[int, float], ...] = ()) -> None:
-        """Interpolate the known gains.
-
-        Args:
-            known: (age, gain), ages ascending, each once; empty: `DEFAULT_GAIN`.
-
-        Raises:
-            InvalidArgument: the ages do not ascend from 0 or more.
-        """
         ages = [age for age, _ in known]
         if ages != sorted(set(ages)) or min(ages, default=0) < 0:
             raise InvalidArgument("must be in the order of ages, each once, from 0 on", field="steering.gain")
@@ -139,18 +130,14 @@ class SteeringPolicy(Protocol):
     """A rule of which vectors to request, which sessions with the same drafter may share."""
 
     @property
-    def rate(self) -> SteeringRate:
-        """Rate to request now."""
-        ...
+    def rate(self) -> SteeringRate: ...
 
     @property
     def max_age(self) -> int:
         """Positions after which a vector is of no use."""
         ...
 
-    def after_commit(self, measured: Measurements) -> None:
-        """Review the rate after a commit."""
-        ...
+    def after_commit(self, measured: Measurements) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +154,7 @@ class FixedSteering:
 class PricedSteering:
     """Requests what `choose` returns, and tries vectors again some time after it has dropped them, ever less often.
 
-    Without vectors commits are small and differ little in size, which shows little of a byte's price. A try finds out
-    whether the link has recovered, unless the small differences show it before.
+    Without vectors commits are small and differ little in size, which shows little of a byte's price.
     """
 
     def __init__(self, rank: int, gain: tuple[tuple[int, float], ...] = ()) -> None:
@@ -182,7 +168,6 @@ class PricedSteering:
         self._trying = False
 
     def after_commit(self, measured: Measurements) -> None:
-        """Keep to the rate, or change it."""
         self._commits += 1
         if self._commits < (_TRY if self._trying else _SETTLES):
             return

@@ -33,12 +33,10 @@ BRANCH_ROWS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A branch that a step could verify.
+    """A branch of `length` tokens that a step could verify, after `index` drafts of the chain.
 
     Attributes:
-        index: drafts of the chain before it.
         chance: chance that the target's token is its first, given that the chain agrees before it.
-        length: tokens of it.
     """
 
     index: int

@@ -25,14 +25,11 @@ class Window:
     a link shorter than a step drafting and verifying alternate, and there it saves the mean time of a token: the reward
     rate of rounds is highest when the last unit of time brings the average (renewal reward). It costs its drafting, its
     row in a step, its bytes on the uplink, and a share `min_share` of the possible saving, which bounds the bytes spent
-    on chains that will hardly be read.
-
-    Tokens that the verifier covers save nothing. They are drafted where those after them are worth all together.
+    on chains that will hardly be read. Tokens that the verifier has by its own drafts save nothing.
 
     Attributes:
         tokens: unverified tokens at all times, whatever they cost; 0 turns drafting off; None: as many as pay.
         max_tokens: most unverified tokens, however well they pay.
-        min_share: share of the possible saving that a draft must bring beyond its price.
     """
 
     tokens: int | None = None
@@ -108,16 +105,10 @@ class Window:
 def due_to_flush(now: float, *, commit_at: float, round_trip_s: float, step_s: float, next_s: float) -> bool:
     """Return whether drafts must leave now to be in time for the next step that they can reach.
 
-    The step of the last commit ended about round_trip_s / 2 before the commit came, and a verifier that runs ahead
-    begins one every step_s; a message is round_trip_s / 2 on its way. So there is a deadline every step_s, at
-    commit_at - round_trip_s + j step_s, and drafts may be held while the next look at them comes before it.
-
-    Args:
-        now: present time on the edge's clock, in seconds.
-        commit_at: arrival of the last commit on that clock, in seconds.
-        round_trip_s: round-trip time of a small message, in seconds.
-        step_s: duration of the verifier's step, in seconds; 0: unknown, and drafts are always due.
-        next_s: time until the next look, in seconds.
+    The step of the last commit ended about round_trip_s / 2 before the commit came at `commit_at`, and a verifier that
+    runs ahead begins one every step_s (0: unknown, and drafts are always due); a message is round_trip_s / 2 on its
+    way. So there is a deadline every step_s, at commit_at - round_trip_s + j step_s, and drafts may be held while the
+    next look at them, in `next_s` seconds, comes before it.
     """
     if not step_s:
         return True
@@ -127,11 +118,5 @@ def due_to_flush(now: float, *, commit_at: float, round_trip_s: float, step_s: f
 
 
 def worth_a_message(expected_tokens: float, *, step_s: float, byte_s: float) -> bool:
-    """Return whether further drafts of a chain already sent are worth a message of their own now.
-
-    Args:
-        expected_tokens: expected number of accepted drafts; each saves a step.
-        step_s: duration of the verifier's step, in seconds; 0: unknown.
-        byte_s: time of a byte on the uplink, in seconds.
-    """
+    """Return whether `expected_tokens` more accepted drafts of a sent chain are worth a message of their own."""
     return expected_tokens >= _MIN_TOKENS and expected_tokens * step_s >= MESSAGE_BYTES * byte_s

@@ -8,8 +8,8 @@ transcript; it dies at the first draft that contradicts a committed token, and i
 whose next draft equals the target's own token lives on. Where the verifier keeps a session after its text, the edge
 begins another *turn* by naming the tokens that are new; both halves are then as after a fresh Open.
 
-This package exports the edge's half, `edge`, with its drafts in `tree` and their makers in `drafting`. Only `verifier`
-loads the verifier's half, with the edge's drafts in `received`, its own in `both_ends`, and `acceptance`.
+This package exports the edge's half, `edge`, with its drafts in `tree`. Only `verifier` loads the verifier's half, with
+the edge's drafts in `received`, its own in `both_ends`, and `acceptance`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from outrider.proto.session.events import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.session.jobs import CatchUpJob, DraftJob, TeacherForced
+from outrider.proto.session.jobs import CatchUpJob, DrafterSteering, DraftJob, TeacherForced
 from outrider.proto.session.measuring import SentMessages, SharedMeasurements
 from outrider.proto.session.selection import PROMPT_TOKENS, DrafterName, Selection
-from outrider.proto.session.session_steering import DrafterSteering
-from outrider.proto.session.session_text import DrafterCounts, EdgeStatistics
-from outrider.proto.session.stream import RetryRules
+from outrider.proto.session.stream import DrafterCounts, EdgeStatistics, RetryRules
 
 __all__ = [
     "PROMPT_TOKENS",

@@ -15,13 +15,7 @@ def num_agreeing(block: Sequence[DraftToken], tokens_by_target: Sequence[int]) -
 def branch_taken(
     block: Sequence[DraftToken], branches: Sequence[BlockBranch], tokens_by_target: Sequence[int]
 ) -> BlockBranch | None:
-    """Return the branch that the target's tokens take where they leave the block; None: they take none.
-
-    Args:
-        block: [k] drafts that the step verified.
-        branches: branches that it verified beside them, each of one draft or more.
-        tokens_by_target: [k + 1] ids of the target's tokens after the transcript and after each of the block.
-    """
+    """Return the branch that the target's tokens [k + 1] take where they leave the block [k]; None: they take none."""
     agreed = num_agreeing(block, tokens_by_target)
     wanted = tokens_by_target[agreed]
     return next((each for each in branches if each.index == agreed and each.drafts[0].id == wanted), None)
@@ -47,7 +41,7 @@ def accept_drafts(
 
     Returns:
         The committed tokens, the number of drafts among them, which come first, and why the text ends (None: it goes
-        on). EOS takes precedence over stop tokens, and these over the length limit.
+            on). EOS takes precedence over stop tokens, and these over the length limit.
     """
     tokens: list[CommittedToken] = []
     for j, token in enumerate(tokens_by_target):

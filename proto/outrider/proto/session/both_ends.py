@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.proto.policy.likely_branches import MissShares
-from outrider.proto.policy.measures import BETTER, Calibration, Smoothed, TextCalibration
+from outrider.proto.policy.measurements import BETTER, Calibration, Smoothed, TextCalibration
 from outrider.proto.policy.patience import AT_ONCE, MARGIN_S, Division, Plan, VerifierView, division_of
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import CATCH_UP, DraftJob
@@ -24,15 +24,12 @@ FIRST_DRAFTING_S = 0.001  # assumed time of a drafted token, before one is measu
 
 @dataclass(slots=True, eq=False)
 class DraftingHere:
-    """A verifier's own drafter, with what its sessions have measured of it.
+    """A verifier's own drafter, name@version, with what its sessions have measured of it.
 
     Attributes:
-        name: name@version.
         price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.patience`).
         calibration: its hits by lead, over all texts.
-        drafting_s: time of a drafted token, in seconds.
-        waiting_s: time that a job waits for a free thread, in seconds.
-        job_s: time of a job, in seconds.
+        drafting_s, waiting_s, job_s: time of a drafted token, of waiting for a free thread, and of a job, in seconds.
     """
 
     name: str
@@ -83,22 +80,20 @@ class BothEnds:
         running: job that no result has answered yet.
         stopped: whether the newest job ended early, so that nothing more comes before the next commit.
         seconds: drafting since the last commit, in seconds.
-        calibration: hits of the drafter in this text.
-        shares: shares of its misses by runner-up, in this text.
-        edge_drafts: whether more drafts of the edge may come.
-        edge_pays: whether the edge's drafts are worth their while.
+        calibration, shares: hits of the drafter in this text, and shares of its misses by runner-up.
+        edge_drafts, edge_pays: whether more drafts of the edge may come, and whether they are worth their while.
         edge_rests: whether the edge has been told to make none for now.
         awaits_edge: whether the next step waits for the edge's drafts.
         covered: tokens after the newest commit that the verifier has by its own drafts before the edge's answer.
     """
 
     def __init__(self, here: DraftingHere, received: ReceivedDrafts, transcript: list[int], fixed: int | None) -> None:
-        """Divide the drafting of one text.
+        """Divide the drafting of one text, whose `transcript` grows with every commit.
 
         Args:
             here: the verifier's own drafter.
             received: drafts of the edge.
-            transcript: tokens so far, which grow with every commit.
+            transcript: tokens so far.
             fixed: drafts made here before every step, none during one; None: as the policy divides them.
         """
         self.here = here
@@ -167,7 +162,6 @@ class BothEnds:
 
     @property
     def drafts_here(self) -> bool:
-        """Whether the verifier's own drafter is at work on this text."""
         return self.running is not None
 
     @property
@@ -177,12 +171,9 @@ class BothEnds:
         return max(own, edge) if self.edge_drafts and not self._is_better_here() else own
 
     def take(self, done: Drafted, waited_s: float = 0.0, read_s: float = 0.0) -> None:
-        """Take the result of a job in.
+        """Take the result of a job in, which waited `waited_s` seconds for a thread.
 
-        Args:
-            done: the result, with all its time of drafting.
-            waited_s: time that it waited for a thread, in seconds.
-            read_s: part of its time in which many unread tokens were read, in seconds; 0: not told apart.
+        In `read_s` seconds of its time many unread tokens were read; 0: not told apart.
         """
         if read_s or len(done.job.extend_with) <= CATCH_UP:
             self.here.waiting_s.add(waited_s)
@@ -211,11 +202,7 @@ class BothEnds:
             self.running = self._recalled = None
 
     def commit(self, tokens: tuple[int, ...], now: float) -> float:
-        """Compare the verifier's own drafts with `tokens`, which now end the transcript.
-
-        Returns:
-            Time that its drafter has worked since the commit before, in seconds.
-        """
+        """Compare its drafts with `tokens`, which end the transcript; return the seconds that its drafter worked."""
         drafting_s, self.seconds = self.seconds, 0.0
         self._missed = self.stopped = False
         self._recalled = self.running
@@ -230,7 +217,6 @@ class BothEnds:
     # --- the own drafter's chain ---
 
     def survival(self, drafts: int) -> float:
-        """Return the chance that the first `drafts` drafts all agree."""
         survival = 1.0
         for draft in self.tokens[:drafts]:
             survival *= self.calibration.chance(draft.lead)
@@ -290,7 +276,6 @@ class BothEnds:
         self._abandon(0)
 
     def _abandon(self, kept: int) -> None:
-        """Drop the drafts after the first `kept`."""
         self._agreed = min(self._agreed, len(self._transcript) + kept)
         del self.tokens[kept:]
         self._epoch += 1
@@ -314,11 +299,8 @@ class BothEnds:
     def job(self, view: VerifierView, block: int | None) -> LocalJob | None:
         """Return the next job for the verifier's own drafter, which may draft; None: by the newest plan, nothing.
 
-        A draft is worth its time while its chance to be accepted, times the time of a token, exceeds its price.
-
-        Args:
-            view: knowledge of the verifier about the session.
-            block: drafts that the step which begins now verifies; None: none begins.
+        A draft is worth its time while its chance to be accepted, times the time of a token, exceeds its price. The
+        step that begins now verifies `block` drafts; None: none begins.
         """
         chain = self.chain()
         lacking = self._needed(view) - len(chain)
@@ -345,7 +327,6 @@ class BothEnds:
         return self.running is None and not (self.stopped and block is None)
 
     def _needed(self, view: VerifierView) -> int:
-        """Return the drafts that the next step waits for."""
         if self._fixed is not None:
             return min(view.max_drafts, self._fixed)
         if not view.step_s:

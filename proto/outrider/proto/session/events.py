@@ -72,9 +72,8 @@ class Started:
 class StreamReady:
     """A stream to the verifier that `lease` names is open, and waits for an Open.
 
-    Attributes:
-        expected: newest answer of this verifier to an earlier Open, within whose terms drafts may follow this Open
-            before it is answered; None: none is known.
+    Within the terms of `expected`, its newest answer to an earlier Open, drafts may follow this one before it is
+    answered; None: it gave none.
     """
 
     lease: bytes
@@ -100,7 +99,6 @@ class TurnBegun:
     """Another turn begins after the last is done: `prompt` [n] follows the first `start` tokens of the transcript.
 
     Attributes:
-        start: tokens of the transcript that stay; the others are dropped.
         measurements: those of earlier texts with such sampling, if it is of another kind than the last turn's.
         selection: drafters that take the place of those so far; None: these go on.
     """
@@ -114,12 +112,7 @@ class TurnBegun:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A drafter has done `job`.
-
-    Attributes:
-        drafts: [n] proposals, at most `job.count`.
-        teacher_forced: proposals in place of the job's teacher-forced tokens.
-    """
+    """A drafter has done `job`: `drafts` [n], at most `job.count`, and proposals in place of forced tokens."""
 
     job: DraftJob
     drafts: tuple[DraftToken, ...]

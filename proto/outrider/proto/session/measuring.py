@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from outrider.proto.policy import Measurements
-from outrider.proto.policy.measurements import DRAFT_BYTES, DrafterMeasurements
-from outrider.proto.policy.measures import TextCalibration
+from outrider.proto.policy.measurements import DRAFT_BYTES, DrafterMeasurements, TextCalibration
 from outrider.proto.policy.selector import RoundCosts
 from outrider.proto.policy.steering_rate import commit_bytes
 from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush
@@ -37,7 +36,6 @@ class SentMessages(Generic[T]):
         self._first = 1
 
     def append(self, note: T) -> None:
-        """Note another message."""
         self._notes.append(note)
 
     def echoed(self, number: int) -> T | None:
@@ -49,7 +47,6 @@ class SentMessages(Generic[T]):
         return self._notes[0]
 
     def take(self, number: int) -> T | None:
-        """Return the note on this message, and forget it too."""
         note = self.echoed(number)
         if note is not None:
             self._forget()
@@ -61,17 +58,12 @@ class SentMessages(Generic[T]):
 
 
 class SharedMeasurements:
-    """The measurements of an edge, handed from text to text; each machine works on its own copy.
-
-    Attributes:
-        newest: measurements of the text that had the newest event.
-    """
+    """The `newest` measurements of an edge, handed from text to text; each machine works on its own copy."""
 
     def __init__(self) -> None:
         self.newest = Measurements()
 
     def snapshot(self) -> Measurements:
-        """Return a copy for a machine that begins a text."""
         return self.newest.copy()
 
     def newer_than(self, own: Measurements) -> Measurements | None:
@@ -148,7 +140,6 @@ class Meter:
         self._round_trip = None
 
     def send_draft(self, tokens: int, now: float) -> None:
-        """Note the sending of a Draft message with `tokens` tokens."""
         self._sent.append((now, DRAFT_BYTES + TOKEN_BYTES * tokens))
 
     def take_commit(self, commit: Commit, now: float, *, downlink: bool) -> bool:
@@ -179,7 +170,6 @@ class Meter:
     # --- drafters ---
 
     def drafter(self, drafter: int) -> DrafterMeasurements:
-        """Return the measurements of a drafter."""
         return self._mine[drafter]
 
     def compare(self, drafter: int, leads: Sequence[float], hits: Sequence[bool]) -> None:
@@ -193,7 +183,7 @@ class Meter:
     def chances(self, drafts: Sequence[DraftToken], epoch: int, drafter: int) -> list[float]:
         """Return for each draft of the drafter's chain the chance that it agrees, given that those before it do.
 
-        Chances of earlier calls are reused while calibration and chain, which `epoch` numbers, stay the same.
+        Those of earlier calls are reused while calibration and chain, which `epoch` numbers, stay the same.
         """
         if self._chances_of != drafter or self._chances_in != epoch:
             self._chances_of, self._chances_in = drafter, epoch

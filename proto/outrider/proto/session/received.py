@@ -6,7 +6,7 @@ from collections import deque
 
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.policy.likely_branches import MAX_BRANCHES
-from outrider.proto.policy.measures import Acceptance, Smoothed
+from outrider.proto.policy.measurements import Acceptance, Smoothed
 from outrider.proto.session.selection import NO_DRAFTER
 from outrider.proto.types import Branch, Branches, Draft, DraftToken
 
@@ -22,11 +22,9 @@ class ReceivedDrafts:
         tokens: drafts that follow the transcript.
         complete: whether the edge sends no more of them before the next commit.
         drafter: name and version of the drafter of what is received now, as the edge says; empty: it says none.
-        acceptance: chance that a draft agrees.
         since_miss: number of tokens committed since a draft last missed.
         missed_at: time from which the edge could know of that miss, in seconds.
-        branched: share of misses whose branch was there.
-        branch_drafts: drafts of those branches.
+        branched: share of misses whose branch was there, which had `branch_drafts` drafts.
     """
 
     def __init__(
@@ -115,7 +113,6 @@ class ReceivedDrafts:
 
     @property
     def end(self) -> int:
-        """Position that the first draft has."""
         return len(self._transcript)
 
     def branches(self) -> list[Branch]:

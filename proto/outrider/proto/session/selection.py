@@ -26,10 +26,12 @@ class Selection:
     A drafter is an index into their names. Another one becomes active only at the beginning of a chain.
 
     Attributes:
-        names: names of the drafters.
-        drafters: number of drafters.
         versions: version of each; empty: unknown.
         steered: drafter that steering vectors are meant for; None: none of them.
+
+    Raises:
+        InvalidArgument: there is no drafter, two share a name, one has no version though others do, or none of them is
+            the steered one.
     """
 
     def __init__(
@@ -40,12 +42,6 @@ class Selection:
         versions: tuple[str, ...] = (),
         steered: int | None = 0,
     ) -> None:
-        """Begin with drafters that still have to read the prompt.
-
-        Raises:
-            InvalidArgument: there is no drafter, two share a name, one has no version though others do, or none of them
-                is the steered one.
-        """
         drafters = len(names)
         if not drafters or len(set(names)) < drafters:
             raise InvalidArgument("must be one or more drafters of different names", field="selection.names")
@@ -89,7 +85,6 @@ class Selection:
         return [i for i in range(self.drafters) if i != self.current and i not in self._failed]
 
     def read(self, drafter: int) -> int:
-        """Return how many tokens of the transcript a drafter has read."""
         return self._prefix[drafter]
 
     def note_read(self, drafter: int, length: int) -> None:
@@ -130,10 +125,7 @@ class Selection:
     def note(self, drafter: int, start: int, hits: Sequence[bool]) -> None:
         """Count which of a drafter's proposals from position `start` on are the committed tokens there.
 
-        Args:
-            drafter: drafter that proposed them.
-            start: position of the first, at which nothing is known of the drafter yet, else nothing is counted.
-            hits: [n] whether each is the token.
+        Nothing is counted where something is known of the drafter at `start` already.
         """
         if self.drafters == 1:
             return
@@ -151,7 +143,6 @@ class Selection:
         self._num_decided[drafter] = tokens
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
-        """Count a drafter's log probabilities of the prompt's last tokens."""
         if not log_q:
             return
         total, n = self._scored[drafter]
@@ -171,10 +162,7 @@ class Selection:
     # --- the active drafter ---
 
     def choose(self, costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
-        """Choose and return the active drafter of a text with `committed` tokens, prompt included.
-
-        The text asks its verifier to wait for `patience_s` seconds.
-        """
+        """Choose and return the active drafter of a text of `committed` tokens, whose verifier waits `patience_s`."""
         if self.drafters == 1:
             return self.current
         # A target waits for drafts that come within a step, or as long as it was asked to; later ones find it ahead.

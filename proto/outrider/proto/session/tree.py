@@ -26,8 +26,7 @@ from outrider.proto.session.events import Drafted
 from outrider.proto.session.jobs import DraftJob
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import NO_DRAFTER, DrafterName
-from outrider.proto.session.session_text import EdgeText
-from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.stream import EdgeStream, EdgeText
 from outrider.proto.types import Branch, Branches, Draft, DraftToken, Goal, token_ids
 
 LEAST_MESSAGE = 0.05  # tokens that branches without a run must add to a step to be worth a message of their own
@@ -46,8 +45,7 @@ class Beside:
         worth: tokens that it adds to a step on average, as that drafter's.
         asked: whether the run was asked of that drafter.
         ended: whether the active drafter had nothing more to say.
-        leaf: whether the token went without a run.
-        sent: whether it went with its run, which is final then.
+        leaf, sent: whether the token went without a run, and whether it went with its run, which is final then.
     """
 
     run: tuple[DraftToken, ...] | None = None
@@ -61,7 +59,6 @@ class Beside:
 
     @property
     def is_unsent(self) -> bool:
-        """Whether it is a branch that the verifier has not, or not with its run."""
         return self.run is not None and not self.sent and (bool(self.run) or not self.leaf)
 
 
@@ -76,8 +73,7 @@ class DraftTree:
         said_complete: whether the verifier knows, since the last commit, that no more drafts come.
         branched: whether branches of it have been sent, one of which the verifier may have made the next chain.
         read_to: end of the chain as idle drafters have read it, by drafter.
-        shares: shares of misses by runner-up, in this text.
-        branches: what is beside the chain, by position and token; branches in the order in which they were made.
+        branches: what is beside the chain, by position and token, in the order in which it was made.
     """
 
     def __init__(self, text: EdgeText, stream: EdgeStream, meter: Meter, battery: float) -> None:
@@ -104,7 +100,6 @@ class DraftTree:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Ids of the chain's drafts."""
         return token_ids(self.drafts)
 
     def chances(self, drafter: int) -> list[float]:
@@ -112,7 +107,6 @@ class DraftTree:
         return self._meter.chances(self.drafts, self.epoch, drafter)
 
     def survival(self, drafter: int) -> float:
-        """Return the chance that all of them agree."""
         return self._meter.survival(self.drafts, self.epoch, drafter)
 
     # --- the text goes on ---
@@ -155,7 +149,6 @@ class DraftTree:
         self.resend()
 
     def forget_branches(self) -> None:
-        """Forget all that is beside the chain."""
         self.branches.clear()
         self._proposed.clear()
 
@@ -200,13 +193,9 @@ class DraftTree:
     # --- the active drafter's branches ---
 
     def job(self, drafter: int, agreed: int, job_tokens: Callable[[float], int], now: float) -> DraftJob | None:
-        """Return the next job for a branch; None: none is worth drafting, or would come in time.
+        """Return the active drafter's next job for a branch; None: none is worth drafting, or would come in time.
 
-        Args:
-            drafter: index of the chain's drafter.
-            agreed: tokens of its prefix that agree with transcript and chain, the transcript's at least.
-            job_tokens: function from the seconds of a drafted token to the most tokens of a job.
-            now: present time, in seconds.
+        `agreed` tokens of its prefix agree with transcript and chain, the transcript's at least.
         """
         branch = self._wanted(drafter, now)
         if branch is None:
@@ -300,7 +289,6 @@ class DraftTree:
 
     @property
     def verified_beside(self) -> bool:
-        """Whether steps verify branches beside the chain."""
         return self._text.frame.trees and self._stream.terms.trees
 
     # --- idle drafters' branches ---
@@ -311,11 +299,7 @@ class DraftTree:
         return self.verified_beside and self._stream.terms.branches and not self._is_full
 
     def propose(self, other: int, active: int, start: int, drafts: Sequence[DraftToken]) -> float:
-        """Take an idle drafter's proposals [n] in place of the chain's drafts from position `start` on.
-
-        Returns:
-            the tokens that its branches add to a step on average.
-        """
+        """Take an idle drafter's proposals from position `start` on; return the tokens that they add to a step."""
         gain, survival, committed = 0.0, 1.0, len(self._text.tokens)
         chances, shares = self.chances(active), self._meter.drafter(other).beside
         proposed = dict(enumerate(drafts, start))
@@ -356,10 +340,7 @@ class DraftTree:
     # --- branches' messages ---
 
     def message(self, now: float, *, finished: bool) -> Branches | None:
-        """Return the branches to send now; None: there are none, or more can go with them in time.
-
-        `finished`: whether no more will be made for now.
-        """
+        """Return the branches to send now; None: there are none, or not `finished` and more can go in time."""
         end = len(self._text.tokens) + self.sent
         unsent = {key: beside for key, beside in self.branches.items() if key[0] < end and beside.is_unsent}
         worth = sum(1.0 if beside.run else beside.worth for beside in unsent.values())
@@ -388,7 +369,7 @@ class DraftTree:
         return max(LEAST_GAIN, (row_s + BRANCH_BYTES * byte_s) / token_s if token_s else 0.0)
 
     def leaves(self, drafter: int, first: int) -> tuple[Branch, ...]:
-        """Return branches that are worth a row of the step, for drafts of `drafter` from `first` on that are sent now.
+        """Return branches worth a row of the step, for drafts of `drafter` from `first` on that are sent now.
 
         They are runners-up, which cost no drafting; what has been drafted after one goes with it.
         """

@@ -20,7 +20,7 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.policy.likely_branches import MAX_BRANCHES
-from outrider.proto.policy.measures import Acceptance
+from outrider.proto.policy.measurements import Acceptance
 from outrider.proto.policy.patience import (
     LATE,
     MARGIN_S,
@@ -74,18 +74,12 @@ class VerifierRules:
     """Rules that a verifier announces to its sessions; fixed while it runs.
 
     Attributes:
-        context_length: tokens that the target holds, prompt included.
-        max_drafts: most drafts verified in a step.
         max_credit: most unverified drafts of a session.
         patience: how long to wait for drafts; None: planned, from each session's own measurements.
         max_patience_s: longest that a step waits for drafts, whatever an edge asks for, in seconds.
-        guarantee: what a text keeps whatever shares its steps.
         keep_s: longest time that an idle session is kept at its edge's request, in seconds.
-        release: version of Outrider, for people.
         projections: projections whose steering vectors the verifier can make.
-        precision: what decides its rounding; empty: unknown.
         scores_prompts: whether it can tell the log probabilities of prompts.
-        trees: whether a step can verify branches beside the chain.
     """
 
     name: str
@@ -114,13 +108,13 @@ class Verified:
 
     Attributes:
         block: [k] the drafts, or those along the branch that the target's tokens took.
-        tokens_by_target: [k + 1] the target's tokens; `facts` are those of the a drafts that agree and the
-            token after them, where asked for.
+        tokens_by_target: [k + 1] the target's tokens; `facts` are those of the a drafts that agree and the token after
+            them, where asked for.
         queue_s: time between being due and the step, in seconds.
         reward: mean of min(1, p / q) over the drafts; None: no q came.
-        beside: other drafts that the step verified.
         steering: vector of the state after the last draft that agrees, or else after the transcript, where
             `wanted_vector` asked for it.
+        beside: other drafts that the step verified.
     """
 
     block: tuple[DraftToken, ...]
@@ -138,11 +132,9 @@ class VerifierSession:
     Attributes:
         received: drafts of the edge.
         ends: drafts of both ends, where the verifier has a drafter of its own.
-        report: newest report of the edge.
-        drafting: whether the edge drafts.
+        report: newest report of the edge; `drafting`: whether it drafts.
         ready_since: time from which the next step could begin, in seconds.
         pays: whether the edge's drafts are worth their while.
-        max_drafts: most drafts of a step.
         branches: branches that the step of the newest block verifies beside it.
     """
 
@@ -198,7 +190,6 @@ class VerifierSession:
         self._without_vector = math.inf  # commits since the last with a vector of this projection
 
     def opened(self) -> Opened:
-        """Return the answer to Open."""
         rules = self._rules
         self._granted = self.credit
         return Opened(
@@ -265,7 +256,6 @@ class VerifierSession:
 
     @property
     def generated(self) -> int:
-        """Tokens of text so far."""
         return len(self.transcript) - self.prompt_length
 
     @property
@@ -297,7 +287,6 @@ class VerifierSession:
 
     @property
     def steered(self) -> bool:
-        """Whether the verifier has the projection that the edge requests."""
         return self._steering is not None and self._steering.projection in self._rules.projections
 
     @property
@@ -340,10 +329,7 @@ class VerifierSession:
         return min(self.max_drafts, self.sampling.max_tokens - self.generated - 1)
 
     def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
-        """Return the time by which the next step should begin, on the clock of `now`; infinite: at the next event.
-
-        The arguments are those of `block`.
-        """
+        """Return the time by which the next step should begin, on the clock of `now`; infinite: at the next event."""
         patience = self._patience or self._planned(step_s, row_s).patience
         from_edge = self.ends is None or not self.ends.drafts_here  # what is made here no credit bounds
         enough = min(patience.drafts, self.max_useful_drafts, *((self._window, self.credit) if from_edge else ()))
@@ -378,11 +364,7 @@ class VerifierSession:
     ) -> LocalJob | None:
         """Return the next job for the verifier's own drafter; `ends.take` answers it, also after the text's end.
 
-        Args:
-            step_s: as in `block`.
-            row_s: as in `block`.
-            now: present time, in seconds.
-            block: drafts that the step which begins now verifies; None: none begins.
+        The step that begins now verifies `block`; None: none begins.
         """
         full = self.sampling.max_tokens - self.generated - 1 <= len(self.drafts())
         length = len(block) if block is not None else None
@@ -404,7 +386,6 @@ class VerifierSession:
         return self._plan
 
     def _acceptance(self) -> float:
-        """Return the chance that a draft of the next step agrees, given that all before it did."""
         return self.received.acceptance.rate if self.ends is None else self.ends.acceptance
 
     def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
@@ -427,8 +408,7 @@ class VerifierSession:
         """Take drafts in; stale ones are ignored.
 
         Raises:
-            InvalidArgument: no honest edge sends such drafts; the field is named.
-            ResourceExhausted: there are more unverified drafts than any credit allows.
+            InvalidArgument, ResourceExhausted: no honest edge sends such drafts; the field is named.
         """
         if draft.chain < self._first_chain:
             return  # it belongs to an earlier turn
@@ -527,10 +507,7 @@ def tokens_before_scores(session: VerifierSession, uncomputed: int) -> int:
 def unscored_tokens(session: VerifierSession, uncomputed: int) -> int:
     """Return how many tokens of the prompt are yet to get their log probabilities; 0: the session wants none.
 
-    Args:
-        session: session that may want them.
-        uncomputed: last tokens of its transcript that the target has not computed; the first of them gives that of the
-            token after it.
+    The target has not computed the last `uncomputed` tokens; the first of them gives that of the token after it.
     """
     return 0 if session.prompt_logprobs is None else max(0, uncomputed - 1 - session.generated)
 
@@ -561,11 +538,7 @@ def _check_continue(
 
 
 def _check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
-    """Refuse drafts that no text of this prompt can hold.
-
-    Raises:
-        InvalidArgument: a field is wrong; it is named.
-    """
+    """Refuse drafts that no text of this prompt can hold, by an `InvalidArgument` that names the field."""
     if draft.start < prompt_length:
         raise InvalidArgument(
             f"{draft.start} lies inside the prompt; text begins at {prompt_length}", field="draft.start"
@@ -580,12 +553,6 @@ def _check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None
 
 
 def _check_branches(frame: Branches, prompt_length: int, rules: VerifierRules) -> None:
-    """Refuse branches that no text of this prompt can hold.
-
-    Raises:
-        InvalidArgument: a field is wrong; it is named.
-        ResourceExhausted: there are more than any chain may have.
-    """
     _check_runs(frame.branches, prompt_length, rules, "branches.")
 
 
@@ -601,12 +568,7 @@ def _check_runs(branches: tuple[Branch, ...], prompt_length: int, rules: Verifie
 
 
 def _check_open(frame: Open, rules: VerifierRules) -> None:
-    """Refuse a session before any compute.
-
-    Raises:
-        UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
-        Unavailable: the text was begun where there is more room, and can go on there.
-    """
+    """Refuse a session before any compute, by the errors of `VerifierSession`."""
     if frame.protocol_version != PROTOCOL_VERSION:
         raise UnsupportedProtocol(
             f"is {frame.protocol_version}, this verifier speaks {PROTOCOL_VERSION}; update the older side",
@@ -679,10 +641,10 @@ def _branches_beside(
     room: int,
     row_share: float,
 ) -> tuple[BlockBranch, ...]:
-    """Return the branches that a step verifies beside the chain.
+    """Return the branches that a step verifies beside the chain [n].
 
     Args:
-        chain: [n] drafts that follow the transcript, the edge's first.
+        chain: drafts that follow the transcript, the edge's first.
         received: what the edge has sent.
         own: chain of the verifier's own drafter; None: it has none.
         depth: most drafts along a path that the text has room for.
