@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from outrider.proto.errors import ResourceExhausted
-from outrider.proto.plumbing.half_open import MAX_OF_SESSION, HalfOpenStreams
+from outrider.proto.plumbing.connections import MAX_OF_SESSION, HalfOpenStreams
 
 
 def test_a_network_of_64_bits_counts_as_one_address() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.queue import RETRY_WHEN_FULL_S
-from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable, did_you_mean
 
 RETRY_WHEN_DOWN_S = 1.0
 SHORT_OF_PAGES = 1 / 16  # share of a verifier's KV pages

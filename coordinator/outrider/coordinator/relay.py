@@ -23,7 +23,7 @@ from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.lease import LeaseClaim
-from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
+from outrider.proto.plumbing.connections import OPEN_WITHIN_S, HalfOpenStreams, lease_in
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, to_status
 from outrider.proto.streams import CLIENT_GONE, ENDED, send_bytes

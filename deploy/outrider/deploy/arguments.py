@@ -17,8 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import ConfigError, OutriderError, did_you_mean
 from outrider.proto.settings import REQUIRED, Declared, declared
 
 T = TypeVar("T")

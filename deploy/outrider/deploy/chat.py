@@ -26,8 +26,7 @@ from outrider.deploy.process.end_watch import WATCH
 from outrider.deploy.show import LiveText, marks_of
 from outrider.edge import Client, Conversation, EdgeConfig, Event, Finished, Sampling
 from outrider.edge.chat.rendering import TemplateProcess
-from outrider.proto.errors import ConfigError, FailedPrecondition, OutriderError
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import ConfigError, FailedPrecondition, OutriderError, did_you_mean
 from outrider.proto.types import FinishReason
 
 BLOCK = '"""'

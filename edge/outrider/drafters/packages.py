@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from outrider.proto.drafter_format import ADAPTER, MANIFEST, MODEL, STEERING_GRAPH, DrafterDescription, described
-from outrider.proto.errors import DataLoss, NotFound
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import DataLoss, NotFound, did_you_mean
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
 from outrider.proto.types import RemoteFile

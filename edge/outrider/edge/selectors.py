@@ -16,8 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import ConfigError, InvalidArgument, did_you_mean
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector, StaticSelector
 
 

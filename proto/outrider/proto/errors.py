@@ -7,6 +7,7 @@ status that carries it; `outrider.proto.rpc_errors` translates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 MAX_RETRY_AFTER_S = 3600.0
@@ -30,6 +31,14 @@ class OutriderError(Exception):
 def bounded_retry_s(seconds: float) -> float:
     """Return another machine's time to wait as far as it can be taken for one: 0 to an hour; NaN is 0."""
     return min(seconds, MAX_RETRY_AFTER_S) if seconds > 0 else 0.0
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word: `; did you mean NAME?`, or nothing where none is near."""
+    import difflib  # here, since most words are known
+
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class InvalidArgument(OutriderError, ValueError):

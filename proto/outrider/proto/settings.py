@@ -26,8 +26,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import ConfigError, OutriderError, did_you_mean
 
 REQUIRED: Any = dataclasses.MISSING
 Check = Callable[[Any], object]
@@ -95,9 +94,7 @@ class Declared:
 
     Attributes:
         kind: type of the value, or of each entry of a tuple; `object` where the option parses by itself.
-        optional: whether it may be None.
-        several: whether it is a tuple.
-        default: default value; `REQUIRED`: none.
+        optional, several: whether it may be None, and whether it is a tuple.
     """
 
     name: str

@@ -30,8 +30,7 @@ from outrider.proto import codec
 from outrider.proto.errors import Internal, InvalidArgument, NotFound, OutriderError, Unavailable
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Meters
-from outrider.proto.plumbing.connections import network_of_peer
-from outrider.proto.plumbing.half_open import OPEN_WITHIN_S, HalfOpenStreams, lease_in
+from outrider.proto.plumbing.connections import OPEN_WITHIN_S, HalfOpenStreams, lease_in, network_of_peer
 from outrider.proto.plumbing.logs import LineLimit, about
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session.verifier import VerifierRules

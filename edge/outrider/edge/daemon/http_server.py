@@ -29,8 +29,8 @@ from outrider.edge.edge_metrics import EdgeMetrics
 from outrider.proto.address import join_address, split_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Keys
+from outrider.proto.plumbing.files import Watched
 from outrider.proto.plumbing.tls import ServerTls
-from outrider.proto.plumbing.watched import Watched
 
 BACKLOG = 1024
 IDLE_S = 75  # between two requests of a connection

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticated
-from outrider.proto.plumbing.watched import Watched
+from outrider.proto.plumbing.files import Watched
 from outrider.proto.types import SHA256
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,6 @@ class Keys:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read the keys in the TOML file at `path`; raises `ConfigError`."""
         keys = cls()
         otherwise = "are all refused until that is mended"
         keys._file = Watched("API keys", (path,), lambda: _read(path.expanduser()), otherwise)
@@ -121,7 +120,6 @@ class Keys:
         return keys
 
     def current(self) -> tuple[Key, ...]:
-        """Return the keys, as the file has them now."""
         if self._file is not None:
             self._file.if_changed()
             self._keys = () if self._file.error is not None else self._file.value
@@ -134,15 +132,10 @@ class Keys:
         return self._file is not None and self._file.error is not None
 
     def still_has(self, key: Key) -> bool:
-        """Return whether a key that was checked before is still one of these."""
         return any(each.sha256 == key.sha256 for each in self.current())
 
     def check(self, presented: str) -> Key:
-        """Return the key whose secret is `presented`, in a time that does not depend on which one it is, if any.
-
-        Raises:
-            Unauthenticated: there is none.
-        """
+        """Return the key of the secret `presented`, in a time that tells nothing of it; raises `Unauthenticated`."""
         keys = self.current()
         if not keys and self.unusable:
             raise Unauthenticated("cannot be checked: the file of keys is unusable; its log says why", field="api_key")
@@ -158,11 +151,7 @@ class Keys:
         return found
 
     def check_header(self, value: str) -> Key:
-        """Return the key in an `Authorization` header or `authorization` metadata, `Bearer SECRET`.
-
-        Raises:
-            Unauthenticated: there is none.
-        """
+        """Return the key in an `Authorization` header or metadata, `Bearer SECRET`; raises `Unauthenticated`."""
         scheme, _, presented = value.strip().partition(" ")
         return self.check(presented.strip() if scheme.lower() == "bearer" else "")
 
@@ -216,9 +205,6 @@ class Bucket:
     """A token bucket that may fall into debt, since the length of a text is not known beforehand.
 
     It holds a minute's worth at most and fills evenly. Tokens spent beyond that delay the next session.
-
-    Attributes:
-        tokens_per_minute: rate at which it fills.
     """
 
     def __init__(self, tokens_per_minute: int, now_s: float) -> None:
@@ -233,7 +219,6 @@ class Bucket:
         self._level = min(self._level, float(tokens_per_minute))
 
     def level(self, now_s: float) -> float:
-        """Return the tokens in it; below 0: it is in debt."""
         elapsed_s = max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
         self._level = min(float(self.tokens_per_minute), self._level + elapsed_s * self.tokens_per_minute / 60)
@@ -273,15 +258,11 @@ class Ticket:
         running[key.name] += 1
 
     def spend(self, tokens: int, now_s: float) -> None:
-        """Count generated tokens, after `close` too, since counts may come late.
-
-        A running text is never cut: tokens that it overdraws delay the key's next ones.
-        """
+        """Count generated tokens, after `close` too; what a running text overdraws delays the key's next ones."""
         if self._bucket is not None:
             self._bucket.spend(tokens, now_s)
 
     def close(self) -> None:
-        """End the session; closing again is harmless."""
         if self._open:
             self._open = False
             self._running[self.key.name] -= 1

@@ -1,4 +1,4 @@
-"""Limits of a gRPC server's connections and calls, which cost nothing to open and a descriptor or memory to keep.
+"""Limits of a gRPC server's connections, calls and streams that wait: free to open, a descriptor or memory to keep.
 
 gRPC limits their number, the time of a handshake and that without any call. It neither counts them by address nor shows
 a connection before its first call, so a thread beside it looks at the sockets of this process and shuts those that are
@@ -30,6 +30,7 @@ from grpc_health.v1 import health, health_pb2
 
 from outrider.proto.address import host_of_peer
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
+from outrider.proto.lease import LEASE_METADATA, LeaseClaim, read_lease
 from outrider.proto.plumbing.logs import LineLimit
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.streams import CLIENT_GONE
@@ -47,6 +48,8 @@ IDLE_S = 300.0  # without a call; an edge connects again with its next one, and 
 LOOK_S = 1.0
 LOOK_AGAIN_S = 0.1  # after connections were shut, since whoever opened them may open more
 LOG_S = 60.0
+OPEN_WITHIN_S = 10.0
+MAX_OF_SESSION = 2  # an edge that comes back may be faster than the news that its old stream is gone
 _DESCRIPTORS = Path("/proc/self/fd")
 
 log = logging.getLogger(__name__)
@@ -141,32 +144,28 @@ class ConnectionWatch(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc
 
     def _look(self, port: int, now_s: float) -> int:
         """Shut connections that are too many or unused at `now_s`, and return their number."""
-        with self._spare_descriptor():
-            return self._look_now(port, now_s)
-
-    def _look_now(self, port: int, now_s: float) -> int:
         with self._lock:
             called, self._called = self._called, set()
         before, self._sockets = self._sockets, {}
         by_network: dict[str, list[_Connection]] = {}
-        for descriptor, inode in _open_sockets():
-            try:
-                connection = before[inode] if inode in before else _connection(descriptor, port, now_s)
-            except OSError:
-                continue  # it is gone, has no other end, or there is no descriptor left to look at it this time
-            self._sockets[inode] = connection
-            if connection is not None:
-                connection.descriptor = descriptor
-                connection.called |= connection.peer in called
-                by_network.setdefault(network_of(connection.peer[0]), []).append(connection)
-        surplus = [connection for each in by_network.values() for connection in self._surplus(each, now_s)]
-        shut = [connection for connection in surplus if self._shut(connection)]
+        with self._spare_descriptor():
+            for descriptor, inode in _open_sockets():
+                try:
+                    connection = before[inode] if inode in before else _connection(descriptor, port, now_s)
+                except OSError:
+                    continue  # it is gone, has no other end, or there is no descriptor left to look at it this time
+                self._sockets[inode] = connection
+                if connection is not None:
+                    connection.descriptor = descriptor
+                    connection.called |= connection.peer in called
+                    by_network.setdefault(network_of(connection.peer[0]), []).append(connection)
+            surplus = [connection for each in by_network.values() for connection in self._surplus(each, now_s)]
+            shut = [connection for connection in surplus if self._shut(connection)]
         if shut:
             self._say(len(shut), shut[-1].peer[0], now_s)
         return len(shut)
 
     def _surplus(self, connections: Iterable[_Connection], now_s: float) -> list[_Connection]:
-        """Return those connections of one address that have to go."""
         by_worth = sorted(connections, key=lambda each: (not self._runs(each), not each.called, each.since_s))
         used = sum(each.called for each in by_worth)
         late = [each for each in by_worth if not each.called and now_s - each.since_s > FIRST_CALL_S][used:]
@@ -277,6 +276,67 @@ class BoundedHealth(health.aio.HealthServicer):  # type: ignore[misc]  # grpc_he
         self._changed = asyncio.Event()
 
 
+class HalfOpenStreams:
+    """Counts of decoding streams that are not admitted, of which each lease, API key and peer may have few.
+
+    Such a stream costs its client nothing, and whoever opens many at once must not keep others out. For one event loop.
+
+    Args:
+        max_of_peer: most streams of one address, or of an IPv6 network of 64 bits, whatever their leases.
+        refused: called whenever one is refused.
+    """
+
+    def __init__(self, max_of_peer: int, refused: Callable[[], None]) -> None:
+        self._max_of_peer = max_of_peer
+        self._refused = refused
+        self._of_peer: Counter[Hashable] = Counter()
+        self._of_session: Counter[Hashable] = Counter()  # by key, too: another key may lease the same name
+        self._of_key: Counter[Hashable] = Counter()
+
+    @contextmanager
+    def hold(self, peer: str, session: str = "", key: str = "", max_of_key: int = 0) -> Iterator[None]:
+        """Count a stream of the gRPC `peer` until its session is admitted; raises `ResourceExhausted`.
+
+        `session` and `key` are those of its lease, empty without one; `max_of_key`: most sessions of the key, and of
+        its streams that wait; 0: any number.
+        """
+        network, of_key = network_of_peer(peer), max(max_of_key, MAX_OF_SESSION)
+        if session and self._of_session[key, session] >= MAX_OF_SESSION:
+            raise self._refusal(f"the session has {MAX_OF_SESSION} streams that are not admitted")
+        if key and max_of_key and self._of_key[key] >= of_key:
+            raise self._refusal(f"key {key!r} has {of_key} streams that are not admitted")
+        if self._of_peer[network] >= self._max_of_peer:
+            raise self._refusal(f"{self._max_of_peer} streams from your address are not admitted")
+        held = (self._of_peer, network), (self._of_session, (key, session)), (self._of_key, key)
+        for counts, name in held:
+            counts[name] += 1
+        try:
+            yield
+        finally:
+            for counts, name in held:
+                discount(counts, name)
+
+    def __len__(self) -> int:
+        return self._of_peer.total()
+
+    def _refusal(self, why: str) -> ResourceExhausted:
+        self._refused()
+        return ResourceExhausted(f"{why}; send Open on them and wait, or end them", retry_after_s=RETRY_S)
+
+
+def lease_in(metadata: Iterable[tuple[str, str | bytes]], secret: bytes, now_s: float) -> LeaseClaim:
+    """Return the claim of the lease in a call's metadata; raises what `token_in` and `read_lease` raise."""
+    return read_lease(token_in(metadata), secret, now_s=now_s)
+
+
+def token_in(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """Return the token in a call's metadata; empty: there is none. Raises `InvalidArgument` where it is text."""
+    token = next((value for name, value in metadata if name == LEASE_METADATA), b"")
+    if not isinstance(token, bytes):
+        raise InvalidArgument("must be bytes", field=LEASE_METADATA)
+    return token
+
+
 async def _abort(context: Any, code: grpc.StatusCode, details: str, trailing: Any = ()) -> NoReturn:
     """End a call by a status, which nobody reads where the client is gone."""
     with suppress(CLIENT_GONE):
@@ -285,7 +345,6 @@ async def _abort(context: Any, code: grpc.StatusCode, details: str, trailing: An
 
 
 def _open_sockets() -> Iterator[tuple[int, int]]:
-    """Yield descriptor and inode of each socket of this process."""
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):  # it was closed since
             found = os.fstat(int(name))
@@ -321,7 +380,6 @@ def _peer_of(found: socket.socket) -> _Peer:
 
 
 def _plain(host: str) -> str:
-    """Return an address without its zone."""
     return host.partition("%")[0]
 
 

@@ -1,12 +1,20 @@
-"""The folder of fetched files, and the hash by which a file is known."""
+"""Files: the folder of fetched ones, the hash by which one is known, and values made from ones that may change."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
+
+from outrider.proto.errors import ConfigError
 
 DEFAULT_CACHE = Path("~/.cache/outrider")
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def cache_folder() -> Path:
@@ -19,3 +27,61 @@ def sha256_of(path: Path) -> str:
     """Return the hash of a file, in hexadecimal digits."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+class Watched(Generic[T]):
+    """A value made from files, and made again when they change; safe for any thread.
+
+    A new version that cannot be read leaves the old value in `value`, its reason in `error`, and is logged once.
+
+    Args:
+        what: name of the value in the log.
+        files: files that it is made from.
+        make: reads them.
+        otherwise: what becomes of the value while they cannot be read, for the log.
+
+    Raises:
+        ConfigError: the first version cannot be read.
+    """
+
+    def __init__(
+        self, what: str, files: tuple[Path, ...], make: Callable[[], T], otherwise: str = "stay as they were"
+    ) -> None:
+        self._what = what
+        self._otherwise = otherwise
+        self._files = files
+        self._make = make
+        self._lock = threading.Lock()
+        self._version = self._refused = _version(files)
+        self.value = make()
+        self.error: ConfigError | None = None
+
+    def if_changed(self) -> T | None:
+        """Return the new value if the files have changed and can be read; else None."""
+        with self._lock:
+            version = _version(self._files)
+            if version == self._version:
+                self.error = None
+                return None
+            try:
+                self.value = self._make()
+            except ConfigError as error:
+                # The next call tries again: a key and its certificate, say, are replaced one after the other.
+                if version != self._refused:
+                    logger.warning("%s %s: %s", self._what, self._otherwise, error)
+                self._refused, self.error = version, error
+                return None
+            self._version, self._refused, self.error = version, version, None
+            logger.info("%s read again: %s", self._what, ", ".join(map(str, self._files)))
+            return self.value
+
+
+def _version(files: tuple[Path, ...]) -> tuple[object, ...]:
+    def of(path: Path) -> object:
+        try:
+            found = path.expanduser().stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+    return tuple(of(path) for path in files)

@@ -29,7 +29,6 @@ class ListeningSettings(Settings):
     tls: ServerTls | None = None
 
     def check_together(self) -> None:
-        """Refuse plain text beyond this machine unless `insecure_listen` allows it."""
         host, _ = split_address(self.listen, "listen")
         if not (self.insecure_listen or self.tls is not None or is_loopback(host)):
             raise ConfigError(
@@ -60,7 +59,6 @@ class GrpcServerSettings(ListeningSettings):
     insecure_metrics: bool = option(False, "allow metrics beyond loopback, without TLS and login", group="metrics")
 
     def check_together(self) -> None:
-        """Refuse metrics beyond this machine unless `insecure_metrics` allows them."""
         ListeningSettings.check_together(self)
         if not self.metrics_listen:
             return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.watched import Watched
+from outrider.proto.plumbing.files import Watched
 from outrider.proto.settings import REQUIRED, option
 
 if TYPE_CHECKING:
@@ -144,10 +144,7 @@ def bind(server: Any, listen: str, tls: ServerTls | None) -> int:
 
 
 def open_channel(
-    address: str,
-    options: list[tuple[str, int]],
-    credentials: grpc.ChannelCredentials | None,
-    server_name: str = "",
+    address: str, options: list[tuple[str, int]], credentials: grpc.ChannelCredentials | None, server_name: str = ""
 ) -> grpc.aio.Channel:
     """Return an asynchronous channel to `address`, in plain text without `credentials`.
 
@@ -156,34 +153,26 @@ def open_channel(
     """
     import grpc
 
-    options = [*options, *_proxy_option(address)]
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    named = [*options, *_name_option(server_name)]
-    return grpc.aio.secure_channel(address, credentials, options=named)
+    return _opened(grpc.aio, address, options, credentials, server_name)
 
 
 def open_blocking_channel(
-    address: str,
-    options: list[tuple[str, int]],
-    credentials: grpc.ChannelCredentials | None,
-    server_name: str = "",
+    address: str, options: list[tuple[str, int]], credentials: grpc.ChannelCredentials | None, server_name: str = ""
 ) -> grpc.Channel:
     """Return what `open_channel` does, for threads."""
     import grpc
 
-    options = [*options, *_proxy_option(address)]
+    return _opened(grpc, address, options, credentials, server_name)
+
+
+def _opened(library: Any, address: str, options: list[tuple[str, Any]], credentials: Any, server_name: str) -> Any:
+    if is_loopback(address.rpartition(":")[0].strip("[]")):
+        options = [*options, ("grpc.enable_http_proxy", 0)]
     if credentials is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=[*options, *_name_option(server_name)])
-
-
-def _proxy_option(address: str) -> list[tuple[str, int]]:
-    return [("grpc.enable_http_proxy", 0)] if is_loopback(address.rpartition(":")[0].strip("[]")) else []
-
-
-def _name_option(server_name: str) -> list[tuple[str, Any]]:
-    return [("grpc.ssl_target_name_override", server_name)] if server_name else []
+        return library.insecure_channel(address, options=options)
+    if server_name:
+        options = [*options, ("grpc.ssl_target_name_override", server_name)]
+    return library.secure_channel(address, credentials, options=options)
 
 
 def name_to_expect(cert: Path, host: str) -> str:
@@ -248,7 +237,6 @@ def _authorities(path: Path, field: str) -> bytes:
 
 
 def _identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
-    """Return the checked PEM of certificate and key."""
     chain, certificates = _certificates(cert, "tls_cert")
     _check_dates(certificates[0], cert, "tls_cert")
     data = _bytes(key, "tls_key")
