@@ -409,16 +409,6 @@ def test_a_chain_lives_on_where_its_next_draft_equals_the_targets_own_token():
     assert token_ids(session.block()) == (4, 5)
 
 
-def test_a_chain_that_arrives_after_the_commit_is_compared_with_it():
-    session = verifier_session()
-    verify(session, 4)
-    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (4, 5)))), 0.0)
-    assert token_ids(session.block()) == (5,)
-    verify(session, 1)
-    session.on_draft(Draft(0, 5, tuple(map(DraftToken, (2,)))), 0.0)
-    assert token_ids(session.block()) == (), "dead by now"
-
-
 def test_a_chain_ends_where_its_edge_contradicts_it_and_the_session_goes_on():
     session = verifier_session()
     session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 5)))), 0.0)
@@ -840,16 +830,6 @@ def test_a_commit_that_goes_on_beyond_max_tokens_ends_the_text_with_an_error(cou
     assert isinstance(done, Done)
     assert done.error.field == "commit.tokens"
     assert edge.transcript == [3, 1, 2, 1, 2]
-
-
-def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
-    edge = edge_session()
-    draft(edge, 1, 2, 4)
-    edge.on_commit(Commit(3, committed(1), 1, 16), 0.1)
-    edge.on_disconnected(Unavailable("gone"), 0.2)
-    assert edge.open_frame(b"new", 0.3).committed == (1,)
-    out = edge.on_opened(Opened(1, 16, 40, "other", 512), 0.4)
-    assert sent(out) == [Draft(1, 4, tuple(map(DraftToken, (2, 4))))]
 
 
 def test_a_verifier_that_took_over_another_text_is_an_error():
