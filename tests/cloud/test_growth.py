@@ -22,7 +22,8 @@ from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
-from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
+from outrider.proto.channel import LEASE_METADATA
+from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.types import (
     Cancel,
     CloudFrame,

@@ -24,6 +24,7 @@ from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.testing import VOCAB, decode_by_hand, save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
+from outrider.proto.channel import LEASE_METADATA
 from outrider.proto.errors import (
     ConfigError,
     FailedPrecondition,
@@ -40,7 +41,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
+from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.plumbing.connections import MAX_WATCHERS
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.streams import send_bytes

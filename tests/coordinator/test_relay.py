@@ -21,6 +21,7 @@ from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_metrics import RelayMetrics
 from outrider.coordinator.relay import StreamRelay
 from outrider.proto import codec
+from outrider.proto.channel import LEASE_METADATA
 from outrider.proto.errors import (
     Internal,
     LeaseExpired,
@@ -30,7 +31,7 @@ from outrider.proto.errors import (
     Unauthenticated,
     Unavailable,
 )
-from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
+from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.rpc_errors import from_rpc_error, to_status
 from outrider.proto.status import RelayStatus
 from outrider.proto.streams import CLIENT_GONE

@@ -18,9 +18,9 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.coordinator_config import StaticVerifier
-from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, REPORT_METHOD
+from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, LEASE_METADATA, REPORT_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
-from outrider.proto.lease import LEASE_METADATA, sign_coordinator, text_name
+from outrider.proto.lease import sign_coordinator, text_name
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.status import TrainerStatus, VerifierStatus
 from outrider.proto.tokenizer import tokenizer_hash

@@ -1,4 +1,4 @@
-"""gRPC options that both ends share: keepalive that the other side permits, and bounded messages."""
+"""Names and options of gRPC that both ends share: keepalive that the other side permits, and bounded messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 REPORT_METHOD = "/outrider.Verifier/Report"  # asked by coordinators and edges that have a verifier's address alone
 ENGINE_SERVICE = "outrider.Engine"  # of which a verifier says whether its engine is well, also while it drains
 HEALTHY = b"\x08\x01"  # a HealthCheckResponse that says SERVING
+LEASE_METADATA = "outrider-lease-bin"  # of a decoding call, which takes no place without it
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # an Open with a prompt of a million tokens, and room

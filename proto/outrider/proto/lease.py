@@ -23,7 +23,6 @@ from outrider.proto.errors import ConfigError, LeaseExpired, Unauthenticated
 MIN_SECRET_BYTES = 16
 CLOCK_SKEW_S = 5.0
 COORDINATOR_S = 60.0
-LEASE_METADATA = "outrider-lease-bin"  # of a decoding call, which takes no place without it
 
 
 @dataclass(frozen=True, slots=True)

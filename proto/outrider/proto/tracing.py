@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.extras import lacking
 from outrider.proto.settings import option
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ def tracer_provider(service: str, endpoint: str, ratio: float = 1.0) -> TracerPr
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ImportError as error:
+        from outrider.proto.plumbing.extras import lacking
+
         raise ConfigError(lacking("tracing", error.name or ""), field="trace_endpoint") from error
     provider = TracerProvider(
         resource=Resource.create({"service.name": service}), sampler=ParentBasedTraceIdRatio(ratio)

@@ -20,10 +20,10 @@ from outrider.proto.channel import (
     DECODING_WINDOW_BYTES,
     HEALTH_METHOD,
     HEALTHY,
+    LEASE_METADATA,
     REPORT_METHOD,
 )
 from outrider.proto.errors import OutriderError, Unavailable
-from outrider.proto.lease import LEASE_METADATA
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics

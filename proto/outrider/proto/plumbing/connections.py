@@ -29,8 +29,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 from outrider.proto.address import host_of_peer
+from outrider.proto.channel import LEASE_METADATA
 from outrider.proto.errors import InvalidArgument, ResourceExhausted, Unavailable
-from outrider.proto.lease import LEASE_METADATA, LeaseClaim, read_lease
+from outrider.proto.lease import LeaseClaim, read_lease
 from outrider.proto.plumbing.logs import LineLimit
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.streams import CLIENT_GONE

@@ -62,13 +62,8 @@ class AnswerLaw:
     def add(self, seconds: float) -> None:
         self._answers.append(seconds)
 
-    def phi(self, silence_s: float, usual_s: float) -> float:
-        """Return the suspicion after `silence_s` seconds, where small messages usually take `usual_s` (0: unknown)."""
-        mean, scale = self._fit(usual_s)
-        return max(0.0, silence_s - mean) / (scale * math.log(10))
-
     def bound_s(self, phi: float, usual_s: float) -> float:
-        """Return the seconds of silence at which the suspicion is `phi`."""
+        """Return the seconds of silence at which suspicion is `phi`; messages usually take `usual_s`, 0: unknown."""
         mean, scale = self._fit(usual_s)
         return mean + scale * math.log(10) * phi
 
