@@ -38,8 +38,7 @@ from outrider.cloud.target.projection import FoldedProjection
 from outrider.cloud.target.sampler import Sampler, VerificationInput
 from outrider.drafters import ProposalRule
 from outrider.proto.errors import Internal, Unavailable
-from outrider.proto.policy import FixedSteering
-from outrider.proto.policy.steering_rate import SteeringRate
+from outrider.proto.policy.steering_rate import FixedSteering, SteeringRate
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, StopRequested, StreamReady, TurnBegun
 from outrider.proto.steering_vector import encode
 from outrider.proto.types import (

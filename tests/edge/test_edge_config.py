@@ -13,8 +13,7 @@ from outrider.deploy.cli import parse
 from outrider.edge import EdgeConfig
 from outrider.edge.battery import Battery
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedSteering, PricedSteering
-from outrider.proto.policy.steering_rate import ALL, FIRST
+from outrider.proto.policy.steering_rate import ALL, FIRST, FixedSteering, PricedSteering
 from outrider.proto.types import CommittedToken, Open, Sampling
 
 

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
-from outrider.proto.policy import FixedSteering, Measurements, PricedSteering, Window
-from outrider.proto.policy.steering_rate import SteeringRate
+from outrider.proto.policy import Measurements, Window
+from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering, SteeringRate
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
 from outrider.proto.steering_vector import encode
 from outrider.proto.types import (

@@ -17,18 +17,19 @@ import pytest
 
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import FixedSteering, Measurements, PricedSteering, Smoothed
-from outrider.proto.policy.measurements import Downlink, Pace
+from outrider.proto.policy import Measurements, Smoothed
+from outrider.proto.policy.measurements import Downlink, Pace, commit_bytes
 from outrider.proto.policy.steering_rate import (
     ALL,
     FIRST,
     NONE,
     RAREST,
     RATES,
+    FixedSteering,
     Gain,
+    PricedSteering,
     SteeringRate,
     choose,
-    commit_bytes,
     saved_s,
 )
 from outrider.proto.types import Commit, CommittedToken, Steering, SteeringPrecision, TokenFacts

@@ -18,7 +18,7 @@ from outrider.proto.settings import Settings, above, at_least, between, option
 from outrider.proto.tracing import trace_endpoint_option
 
 if TYPE_CHECKING:
-    from outrider.proto.policy import SteeringPolicy
+    from outrider.proto.policy.steering_rate import SteeringPolicy
     from outrider.proto.policy.suspicion import SilenceRules
     from outrider.proto.session import RetryRules
     from outrider.proto.types import Patience
@@ -213,7 +213,7 @@ class EdgeConfig(Settings):
 
     def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
         """Return which vectors of `rank` numbers to request, by their `gain` at each age; None: none."""
-        from outrider.proto.policy import FixedSteering, PricedSteering
+        from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering
 
         if self.steering == "off":
             return None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from outrider.proto.policy.likely_branches import OtherShares
+from outrider.proto.types import Commit
 
 ACCEPTANCE_PRIOR = 0.7
 BETTER = 0.1  # by which one drafter's acceptance must exceed another's: the same one at both ends must not seem better
@@ -215,6 +216,8 @@ class Line:
 # --- measurements of an edge ---
 
 DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
+VECTOR_BYTES = 12  # a steering vector in a commit, beside its numbers
+_TOKEN_BYTES, _NUMBER_BYTES, _RANK_BYTES = 2, 4, 1  # in a commit
 _PACE_FADE = 0.95  # at every commit
 _USUAL_S = 0.005  # a round trip may always differ from the usual by this
 _MANY_COMMITS, _FEW_COMMITS = 1 - 1 / 32, 1 - 1 / 8  # fade of the downlink's price at every commit
@@ -411,3 +414,13 @@ class Measurements:
             # It is another link, whose times beside the old one's, at other sizes, would look like a price on bytes.
             self.round_trip, self.timed, self.outliers = _new_round_trip(), True, 0
         self.round_trip.add(size, max(0.0, seconds))
+
+
+def commit_bytes(commit: Commit) -> int:
+    """Return the approximate bytes of a commit on the wire beyond those of an empty one."""
+    size = 0
+    for token in commit.tokens:
+        size += _TOKEN_BYTES + (_NUMBER_BYTES if token.logp is not None else 0)
+        if token.facts is not None:
+            size += _NUMBER_BYTES + _RANK_BYTES + (_TOKEN_BYTES + _NUMBER_BYTES) * len(token.top)
+    return size + (len(commit.steering.values) + VECTOR_BYTES if commit.steering is not None else 0)

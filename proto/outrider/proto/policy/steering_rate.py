@@ -13,14 +13,12 @@ from typing import Protocol
 import numpy as np
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.measurements import Measurements, Pace
-from outrider.proto.types import Commit, SteeringPrecision
+from outrider.proto.policy.measurements import VECTOR_BYTES, Measurements, Pace
+from outrider.proto.types import SteeringPrecision
 
 EVERY = (1, 2, 4, 8)  # commits a vector
 DEFAULT_GAIN = ((1, 0.1), (64, 0.0))  # where the drafter's own is not known
 MAX_VECTOR_AGE = 64  # positions before the first draft; drafters are trained for vectors up to a window old
-VECTOR_BYTES = 12  # a vector in a commit, beside its numbers
-_TOKEN_BYTES, _NUMBER_BYTES, _RANK_BYTES = 2, 4, 1
 _INT8_KEEPS = 0.99  # share of the gain: rounding to max / 127 is an error of about 1 % of a vector's length
 _DRAFTED = 0.5  # approximate share of drafts among the tokens where a drafter's gain was measured
 _SURE = 1.0  # standard errors of the time of a byte
@@ -180,13 +178,3 @@ class PricedSteering:
         else:
             self._pause = min(2 * self._pause, _LAST_TRY) if self._trying and rate == NONE else _FIRST_TRY
         self.rate, self._commits, self._trying = rate, 0, tries
-
-
-def commit_bytes(commit: Commit) -> int:
-    """Return the approximate bytes of a commit on the wire beyond those of an empty one."""
-    size = 0
-    for token in commit.tokens:
-        size += _TOKEN_BYTES + (_NUMBER_BYTES if token.logp is not None else 0)
-        if token.facts is not None:
-            size += _NUMBER_BYTES + _RANK_BYTES + (_TOKEN_BYTES + _NUMBER_BYTES) * len(token.top)
-    return size + (len(commit.steering.values) + VECTOR_BYTES if commit.steering is not None else 0)

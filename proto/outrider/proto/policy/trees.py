@@ -1,6 +1,6 @@
 """Trees of drafts: which drafts of a chain and of its branches a step verifies.
 
-With shared noise a tree is exact as it stands: the path along the target's tokens is followed (DESIGN section 1). A
+With shared noise a tree is exact as it stands: the path along the target's tokens is followed (docs/exactness.md). A
 draft is worth a row of the step by the chance that the target's tokens lead to it, the product of the chances along its
 path, and a step commits 1 + (sum of these chances) tokens on average. Chances fall along every path, so the likeliest n
 drafts are a tree, and no other tree of n drafts commits more. How many pay follows from the price of a row: one more,

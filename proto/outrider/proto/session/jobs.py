@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from outrider.proto import steering_vector
-from outrider.proto.policy import SteeringPolicy
 from outrider.proto.types import DraftToken, Steering, SteeringRequest
+
+if TYPE_CHECKING:
+    from outrider.proto.policy.steering_rate import SteeringPolicy
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from outrider.proto.policy import Measurements
-from outrider.proto.policy.measurements import DRAFT_BYTES, DrafterMeasurements, TextCalibration
+from outrider.proto.policy.measurements import DRAFT_BYTES, DrafterMeasurements, TextCalibration, commit_bytes
 from outrider.proto.policy.selector import RoundCosts
-from outrider.proto.policy.steering_rate import commit_bytes
 from outrider.proto.policy.window import TOKEN_BYTES, due_to_flush
 from outrider.proto.types import Commit, DraftToken
 
