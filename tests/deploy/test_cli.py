@@ -66,7 +66,6 @@ def test_run_prints_one_json_object_a_prompt(tmp_path, capfd) -> None:
         (["run", "x", "--config", "nowhere.toml"], 2, "nowhere.toml"),
         (["run", "x", "--device", "cuda:77"], 1, "device"),
         (["run", "x", "--coordinator", "127.0.0.1:1"], 1, "does not answer"),
-        (["run", "x", "--coordinator", "127.0.0.1:1", "--target", "reference"], 1, "target: is the cluster's"),
         (["run", "x", "--model", "reference"], 1, "model: goes with --coordinator"),
         (["coordinator"], 1, "lease-secret-file: is missing"),
         (["train", "drafter", "--teacher", "x", "--output", "o", "--steps", "1", "--hidden", "33"], 1, "hidden"),

@@ -25,6 +25,10 @@ from outrider.proto.plumbing.access import Key, Keys, new_secret, secret_sha256
 LOCAL = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3650
 CLOCKS_DIFFER = dt.timedelta(minutes=10)
+USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 
 class Issued(NamedTuple):
@@ -55,7 +59,7 @@ def certs(given: Given) -> int:
     print(f"  --tls-cert {server_cert} --tls-key {server_key} --tls-client-ca {ca}")
     print("a coordinator of verifiers that speak TLS:")
     print(f"  --verifier-tls-ca {ca}")
-    print("edges and outrider status:")
+    print("edges, and outrider status:")
     print(f"  --tls-ca {ca} --tls-cert {client_cert} --tls-key {client_key}")
     print(f"keep {ca_key} off every server: it signs certificates that all of them trust")
     return 0
@@ -123,17 +127,7 @@ class _Authority:
 
     def __init__(self) -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())
-        usage = x509.KeyUsage(
-            digital_signature=False,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            key_cert_sign=True,
-            crl_sign=True,
-            encipher_only=False,
-            decipher_only=False,
-        )
+        usage = x509.KeyUsage(**dict.fromkeys(USAGES, False) | {"key_cert_sign": True, "crl_sign": True})
         name = _name("outrider test authority")
         builder = (
             _builder(name, name, self.key, AUTHORITY_DAYS)

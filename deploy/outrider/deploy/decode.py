@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.cloud.verifier_config import AUTO, VerifierConfig
 from outrider.deploy.arguments import Given, read_stdin
 from outrider.deploy.built_in_prompts import Prompt, read_prompts
 from outrider.deploy.commands.edge_options import GrammarSettings, MarkSettings, PromptSettings, StopSettings
@@ -29,6 +28,7 @@ def run(given: Given) -> int:
 
 @asynccontextmanager
 async def _local_client(given: Given) -> AsyncIterator[Client]:
+    from outrider.cloud.verifier_config import VerifierConfig
     from outrider.deploy.targets import with_target
 
     if given.fields(EdgeConfig)["model"]:
@@ -51,10 +51,6 @@ async def _local_client(given: Given) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def _remote_client(given: Given) -> AsyncIterator[Client]:
-    if given.fields(VerifierConfig)["target"] != AUTO:
-        raise ConfigError(
-            "is the cluster's where --coordinator is given; --model chooses among several", field="target"
-        )
     client = Client(given(EdgeConfig, api_key=api_key(given)))
     try:
         await client.find()  # and no more: the first text does not wait for a drafter

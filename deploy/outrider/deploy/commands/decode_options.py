@@ -48,7 +48,7 @@ RUN = Command(
             EdgeConfig,
             *("coordinator", "model", "cache", DRAFTING, SHARING, CONNECTION),
             defaults={"cache": cache_folder},
-            helps={"coordinator": "address of a cluster's coordinator; not set: verifier and edge are in this process"},
+            helps={"coordinator": "coordinator of a cluster, for its target; not set: --target, in this process"},
         ),
         part(KeySettings),
         part(MarkSettings),
