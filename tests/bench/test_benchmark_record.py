@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.bench import environment as environments
+from outrider.bench.bench_command import Arm, Known, Measured, run_of
+from outrider.bench.bench_results import Benchmark, BenchmarkRun
 from outrider.bench.bench_settings import LinkListSettings
-from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun, Span
-from outrider.bench.benchmark.measure import Measured, run_of
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord, links_of
 from outrider.bench.record import from_json, save, to_json
@@ -36,19 +36,27 @@ def benchmark() -> Benchmark:
         drafter_threads=None,
         prompts=4,
     )
-    full = BenchmarkRun(
+    run = BenchmarkRun(
         mode="outrider",
         link=LinkRecord(30.0, 5.0, None, 2.5, "lte"),
-        goal="latency",
+        length=None,
         tokens=192,
         seconds=3.5,
         tokens_per_second=54.9,
+        steps_per_token=0.4,
+        rows_per_token=1.5,
+        cloud_drafting_ms_per_token=0.0,
+        edge_drafting_ms_per_token=2.0,
+        acceptance=None,
+        ttft_ms_p50=60.0,
+        token_gap_ms_p50=10.0,
+        token_gap_ms_p99=50.0,
+        uplink_bytes_per_token=None,
+        downlink_bytes_per_token=None,
+        overhead_ms_p50=0.3,
         identical_to_cloud=True,
-        token_gaps_ms=tuple(float(n) for n in range(101)),
-        session_tokens_per_second=(54.0, 55.8),
-        timeline=(Span("draft", 0.0, 0.002), Span("up", 0.002, 0.017)),
     )
-    return Benchmark(found, (full, BenchmarkRun("edge", LinkRecord(30.0))))
+    return Benchmark(found, 30.0, 0.0, 1, (run,))
 
 
 def test_a_saved_record_loads(benchmark, tmp_path) -> None:
@@ -58,23 +66,11 @@ def test_a_saved_record_loads(benchmark, tmp_path) -> None:
 
 def test_the_json_has_the_agreed_shape_and_null_for_unknown_metrics(benchmark) -> None:
     parsed = json.loads(to_json(benchmark))
-    assert set(parsed) == {"environment", "runs"}
-    run, bare = parsed["runs"]
+    assert set(parsed) == {"environment", "min_step_ms", "temperature", "sessions", "runs"}
+    (run,) = parsed["runs"]
     shape = {"rtt_ms": 30.0, "up_mbit": 5.0, "down_mbit": None, "jitter_ms": 2.5, "trace": "lte"}
     assert run["link"] == shape
-    assert run["timeline"][0] == {"lane": "draft", "start_s": 0.0, "end_s": 0.002}
-    assert len(run["token_gaps_ms"]) == 101
-    agreed = (
-        "mode link min_step_ms temperature sessions tokens seconds tokens_per_second steps_per_token "
-        "rows_per_token cloud_drafting_ms_per_token edge_drafting_ms_per_token acceptance "
-        "ttft_ms_p50 token_gap_ms_p50 token_gap_ms_p99 uplink_bytes_per_token downlink_bytes_per_token "
-        "identical_to_cloud goal sync_length drafts_here window_mean "
-        "vector_age_mean domain token_gaps_ms session_tokens_per_second timeline forward_ms_p50 sample_ms_p50 "
-        "overhead_ms_p50 arrivals_s"
-    )
-    assert set(run) == set(agreed.split())
-    unknown = {"tokens", "seconds", "tokens_per_second", "acceptance", "identical_to_cloud", "timeline", "goal"}
-    assert {name for name in unknown if bare[name] is not None} == set()
+    assert (run["acceptance"], run["uplink_bytes_per_token"]) == (None, None)
 
 
 def test_the_environment_names_machine_and_versions(benchmark) -> None:
@@ -119,17 +115,9 @@ def changed(benchmark: Benchmark, path: str, value: object) -> str:
     ("path", "value", "message"),
     [
         ("runs/0/mode", ..., "runs[0].mode: is missing"),
-        ("runs/1/link/rtt_ms", "30", 'runs[1].link.rtt_ms: must be a number, not "30"'),
+        ("runs/0/link/rtt_ms", "30", 'runs[0].link.rtt_ms: must be a number, not "30"'),
+        ("runs/0/tokens", None, "runs[0].tokens: must be a whole number, not null"),
         ("runs/0/speed", 1, "runs[0].speed: is unknown"),
-        ("runs/0/token_gaps_ms", [1, 2], "runs[0].token_gaps_ms: holds 2 quantiles, not 101"),
-        ("runs/0/token_gaps_ms/3", 99.0, "runs[0].token_gaps_ms: quantiles must not fall"),
-        ("runs/0/arrivals_s", [0.2, 0.1], "runs[0].arrivals_s: times must not fall"),
-        (
-            "runs/0/session_tokens_per_second/1",
-            None,
-            "runs[0].session_tokens_per_second[1]: must be a number, not null",
-        ),
-        ("runs/0/timeline/1/end_s", 0.0, "runs[0].timeline[1].end_s: 0.0 is before start_s 0.002"),
         ("runs/0/tokens_per_second", float("nan"), "runs[0].tokens_per_second: must be a finite number, not NaN"),
     ],
 )
@@ -147,7 +135,10 @@ def test_a_wrong_metric_is_refused_before_it_is_written(benchmark) -> None:
 # --- runs ---
 
 
-TRACED = LinkRecord(105.0, trace="step")
+def seconds_of(*texts: Measured, sessions: int = 1) -> float:
+    (link,) = links_of(options())
+    arm = Arm("cloud", None, link, None, None, list(texts))
+    return run_of(arm, sessions, Known({"1": texts[0].tokens}, "none", None)).seconds
 
 
 def text(began: float, tokens: int, per_token_s: float) -> Measured:
@@ -155,22 +146,9 @@ def text(began: float, tokens: int, per_token_s: float) -> Measured:
     return Measured(Prompt("1", "x"), began, tuple(range(tokens)), arrivals)
 
 
-def test_on_a_link_that_changes_the_arrivals_of_the_longest_text_are_kept() -> None:
-    run = run_of("cloud", TRACED, [text(10, 2, 0.5), text(20, 3, 0.25), text(30, 3, 9.0)], None)
-    assert run.arrivals_s == (0.25, 0.5, 0.75)
-
-
-def test_on_other_links_and_in_parallel_no_arrivals_are_kept() -> None:
-    assert run_of("cloud", LinkRecord(30.0), [text(10, 2, 0.5)], None).arrivals_s is None
-    together = [text(10, 2, 0.5), text(10, 3, 0.5)]  # the later ones do not meet the trace from its beginning
-    assert run_of("cloud", TRACED, together, None, sessions=2).arrivals_s is None
-
-
 def test_sequential_texts_take_the_sum_of_their_times_and_parallel_ones_the_longest() -> None:
-    texts = [text(10, 2, 0.5), text(100, 4, 0.5)]
-    assert run_of("cloud", LinkRecord(30.0), texts, None).seconds == 3.0
-    at_once = [text(10, 2, 0.5), text(10.5, 4, 0.5)]
-    assert run_of("cloud", LinkRecord(30.0), at_once, None, sessions=2).seconds == 2.5
+    assert seconds_of(text(10, 2, 0.5), text(100, 4, 0.5)) == 3.0
+    assert seconds_of(text(10, 2, 0.5), text(10.5, 4, 0.5), sessions=2) == 2.5
 
 
 # --- links ---

@@ -21,7 +21,7 @@ from outrider.proto.types import Sampling
 
 PER_LINK = "one for all links, or one for each"
 MODES = ("cloud", "sync", "colocated", "edge", "outrider")
-GOALS = ("latency", "efficiency")
+PICTURES = (".png", ".svg", ".pdf")
 WARM_UP_TOKENS = 24  # of a client's first text, which do not count
 
 
@@ -57,7 +57,6 @@ class BenchSettings(Settings):
     """Ways of decoding to measure, and outputs."""
 
     sessions: int = option(1, "prompts decoded at once", check=at_least(1))
-    mixed: bool = option(False, "distribute the sessions over all links at once")
     min_step: float = option(
         0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
     )
@@ -76,19 +75,21 @@ class BenchSettings(Settings):
     )
     no_logprobs: bool = option(False, "leave log probabilities out of commits")
     json: Path | None = option(None, "file to write the record to")
-    report: Path | None = option(None, "folder to write plots and an HTML page to", metavar="DIR")
+    plot: Path | None = option(None, "picture to draw of tokens a second by round trip, such as speed.png")
 
     def check_together(self) -> None:
-        """Refuse what is named twice, and a mode without a length."""
+        """Refuse what is named twice, a mode without a length, and a picture in an unknown format."""
         for mode, lengths in (("sync", self.sync_length), ("colocated", self.colocated_length)):
             check_once(lengths, f"{mode}_length")
             if mode in self.modes and not lengths:
                 raise ConfigError(f"is empty; name one or more, or leave {mode} out of --modes", field=f"{mode}_length")
         check_once(self.modes, "modes")
+        if self.plot is not None and self.plot.suffix not in PICTURES:
+            raise ConfigError(f"{self.plot} ends in none of {', '.join(PICTURES)}", field="plot")
 
 
 BENCH = Command(
-    "outrider.bench.benchmark.bench_command:bench",
+    "outrider.bench.bench_command:bench",
     (
         part(LinkListSettings),
         part(BuiltInPrompts),

@@ -6,7 +6,6 @@ written as strictly as when they are read.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -45,17 +44,6 @@ def one_of(*names: str) -> AfterValidator:
         if value not in names:
             raise ValueError(f"{value!r} is none of {', '.join(names)}")
         return value
-
-    return AfterValidator(check)
-
-
-def rising(what: str) -> AfterValidator:
-    """Return a validator of numbers that must not fall; `what` names them in the message."""
-
-    def check(values: Sequence[float]) -> Sequence[float]:
-        if any(high < low for low, high in itertools.pairwise(values)):
-            raise ValueError(f"{what} must not fall")
-        return values
 
     return AfterValidator(check)
 

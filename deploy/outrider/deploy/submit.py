@@ -26,7 +26,7 @@ from outrider.deploy.commands.operating import SubmitSettings
 from outrider.deploy.process.termination import temporary_folder
 from outrider.proto.errors import ConfigError, Unavailable
 
-WRITING = ("output", "report", "json", "plot")  # options of commands that name what they write
+WRITING = ("output", "json", "plot")  # options of commands that name what they write
 RETRY_S = 1.0
 
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.bench_metrics import grouped
+from outrider.bench.bench_metrics import pooled
+from outrider.bench.bench_results import Benchmark, BenchmarkRun, check_drawing, plot, tables
 from outrider.bench.bench_settings import MODES, WARM_UP_TOKENS, BenchSettings, LinkListSettings
-from outrider.bench.benchmark.bench_record import Benchmark, BenchmarkRun
-from outrider.bench.benchmark.bench_table import tables
-from outrider.bench.benchmark.bench_verifier import VerifierProcess
-from outrider.bench.benchmark.html_report import write_report
-from outrider.bench.benchmark.measure import Bytes, Measured, measure_text, run_of, step_fields, timeline_of
+from outrider.bench.bench_verifier import VerifierProcess
 from outrider.bench.environment import environment
 from outrider.bench.links import BenchLink, links_of
-from outrider.bench.plot import check_drawing
 from outrider.bench.record import check_file, save
 from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
@@ -31,39 +29,112 @@ from outrider.deploy.built_in_prompts import Prompt, held_out, read_prompts
 from outrider.deploy.commands.decode_options import BuiltInPrompts
 from outrider.deploy.link.link_process import LinkProcess
 from outrider.deploy.process.termination import temporary_folder
-from outrider.edge import Client, EdgeConfig, Sampling
+from outrider.edge import Client, EdgeConfig, Sampling, Tokens
+from outrider.edge.decoding import Observer
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import Patience
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.types import CloudFrame, Commit, Patience
 
 WITH_DRAFTER_HERE = ("colocated", "outrider")
-PLANNED = ("edge", "outrider")  # modes whose edges choose by their goal how many drafts to send
-LENGTH_FIELDS = {"sync": "sync_length", "colocated": "drafts_here"}
+USUAL_ROWS = 17  # rows of a session in a step that reads no prompt
+
+
+@dataclass(eq=False)
+class Measured(Observer):
+    """One decoded text, and what its session did when, in seconds of the monotonic clock.
+
+    Attributes:
+        prompt: its prompt.
+        began_s: time of the request.
+        tokens: [n] its tokens.
+        arrivals: [n] seconds from the request until each token reached the user.
+        statistics: counts of the edge's session.
+        jobs: drafting jobs: begin, end, and drafted tokens.
+        commits: commits, and when they came.
+    """
+
+    prompt: Prompt
+    began_s: float = field(default_factory=time.monotonic)
+    tokens: tuple[int, ...] = ()
+    arrivals: tuple[float, ...] = ()
+    statistics: EdgeStatistics = field(default_factory=EdgeStatistics)
+    jobs: list[tuple[float, float, int]] = field(default_factory=list)
+    commits: list[tuple[Commit, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.arrivals[-1]
+
+    def drafted(self, began: float, ended: float, tokens: int) -> None:
+        self.jobs.append((began, ended, tokens))
+
+    def received(self, frame: CloudFrame, at: float) -> None:
+        if isinstance(frame, Commit):
+            self.commits.append((frame, at))
+
+
+async def measure_text(client: Client, prompt: Prompt, sampling: Sampling) -> Measured:
+    """Decode one prompt, and return what was observed."""
+    text = Measured(prompt)
+    async for event in client.generate(prompt.text, sampling, observer=text):
+        if isinstance(event, Tokens):
+            text.tokens += event.ids
+            text.arrivals += (time.monotonic() - text.began_s,) * len(event.ids)
+        else:
+            text.statistics = event.statistics
+    return text
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The target's own texts, from before the links, and the drafter."""
+    """The target's own texts by the prompt's id, from before the links, and the drafter."""
 
     texts: Mapping[str, tuple[int, ...]]
     drafter: str
     drafter_version: str | None
 
-    def identical(self, texts: Sequence[Measured]) -> bool:
-        return all(text.tokens == self.texts[text.prompt.id] for text in texts)
-
 
 @dataclass(slots=True)
-class MeasuredMode:
+class Arm:
     """One mode over one link, with what was observed: texts, steps of the verifier, and bytes on an emulated link."""
 
     mode: str
-    length: int
+    length: int | None
     link: BenchLink
     emulator: LinkProcess | None
     client: Client
     texts: list[Measured] = field(default_factory=list)
     steps: list[StepTiming] = field(default_factory=list)
-    carried: Bytes | None = None
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+def run_of(arm: Arm, sessions: int, known: Known) -> BenchmarkRun:
+    """Return the run of an arm whose texts were decoded, `sessions` at once."""
+    texts = arm.texts
+    began_s, ended_s = min(text.began_s for text in texts), max(text.began_s + text.seconds for text in texts)
+    # One at a time, texts of other modes are in between.
+    together = pooled(texts, None if sessions == 1 else ended_s - began_s)
+    tokens, counts = together["tokens"], [text.statistics for text in texts]
+    gaps = sorted(b - a for text in texts for a, b in itertools.pairwise(text.arrivals)) or [0.0]
+    # Steps of at least half of the sessions, those that read prompts left out.
+    usual = [s for s in arm.steps if 2 * s.sessions >= sessions and s.rows <= USUAL_ROWS * s.sessions]
+    return BenchmarkRun(
+        mode=arm.mode,
+        link=arm.link.record,
+        length=arm.length,
+        **together,
+        rows_per_token=sum(count.steps + count.verified for count in counts) / tokens,
+        cloud_drafting_ms_per_token=1e3 * sum(count.drafting_here_s for count in counts) / tokens,
+        edge_drafting_ms_per_token=1e3 * sum(count.drafting_s + count.reading_s for count in counts) / tokens,
+        ttft_ms_p50=1e3 * median(text.arrivals[0] for text in texts),
+        token_gap_ms_p50=1e3 * gaps[round(0.5 * (len(gaps) - 1))],
+        token_gap_ms_p99=1e3 * gaps[round(0.99 * (len(gaps) - 1))],
+        uplink_bytes_per_token=arm.up_bytes / tokens if arm.emulator else None,
+        downlink_bytes_per_token=arm.down_bytes / tokens if arm.emulator else None,
+        overhead_ms_p50=1e3 * median(step.overhead_s for step in usual) if usual else None,
+        identical_to_cloud=all(text.tokens == known.texts[text.prompt.id] for text in texts),
+    )
 
 
 def bench(given: Given) -> int:
@@ -84,13 +155,14 @@ def drafting_here(given: Given, modes: Sequence[str]) -> dict[str, Any]:
     return {"draft_here": "on", "draft_with": own["draft_with"] or named}
 
 
-def edge_settings(mode: str, length: int) -> dict[str, Any]:
+def edge_settings(mode: str, length: int | None) -> dict[str, Any]:
     """Return an edge's settings that make a mode, with the `length` of its drafts where it has one."""
     match mode:
         case "cloud":
             return {"drafter": "none", "drafts_here": 0}
         case "sync":
-            return {"window": length, "patience": Patience(math.inf, length), "drafts_here": 0, "chains": True}
+            patience = Patience(math.inf, length or 0)
+            return {"window": length, "patience": patience, "drafts_here": 0, "chains": True}
         case "colocated":
             return {"drafter": "none", "drafts_here": length}
         case "edge":
@@ -113,23 +185,17 @@ class Bench:
         self._config = given(VerifierConfig, **drafting_here(given, options.modes), min_step_s=options.min_step / 1e3)
         if options.json:
             check_file(options.json, "json")
-        if options.report:
-            check_drawing("report")
-        self._common: dict[str, Any] = {
-            "min_step_ms": options.min_step,
-            "temperature": self._sampling.temperature,
-            "sessions": options.sessions,
-        }
+        if options.plot:
+            check_drawing("plot")
+            check_file(options.plot, "plot")
         self._verifier = VerifierProcess(self._config, folder / "tokenizer.json")
 
     async def run(self) -> int:
         """Measure all runs, print them and write the results; return 1 if texts differ."""
+        options = self._options
         async with self._verifier:
             known = await self._learn()
-            if self._options.mixed:
-                runs = await self._mixed(known)
-            else:
-                runs = [run for link in self._links for run in await self._over(link, known)]
+            runs = [run for link in self._links for run in await self._over(link, known)]
         made_in = environment(
             self._config,
             self._verifier.precision,
@@ -140,13 +206,13 @@ class Bench:
             drafter_threads=self._given.fields(EdgeConfig)["threads"],
             prompts=len(self._prompts),
         )
-        benchmark = Benchmark(made_in, tuple(runs))
+        benchmark = Benchmark(made_in, options.min_step, self._sampling.temperature, options.sessions, tuple(runs))
         Console(width=100).print(tables(benchmark))
-        if self._options.json:
-            save(benchmark, self._options.json)
-        if self._options.report:
-            self._say(f"report: {write_report(benchmark, self._options.report)}")
-        different = [run for run in runs if run.identical_to_cloud is False]
+        if options.json:
+            save(benchmark, options.json)
+        if options.plot:
+            plot(benchmark, options.plot)
+        different = [run for run in runs if not run.identical_to_cloud]
         if different:
             self._say(f"{len(different)} runs have other texts than cloud streaming")
         return 1 if different else 0
@@ -154,23 +220,7 @@ class Bench:
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
 
-    def _arms(self) -> list[tuple[str, int]]:
-        """Return each mode with each length of its drafts, 0 where it has none."""
-        lengths = {"sync": self._options.sync_length, "colocated": self._options.colocated_length}
-        return [(mode, length) for mode in MODES if mode in self._options.modes for length in lengths.get(mode, (0,))]
-
-    # --- clients ---
-
-    async def _join(self, stack: AsyncExitStack, link: BenchLink) -> tuple[LinkProcess | None, str]:
-        """Return the emulator of the link, if there is anything to emulate, and the address for edges."""
-        address = self._verifier.address
-        if link.is_none:
-            return None, address
-        emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
-        await stack.enter_async_context(emulator)
-        return emulator, emulator.address
-
-    async def _client(self, stack: AsyncExitStack, address: str, mode: str, length: int = 0) -> Client:
+    async def _client(self, stack: AsyncExitStack, address: str, mode: str, length: int | None = None) -> Client:
         """Return a client of `mode`, with the `length` of its drafts, that has decoded its first tokens.
 
         Raises:
@@ -202,8 +252,6 @@ class Bench:
 
         return list(await asyncio.gather(*map(one, prompts)))
 
-    # --- before the links ---
-
     async def _learn(self) -> Known:
         """Get the target's texts straight from the verifier, and the name of the drafter."""
         self._say(f"{len(self._prompts)} prompts: the target's own texts")
@@ -215,25 +263,31 @@ class Bench:
         version = drafter.version if drafter else None
         return Known({text.prompt.id: text.tokens for text in texts}, drafting.drafter_name, version)
 
-    # --- one link ---
-
     async def _over(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
-        """Return the runs over one link."""
+        """Return the runs over one link, one for each mode and each length of its drafts."""
         self._say(f"link {link.label}")
+        options = self._options
+        lengths = {"sync": options.sync_length, "colocated": options.colocated_length}
+        emulator: LinkProcess | None = None
+        address = self._verifier.address
         async with AsyncExitStack() as stack:
-            emulator, address = await self._join(stack, link)
+            if not link.is_none:
+                emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
+                address = (await stack.enter_async_context(emulator)).address
             arms = [
-                MeasuredMode(mode, length, link, emulator, await self._client(stack, address, mode, length))
-                for mode, length in self._arms()
+                Arm(mode, length, link, emulator, await self._client(stack, address, mode, length))
+                for mode in MODES
+                if mode in options.modes
+                for length in lengths.get(mode, (None,))
             ]
-            share = 1 if self._options.sessions == 1 else len(self._prompts)
+            share = 1 if options.sessions == 1 else len(self._prompts)
             # Each prompt in all modes before the next one, so that a slow moment of the machine meets them all.
             for first in range(0, len(self._prompts), share):
                 for arm in arms:
                     await self._measure(arm, self._prompts[first : first + share])
-        return [run for arm in arms for run in self._runs(arm, known)]
+        return [run_of(arm, options.sessions, known) for arm in arms]
 
-    async def _measure(self, arm: MeasuredMode, prompts: Sequence[Prompt]) -> None:
+    async def _measure(self, arm: Arm, prompts: Sequence[Prompt]) -> None:
         """Decode prompts, and add what was observed to `arm`."""
         if arm.emulator and arm.link.trace:
             await arm.emulator.play(arm.link.trace)  # each mode meets the same moments
@@ -243,50 +297,5 @@ class Bench:
         arm.steps += await self._verifier.step_timings()
         if arm.emulator and before:
             after = await arm.emulator.counters()
-            up, down = arm.carried or (0, 0)
-            arm.carried = (up + after.up_bytes - before.up_bytes, down + after.down_bytes - before.down_bytes)
-
-    def _fields(self, mode: str, length: int) -> dict[str, Any]:
-        """Return the fields of a run by its mode, the length of its drafts, and the options."""
-        fields: dict[str, Any] = {"goal": self._config.goal.name.lower() if mode in PLANNED else None}
-        return fields | ({LENGTH_FIELDS[mode]: length} if mode in LENGTH_FIELDS else {}) | self._common
-
-    def _runs(self, arm: MeasuredMode, known: Known) -> list[BenchmarkRun]:
-        """Return a run of all prompts, and one of each domain where there are several."""
-        texts, link = arm.texts, arm.link
-        fields: dict[str, Any] = {
-            **step_fields(arm.steps, self._options.sessions),
-            "identical_to_cloud": known.identical(texts),
-            **self._fields(arm.mode, arm.length),
-        }
-        timeline = timeline_of(texts[len(texts) // 2], link.shape.rtt_s / 2)
-        runs = [run_of(arm.mode, link.record, texts, arm.carried, timeline=timeline, **fields)]
-        by_domain = grouped(texts, lambda text: text.prompt.domain)
-        if len(by_domain) > 1 and self._options.sessions == 1:
-            for domain, own in by_domain.items():
-                run = run_of(arm.mode, link.record, own, None, domain=domain, **fields)
-                runs.append(replace(run, token_gaps_ms=None))
-        return runs
-
-    # --- many sessions on unlike links ---
-
-    async def _mixed(self, known: Known) -> list[BenchmarkRun]:
-        """Run all sessions at once, with the links dealt out among them."""
-        sessions, record = self._options.sessions, self._links[0].record
-        record = replace(record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
-        runs = []
-        for mode, length in self._arms():
-            if mode == "sync":
-                continue  # a length for each link
-            self._say(f"{sessions} sessions on {len(self._links)} links, {mode}")
-            async with AsyncExitStack() as stack:
-                addresses = [(await self._join(stack, link))[1] for link in self._links]
-                clients = [await self._client(stack, address, mode, length) for address in addresses]
-                chosen = zip(range(sessions), itertools.cycle(clients), itertools.cycle(self._prompts), strict=False)
-                await self._verifier.step_timings()
-                texts = await asyncio.gather(*(measure_text(c, prompt, self._sampling) for _, c, prompt in chosen))
-                steps = await self._verifier.step_timings()
-            fields = step_fields(steps, sessions) | self._fields(mode, length)
-            identical = known.identical(texts)
-            runs.append(run_of(mode, record, texts, None, identical_to_cloud=identical, **fields))
-        return runs
+            arm.up_bytes += after.up_bytes - before.up_bytes
+            arm.down_bytes += after.down_bytes - before.down_bytes

@@ -1,4 +1,4 @@
-"""A verifier in a process of its own, for the benchmark: `python -m outrider.bench.benchmark.bench_verifier`.
+"""A verifier in a process of its own, for the benchmark: `python -m outrider.bench.bench_verifier`.
 
 The first request has the pickled settings; each further one asks for the times of the steps since the last one.
 """
