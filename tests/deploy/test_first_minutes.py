@@ -18,9 +18,9 @@ import pytest
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy import targets
 from outrider.deploy.cli import main, parse
+from outrider.deploy.local.local_cluster import check_port
 from outrider.deploy.local.servers import next_steps
 from outrider.deploy.process import progress
-from outrider.deploy.process.ports import check_port
 from outrider.deploy.targets import with_target
 from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.plumbing.logs import STAGES, JsonLines, StandardError

@@ -131,7 +131,7 @@ def test_a_handler_of_rays_that_is_quicker_than_the_watch_is_no_end_of_its_own()
     program = (
         "import signal, sys, time\n"
         "import outrider.deploy.link.link_command as command\n"
-        "from outrider.deploy.process.end_watch import EndWatch\n"
+        "from outrider.deploy.process.termination import EndWatch\n"
         "seen = EndWatch._seen\n"
         "EndWatch._seen = lambda watch, number: (time.sleep(0.1), seen(watch, number))  # the thread is late\n"
         "def link(given):\n"
@@ -171,7 +171,7 @@ def test_a_server_that_a_script_starts_beside_itself_leaves_ctrl_c_to_others() -
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "outrider.deploy", "--version"]
+    command = [sys.executable, "-m", "outrider.deploy", "key", "alice"]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert ended.stderr == ""

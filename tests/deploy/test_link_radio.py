@@ -9,7 +9,7 @@ import pytest
 from echo_server import connected, echo_server
 
 from outrider.deploy.link.link_process import LinkProcess
-from outrider.deploy.link.radio import WAKE_S, Radio
+from outrider.deploy.link.link_relay import WAKE_S, Radio
 
 SILENCE_S = 60.0
 

@@ -280,23 +280,15 @@ def test_no_window_of_time_carries_more_than_the_rate(pushes) -> None:
         ({"rtt_s": -1}, "rtt_s"),
         ({"rtt_s": math.inf}, "rtt_s"),
         ({"rtt_s": math.nan}, "rtt_s"),
-        ({"jitter_s": "much"}, "jitter_s"),
+        ({"jitter_s": -0.1}, "jitter_s"),
         ({"up_bytes_per_s": -1}, "up_bytes_per_s"),
         ({"down_bytes_per_s": math.nan}, "down_bytes_per_s"),
         ({"queue_bytes": 100}, "queue_bytes"),
-        ({"queue_bytes": 1e6}, "queue_bytes"),
     ],
 )
 def test_an_impossible_shape_is_refused_by_name(values, field) -> None:
     with pytest.raises(ConfigError) as refused:
         LinkShape(**values)
-    assert refused.value.field == field
-
-
-@pytest.mark.parametrize("field", ["rtt_ms", "jitter_ms", "up_mbit", "down_mbit", "queue_kib"])
-def test_an_impossible_shape_in_other_units_is_refused_by_its_own_name(field) -> None:
-    with pytest.raises(ConfigError) as refused:
-        LinkShape.of(**{field: -1})
     assert refused.value.field == field
 
 

@@ -7,32 +7,18 @@ import math
 import pytest
 
 from outrider.deploy.link.link_traces import LinkTrace, TracePoint, built_in_traces, find_trace, read_trace
-from outrider.deploy.link.synthetic import MAKERS, make_trace, write_built_in
 from outrider.proto.errors import ConfigError
 
 BUILT_IN = ("5g-handover", "fibre", "lte-motion", "satellite", "step", "uplink-cut", "wifi")
 
 
-def test_the_shipped_files_are_what_the_maker_makes(tmp_path) -> None:
-    assert built_in_traces() == BUILT_IN
-    assert set(MAKERS) == set(BUILT_IN)
-    write_built_in(tmp_path)
-    for name in BUILT_IN:
-        assert find_trace(name) == make_trace(name) == read_trace(tmp_path / f"{name}.csv")
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_trace_lasts_half_a_minute_to_a_minute_in_tenths_of_a_second(name) -> None:
+    assert built_in_traces() == BUILT_IN
     trace = find_trace(name)
     assert 30 <= trace.duration_s <= 60
     assert [point.time_s for point in trace.points] == [round(i / 10, 1) for i in range(len(trace.points))]
     assert any(point.up_mbit > 0 for point in trace.points)
-
-
-def test_another_seed_makes_another_trace() -> None:
-    assert make_trace("wifi", 1) != make_trace("wifi", 0)
-    with pytest.raises(ConfigError, match="uplink-cut"):
-        make_trace("pigeon")
 
 
 def test_the_step_goes_up_and_down_every_five_seconds() -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from outrider.deploy.process.end_watch import WATCH
+from outrider.deploy.process.termination import WATCH
 from outrider.proto.plumbing.cores import limit_spinning
 
 if TYPE_CHECKING:

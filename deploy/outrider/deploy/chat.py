@@ -22,7 +22,7 @@ from rich.console import Console
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge_options import MarkSettings, StopSettings, TalkSettings
 from outrider.deploy.credentials import api_key
-from outrider.deploy.process.end_watch import WATCH
+from outrider.deploy.process.termination import WATCH
 from outrider.deploy.show import LiveText, marks_of
 from outrider.edge import Client, Conversation, EdgeConfig, Event, Finished, Sampling
 from outrider.edge.chat.rendering import TemplateProcess

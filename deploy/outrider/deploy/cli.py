@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.deploy.arguments import Command, Given, Parser, fill, part, resolve
-from outrider.deploy.process.end_watch import WATCH
 from outrider.deploy.process.progress import waiting
-from outrider.deploy.process.termination import handlers_restored
+from outrider.deploy.process.termination import WATCH, handlers_restored
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge_options import LearnHereSettings
 from outrider.deploy.credentials import api_key, serving_tls
-from outrider.deploy.process.end_watch import WATCH
 from outrider.deploy.process.progress import say, waiting
-from outrider.deploy.process.termination import has_terminal, on_signals
+from outrider.deploy.process.termination import WATCH, has_terminal, on_signals
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError

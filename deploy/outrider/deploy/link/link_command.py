@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import LinkSettings
-from outrider.deploy.link.link_relay import LinkRelay, run_on_time
+from outrider.deploy.link.link_relay import LinkRelay, Radio, run_on_time
 from outrider.deploy.link.link_traces import LinkTrace, find_trace
-from outrider.deploy.link.radio import Radio
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.proto.errors import ConfigError

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from outrider.deploy.link.link_relay import Counters, LinkRelay, run_on_time
+from outrider.deploy.link.link_relay import Counters, LinkRelay, Radio, run_on_time
 from outrider.deploy.link.link_traces import LinkTrace, TracePoint
-from outrider.deploy.link.radio import Radio
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.process.child import Child, answer_requests
 from outrider.proto.errors import ConfigError

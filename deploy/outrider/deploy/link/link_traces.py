@@ -1,7 +1,8 @@
 """Changes of a link over time.
 
-The built-in traces are SYNTHETIC, not recordings (see `synthetic`). A recording of your own is a CSV file of the same
-form:
+The built-in traces are SYNTHETIC, not recordings: small random processes whose levels, spreads and events resemble what
+is usually published for such links (`experiments-1: outrider.deploy.link.synthetic` made them). A recording of your own
+is a CSV file of the same form:
 
     time_s,rtt_ms,up_mbit,down_mbit
     0.0,42.5,8.1,31.0
@@ -113,13 +114,6 @@ def read_trace(path: Path) -> LinkTrace:
     if not points:
         raise ConfigError(f"{path} has no points", field="trace")
     return LinkTrace(path.stem, tuple(points))
-
-
-def write_trace(trace: LinkTrace, path: Path, comment: str) -> None:
-    """Write a CSV file that `read_trace` reads; `comment` is one line."""
-    lines = [f"# {comment}", HEADER]
-    lines += [f"{round(p.time_s, 3)},{p.rtt_ms:.2f},{p.up_mbit:.3f},{p.down_mbit:.3f}" for p in trace.points]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _content(text: str) -> Iterator[tuple[int, str]]:

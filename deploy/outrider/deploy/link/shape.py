@@ -52,14 +52,13 @@ class LinkShape:
 
     def __post_init__(self) -> None:
         for name in ("rtt_s", "jitter_s"):
-            _require(0 <= _number(self, name) < math.inf, name, "must be a finite number of seconds, 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError("must be a finite number of seconds, 0 or more", field=name)
         for name in ("up_bytes_per_s", "down_bytes_per_s"):
-            _require(_number(self, name) >= 0, name, "must be 0 (an outage) or more; inf is no limit")
-        _require(
-            _number(self, "queue_bytes") >= 2 * MTU_BYTES and isinstance(self.queue_bytes, int),
-            "queue_bytes",
-            f"must be a whole number from {2 * MTU_BYTES} on, two segments",
-        )
+            if not getattr(self, name) >= 0:  # nor nan
+                raise ConfigError("must be 0 (an outage) or more; inf is no limit", field=name)
+        if self.queue_bytes < 2 * MTU_BYTES:
+            raise ConfigError(f"must be {2 * MTU_BYTES} or more, two segments", field="queue_bytes")
 
     @classmethod
     def of(
@@ -72,10 +71,6 @@ class LinkShape:
         queue_kib: float = 256.0,
     ) -> Self:
         """Return the shape from ms, Mbit/s (10^6 bit/s; None: no limit) and KiB."""
-        given = {"rtt_ms": rtt_ms, "jitter_ms": jitter_ms, "up_mbit": up_mbit, "down_mbit": down_mbit}
-        for name, value in given.items():
-            _require(value is None or value >= 0, name, "must be 0 or more")
-        _require(2 * MTU_BYTES <= queue_kib * 1024 < math.inf, "queue_kib", "must be 3 or more")
         return cls(
             rtt_s=rtt_ms / 1e3,
             jitter_s=jitter_ms / 1e3,
@@ -93,14 +88,3 @@ class LinkShape:
     def down(self) -> WayShape:
         """Direction to the edge."""
         return WayShape(self.rtt_s / 2, self.jitter_s, self.down_bytes_per_s, self.queue_bytes)
-
-
-def _number(shape: LinkShape, name: str) -> float:
-    value = getattr(shape, name)
-    _require(isinstance(value, int | float) and not isinstance(value, bool), name, f"{value!r} is not a number")
-    return float(value)
-
-
-def _require(holds: bool, field: str, message: str) -> None:
-    if not holds:
-        raise ConfigError(message, field=field)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
+import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,12 +19,13 @@ from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.commands.conditions import Cable
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.process.end_watch import WATCH
-from outrider.deploy.process.ports import check_ports
 from outrider.deploy.process.progress import stage
+from outrider.deploy.process.termination import WATCH
 from outrider.drafters.packages import FAMILY, find_folder
+from outrider.proto.address import split_address
 from outrider.proto.errors import ConfigError, OutriderError, Unavailable
 from outrider.proto.plumbing.cores import computing_cores
+from outrider.proto.plumbing.serving import GrpcServerSettings
 
 LOAD_TIMEOUT_S = 600.0
 STARTS = 3  # tries to start Ray, each within the 30 s that it gives itself
@@ -250,3 +253,32 @@ def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
         if isinstance(cause, OutriderError):
             raise cause from None
         raise Unavailable(f"{name} does not start: {str(error).strip().splitlines()[-1]}") from error
+
+
+def check_ports(config: GrpcServerSettings) -> None:
+    """Refuse addresses that are taken or not of this machine, before minutes go into what is to be served there."""
+    for name in ("listen", "metrics_listen"):
+        check_port(getattr(config, name), name)
+
+
+def check_port(address: str, field: str) -> None:
+    """Refuse an address `host:port` that is taken or not of this machine, unless it is empty; raises `ConfigError`."""
+    if not address:
+        return
+    host, port = split_address(address, field)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"there is no host {host!r} to listen on: {error.strerror}", field=field) from error
+    with socket.socket(family, kind, protocol) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections hold no port
+        try:
+            tried.bind(place)
+            tried.listen(1)  # an address that may be reused is refused here at the latest
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                message = (
+                    f"port {port} of {host} is taken; stop what listens there, or give another port (0: a free one)"
+                )
+                raise ConfigError(message, field=field) from error
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}; give another", field=field) from error

@@ -24,9 +24,8 @@ from outrider.deploy.commands.serving_options import (
     UpSettings,
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
-from outrider.deploy.local.local_cluster import catalogue_folders, local_cluster
+from outrider.deploy.local.local_cluster import catalogue_folders, check_ports, local_cluster
 from outrider.deploy.process.descendants import descendants, kill, until_gone
-from outrider.deploy.process.ports import check_ports
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.process.termination import set_when_asked_to_end
 from outrider.deploy.targets import with_target

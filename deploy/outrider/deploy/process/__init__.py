@@ -1,1 +1,1 @@
-"""Processes: their children, signals, ends, ports, and words while one waits."""
+"""Processes: their children, signals, ends, and words while one waits."""
