@@ -14,8 +14,7 @@ from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.deploy.cli import parse
 from outrider.deploy.daemon import _learning
 from outrider.deploy.local import learn_here
-from outrider.deploy.local.here_trainer import HereTrainer
-from outrider.deploy.local.learn_here import LearningHere
+from outrider.deploy.local.learn_here import HereTrainer, LearningHere
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.pool.own_learning import OwnLearning, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument

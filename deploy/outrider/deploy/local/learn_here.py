@@ -1,30 +1,37 @@
 """Learning of an edge from its own texts, which leave neither its machine nor, unless a folder is given, its memory.
 
 Texts wait here, few megabytes of them, until the trainer takes them; versions that proved better on later texts of this
-edge come back. The trainer is another process (`here_trainer`), so whatever happens to it, texts go on as they were.
+edge come back. The trainer is another process of this module, so whatever happens to it, texts go on as they were.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import fcntl
 import importlib.util
 import logging
+import shutil
+import signal
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.cloud.learning.lesson_record import record_of_text
-from outrider.deploy.process.child import Child
+from outrider.cloud.learning.trainer_settings import OWN, TrainerSettings
+from outrider.deploy.process.child import Child, answer_requests
 from outrider.deploy.process.termination import temporary_folder
-from outrider.drafters.packages import DrafterPackage
-from outrider.edge.pool.own_learning import OwnLearning, OwnText
-from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
+from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.salts import salted
+
+if TYPE_CHECKING:
+    from outrider.cloud.learning.trainer_actor import TrainerActor
+    from outrider.drafters.packages import DrafterPackage
+    from outrider.edge.pool.own_learning import OwnLearning, OwnText
 
 NEEDED = ("torch", "transformers", "onnx", "safetensors")
 LOOK_EVERY_S = 2.0
@@ -46,7 +53,7 @@ class _TrainerProcess(Child):
     """A trainer of one drafter, in a process of its own."""
 
     def __init__(self, begin: Mapping[str, Any]) -> None:
-        super().__init__("outrider.deploy.local.here_trainer", "the trainer of this edge")
+        super().__init__("outrider.deploy.local.learn_here", "the trainer of this edge")
         self._begin = begin
         self.info: dict[str, Any] = {}
 
@@ -158,3 +165,67 @@ class LearningHere:
         oldest = self._waiting.popleft()
         self._waiting_bytes -= len(oldest)
         return oldest
+
+
+class HereTrainer:
+    """The trainer's process: answers `begin` once, then `learn` with encoded records, and learns in a thread.
+
+    It ends with its standard input. A failure of learning ends it; the edge starts another.
+    """
+
+    def __init__(self) -> None:
+        self._actor: TrainerActor | None = None
+        self._stack = ExitStack()
+
+    async def answer(self, request: dict[str, Any]) -> Any:
+        match request["do"]:
+            case "begin":
+                return await asyncio.to_thread(self._begin, request)
+            case "learn":
+                return await asyncio.to_thread(self._learn, request["records"])
+            case other:
+                raise InvalidArgument(f"{other!r} is no request", field="do")
+
+    def close(self) -> None:
+        """Leave a checkpoint, and no folder that was to be forgotten."""
+        if self._actor is not None:
+            self._actor.stop()
+        self._stack.close()
+
+    def _begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        from outrider.cloud.learning.trainer_actor import TrainerActor  # imports torch, which the edge does without
+
+        folder = Path(request["folder"])
+        if request["forget"]:
+            self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = self._stack.enter_context((folder / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{folder} is another edge's; give each its own", field="learn_here_folder") from error
+        except OSError as error:
+            raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="learn_here_folder") from error
+        settings = TrainerSettings(drafter=request["drafter"], folder=folder, cpu_share=request["cpu_share"], **OWN)
+        self._actor = TrainerActor(settings, request["log_level"], request["log_format"])
+        return self._actor.info()
+
+    def _learn(self, records: list[str]) -> dict[str, Any]:
+        if self._actor is None:
+            raise InvalidArgument("comes before begin", field="do")
+        with suppress(Unavailable):  # it is behind, and these are left out
+            self._actor.push(tuple([base64.b64decode(record) for record in records]))
+        return self._actor.info()
+
+
+async def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, and the edge's: it closes standard input
+    trainer = HereTrainer()
+    try:
+        await answer_requests(trainer.answer)
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
