@@ -222,7 +222,7 @@ def test_the_dashboards_variables_exist_and_are_all_defined(root) -> None:
 
 def test_the_table_of_metrics_is_that_of_the_code(root) -> None:
     written = (root / "deploy" / "grafana" / "METRICS.md").read_text(encoding="utf-8")
-    assert written == table(), "python -m outrider.deploy.metrics_table > deploy/grafana/METRICS.md"
+    assert written == table(), "python -m outrider.deploy.metrics_table"
 
 
 def test_names_are_unique_within_a_process_and_say_their_unit() -> None:

@@ -1,46 +1,15 @@
-"""The table of all metrics: `python -m outrider.deploy.metrics_table > deploy/grafana/METRICS.md`."""
+"""The tables of deploy/grafana/METRICS.md, which `python -m outrider.deploy.metrics_table` renews."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-_INTRODUCTION = """# Metrics
-
-Where: `/metrics` of the edge daemon (`outrider edge`), and of verifiers and coordinators that were started with
-`--metrics-listen HOST:PORT`. Prometheus text, or OpenMetrics where the scraper asks for it.
-
-Metrics of speculative decoding have vLLM's names and meaning with `outrider:` in place of `vllm:`. Edges and verifiers
-both show them, distinguished by the label `part`. No label holds a session, a request, a prompt or a text.
-
-Grafana: import `outrider.json`, or provision it:
-
-```yaml
-# /etc/grafana/provisioning/dashboards/outrider.yaml
-apiVersion: 1
-providers:
-  - name: outrider
-    type: file
-    options:
-      path: /var/lib/grafana/dashboards  # holds outrider.json
-```
-
-Prometheus:
-
-```yaml
-scrape_configs:
-  - job_name: outrider
-    static_configs:
-      - targets: [127.0.0.1:8080, 127.0.0.1:9100, 127.0.0.1:9101]  # edge daemon, verifier, coordinator
-```
-
-`alerts.yaml` has rules for Prometheus: `rule_files: [/etc/prometheus/outrider/alerts.yaml]`.
-
-This page is made from the code: `python -m outrider.deploy.metrics_table > deploy/grafana/METRICS.md`.
-"""
+PAGE = Path(__file__).parents[2] / "grafana" / "METRICS.md"  # of a checkout
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +58,14 @@ def _described(registry: CollectorRegistry) -> Iterator[Described]:
 
 
 def table() -> str:
-    """Return all metrics in Markdown, by the process that shows them."""
-    parts = [_INTRODUCTION]
+    """Return the page: its introduction as it is, and all metrics in Markdown by the process that shows them."""
+    introduction, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## ")
+    parts = []
     for part, shown in metrics_by_part().items():
         rows = [f"| `{each.shown_name}` | {each.kind} | {', '.join(each.labels)} | {each.meaning} |" for each in shown]
         parts.append("\n".join([f"## {part}", "", "| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]))
-    return "\n".join([parts[0], *("\n\n".join(parts[1:]), "")])
+    return "\n".join([introduction, "\n\n".join(parts), ""])
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    PAGE.write_text(table(), encoding="utf-8")
