@@ -38,7 +38,7 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.lease import verify_lease
-from outrider.proto.types import LeaseRequest, SessionReport
+from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 SECRET = b"0123456789abcdef"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -66,8 +66,7 @@ async def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(
         assert (lease.verifier, lease.address, lease.model) == ("a", "127.0.0.1:7", "tiny")
         assert (lease.expires_in_s, lease.tokenizer_sha256) == (600.0, TOKENIZER_SHA256)
         assert [m.name for m in lease.drafters] == ["zzz", "aaa", "abc"], "own first; by text only for this target"
-        assert lease.prior.step_s == 0.03
-        assert lease.prior.acceptance == 0
+        assert lease.prior.drafters == ()
         assert lease.context_length == 4096
 
 
@@ -327,10 +326,11 @@ async def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status
         accepted_tokens=80,
         verified_tokens=100,
     )
+    heard = (DrafterHits("tiny-drafter", "1", 80, 100),)
     async with coordinating(ScriptedCluster(ready("a")), drafters=(drafters,)) as call:
         await call("OpenLease", ask())
-        await call("ReportSession", report)
-        assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
+        await call("ReportSession", replace(report, drafter_hits=heard))
+        assert (await call("OpenLease", ask())).prior.drafters[0].acceptance == pytest.approx(0.8)
         status = await call("Status", None)
         assert status.recent == (report,)
         assert status.leases_granted == 2
@@ -347,10 +347,10 @@ async def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(
 ) -> None:
     async with coordinating(ScriptedCluster(ready("a")), state=tmp_path / "state.json") as call:
         await call("OpenLease", ask())
-        report = SessionReport(session="s1", model="tiny", verifier="a", accepted_tokens=8, verified_tokens=10)
-        await call("ReportSession", report)
+        heard = (DrafterHits("tiny-drafter", "1", 8, 10),)
+        await call("ReportSession", SessionReport(session="s1", model="tiny", verifier="a", drafter_hits=heard))
     async with coordinating(ScriptedCluster(ready("a")), state=tmp_path / "state.json") as call:
-        assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
+        assert (await call("OpenLease", ask())).prior.drafters[0].acceptance == pytest.approx(0.8)
 
 
 async def test_the_status_shows_no_address_of_a_verifier_that_is_down(coordinating: Coordinating) -> None:

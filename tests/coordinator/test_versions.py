@@ -422,7 +422,7 @@ def test_a_version_begins_with_half_its_parents_weight_and_leaves_nothing() -> N
     assert fleet.statistics.acceptance.total("swift", "2").trials == 0
     fleet.texts(3, {"1": 0.0, "2": -0.3})  # of edges that have not heard yet
     assert fleet.statistics.acceptance.total("swift", "2").trials == 0
-    assert {prior.drafter_version for prior in fleet.statistics.prior("tiny", (), 0.0).drafters} == {"1"}
+    assert {prior.drafter_version for prior in fleet.statistics.acceptance.prior("tiny", 0, 0)} == {"1"}
 
 
 def test_a_former_version_that_returns_keeps_its_own_hits() -> None:
@@ -485,68 +485,6 @@ def test_states_and_evidence_survive_a_restart(tmp_path: Path) -> None:
     assert fleet.states == {"0": FORMER, "1": RETIRED, "2": CURRENT}
     fleet.statistics.add(fleet.report("edge-0", {"0": 0.0, "2": 0.02}))
     assert fleet.status("2").texts == 20, "an edge does not vote twice a day because of it"
-
-
-OLDER = {  # as a release wrote it that tried a version at few edges before it was current
-    "swift": {
-        "candidates": 4,
-        "versions": {
-            "1": {"state": "former", "since_s": 8.6e7, "why": "2 hits more", "comparison": None},
-            "2": {
-                "state": "current",
-                "since_s": 8.6e7,
-                "why": "hits +0.150 against 1 in 30 texts",
-                "comparison": {
-                    "against": "1",
-                    "test": [
-                        [1, 0.75, 1],
-                        [-1, 5, 3.0, 1.8, 1.5, 1.5, 5, -3.0, 1.8, 0.0, 0.0],
-                        [1, 5, 3.1, 1.9, 1.6, 1.6, 5, -3.1, 1.9, 0.0, 0.0],
-                    ],
-                    "slower": [0, 0.0, 0.0, 0.0, 0.0],
-                    "slowdown": 0.0,
-                    "without": {},
-                    "day": 999,
-                    "votes": {},
-                    "of_keys": {},
-                },
-            },
-            "3": {"state": "candidate", "since_s": 8.6e7, "why": "", "comparison": None},
-            "4": {"state": "waiting", "since_s": 8.6e7, "why": "", "comparison": None},
-            "0": {"state": "retired", "since_s": 8.6e7, "why": "hits -0.2 against 1 in 12 texts", "comparison": None},
-        },
-    }
-}
-
-
-def test_an_older_releases_state_keeps_its_evidence_and_its_candidates_are_new(tmp_path: Path) -> None:
-    state = {"leases_granted": 0, "verified": [], "versions": OLDER}
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    fleet = Fleet()
-    fleet.now_s = 8.6e7
-    fleet.statistics.load(tmp_path / "state.json")
-    fleet.publish("0", "1", "2")
-    assert fleet.states == {"0": RETIRED, "1": FORMER, "2": CURRENT}
-    assert (fleet.status("2").texts, fleet.status("2").difference) == (5, pytest.approx(0.15))
-    assert fleet.until("2", RETIRED, {"1": 0.0, "2": -0.2}) < 60
-    fleet.statistics.load(tmp_path / "state.json")
-    fleet.publish("0", "1", "2", "3", "4")
-    assert fleet.states == {"0": RETIRED, "1": RETIRED, "2": FORMER, "3": RETIRED, "4": CURRENT}
-    (known,) = [known for _, version, known in fleet.statistics.versions.known() if version == "4"]
-    assert known.comparison is not None
-    assert known.comparison.test.number == 5, "the chances of errors add up over releases"
-
-
-def test_versions_of_single_keys_in_an_older_releases_state_are_left_out(tmp_path: Path) -> None:
-    fleet = Fleet()
-    fleet.publish("1")
-    fleet.statistics.save(tmp_path / "state.json")
-    state = json.loads((tmp_path / "state.json").read_text())
-    state["versions"]["swift@" + "5a" * 16] = state["versions"]["swift"]
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    fleet.statistics = fleet.coordinator()
-    fleet.statistics.load(tmp_path / "state.json")
-    assert [status.drafter for status in fleet.statistics.version_states] == ["swift"]
 
 
 def test_without_its_state_a_coordinator_would_offer_a_retired_version_again() -> None:

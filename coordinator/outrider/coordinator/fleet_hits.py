@@ -8,14 +8,15 @@ weight of some `HALF_LIFE / ln 2` tokens once it is full.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 
 from outrider.proto.types import (
     LINK_CLASSES,
     MAX_REPORTED_DRAFTERS,
     PROMPT_CLASSES,
+    ClassAcceptance,
     DrafterHits,
     DrafterPrior,
     SessionReport,
@@ -25,13 +26,15 @@ REPORT_COMPARED = 256  # limit of the tokens of one text that count for one draf
 HALF_LIFE = 8192.0  # compared tokens after which older ones of the same cell weigh half
 BROADER_TRIALS = 64.0  # limit of the weight of other links, and of other kinds of prompt, in an answer
 INHERITED = 0.5  # weight of the parent's hits where a version begins
-MAX_DRAFTERS = 64  # over all models; the one least recently reported goes
+MAX_KEYS = 32  # whose hits are known apart; the one that was longest not reported goes
+MAX_DRAFTERS = 64  # of a key, over all models; the one least recently reported goes
 MAX_UNSERVED = 8  # drafters of one model that are not in the catalogue; the one with fewest trials goes
+MAX_SHOWN = 256
 
 Drafter = tuple[str, str]  # name, version
 _Identity = tuple[str, str, str]  # model, name, version
 _Class = tuple[int, int]  # kinds of prompt and of link
-CellRow = tuple[str, str, str, int, int, float, float]  # identity, class, hits, trials
+CellRow = tuple[str, str, str, int, int, float, float, str]  # identity, class, hits, trials, hash of the key or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,119 +72,150 @@ class Hits:
         return self.plus(Hits(weight * broader.rate, weight))
 
 
-@dataclass(slots=True)
-class _Cells:
-    """The hits of one drafter by class."""
+_Cells = dict[_Class, Hits]  # hits of one drafter
 
-    of: dict[_Class, Hits] = field(default_factory=dict)
 
-    def add(self, which: _Class, text: Hits) -> None:
-        text = text.limited(REPORT_COMPARED)
-        fade = 0.5 ** (text.trials / HALF_LIFE)
-        self.of[which] = self.of.get(which, Hits()).times(fade).plus(text)
-
-    @property
-    def trials(self) -> float:
-        return sum(hits.trials for hits in self.of.values())
-
-    def answer(self, which: _Class) -> Hits:
-        """Return the hits of a class, backed by those of other links, which other prompts back."""
-        prompt_class, link_class = which
-        found = Hits.total(self.of.values())
-        if prompt_class:
-            found = Hits.total(hits for (prompt, _), hits in self.of.items() if prompt == prompt_class).backed_by(found)
-            if link_class:
-                found = self.of.get(which, Hits()).backed_by(found)
-        elif link_class:
-            found = Hits.total(hits for (_, link), hits in self.of.items() if link == link_class).backed_by(found)
-        return found
+def _shared(of_keys: Mapping[str, Hits]) -> Hits:
+    """Return the sum of the hits of all keys, none of which weighs more than the largest other one and one text."""
+    weights = sorted((hits.trials for key, hits in of_keys.items() if key), reverse=True)
+    most = REPORT_COMPARED + sum(weights[1:2])
+    return Hits.total(hits.limited(most) if key else hits for key, hits in of_keys.items())
 
 
 class FleetAcceptance:
-    """The hits of all drafters that one coordinator knows."""
+    """The hits of all drafters in the texts of all API keys, each of which has a bounded share of every answer.
+
+    The hits of each key are kept apart, by a hash of its name, and brought together when they are asked for.
+    """
 
     def __init__(self) -> None:
-        self._drafters: OrderedDict[_Identity, _Cells] = OrderedDict()  # most recently reported last
+        # By key and by drafter the most recently reported last.
+        self._of_keys: OrderedDict[str, OrderedDict[_Identity, _Cells]] = OrderedDict()
 
-    def add(self, report: SessionReport, served: Collection[Drafter]) -> None:
-        """Count a checked report; only a few drafters are kept beside those `served` by the catalogue."""
+    def add(self, report: SessionReport, served: Collection[Drafter], key: str = "") -> None:
+        """Count a checked report that came with a key; only a few drafters are kept beside those `served`."""
+        drafters = self._of_keys.setdefault(key, OrderedDict())
+        self._of_keys.move_to_end(key)
+        if len(self._of_keys) > MAX_KEYS:
+            self._of_keys.popitem(last=False)
         which = (report.prompt_class, report.link_class)
-        for name, version, hits in _by_drafter(report.drafter_hits):
+        for (name, version), hits in _by_drafter(report.drafter_hits).items():
             identity = (report.model, name, version)
-            if identity not in self._drafters and (name, version) not in served:
-                self._make_room(report.model, served)
-            self._drafters.setdefault(identity, _Cells()).add(which, hits)
-            self._drafters.move_to_end(identity)
-        while len(self._drafters) > MAX_DRAFTERS:
-            self._drafters.popitem(last=False)
+            if identity not in drafters and (name, version) not in served:
+                _make_room(drafters, report.model, served)
+            cells = drafters.setdefault(identity, {})
+            drafters.move_to_end(identity)
+            fade = 0.5 ** (hits.trials / HALF_LIFE)
+            cells[which] = cells.get(which, Hits()).times(fade).plus(hits)
+        while len(drafters) > MAX_DRAFTERS:
+            drafters.popitem(last=False)
 
     def inherit(self, name: str, version: str, parent: str) -> None:
         """Let a version begin with its parent's hits at half their weight, unless it has hits of its own."""
-        for model, other_name, other in list(self._drafters):
-            if (other_name, other) == (name, parent) and (model, name, version) not in self._drafters:
-                halves = {
-                    which: hits.times(INHERITED) for which, hits in self._drafters[model, name, parent].of.items()
-                }
-                self._drafters[model, name, version] = _Cells(halves)
+        for drafters in self._of_keys.values():
+            for model, *_ in [identity for identity in drafters if identity[1:] == (name, parent)]:
+                if (model, name, version) not in drafters:
+                    parents = drafters[model, name, parent].items()
+                    drafters[model, name, version] = {which: hits.times(INHERITED) for which, hits in parents}
 
     def forget(self, name: str, version: str) -> None:
         """Drop the hits of a version that is offered no more."""
-        for identity in [identity for identity in self._drafters if identity[1:] == (name, version)]:
-            del self._drafters[identity]
+        for drafters in self._of_keys.values():
+            for identity in [identity for identity in drafters if identity[1:] == (name, version)]:
+                del drafters[identity]
 
     def total(self, name: str, version: str) -> Hits:
         """Return the hits of a version in all texts for all models."""
-        of_version = [cells for identity, cells in self._drafters.items() if identity[1:] == (name, version)]
-        return Hits.total(hits for cells in of_version for hits in cells.of.values())
+        return _shared(
+            {
+                key: Hits.total(
+                    hits
+                    for identity, cells in drafters.items()
+                    if identity[1:] == (name, version)
+                    for hits in cells.values()
+                )
+                for key, drafters in self._of_keys.items()
+            }
+        )
 
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
-        """Return the expected hit rates of the drafters of `model`, most trials first; class 0: any.
+        """Return the expected hit rates of the drafters of `model`, most trials first.
 
-        A class with few trials is backed by other links with the same kind of prompt, and these by all prompts; either
-        counts as `BROADER_TRIALS` trials at most.
+        Args:
+            model: the target.
+            prompt_class: kind of prompt; 0: any.
+            link_class: kind of link; 0: any. What other links and other kinds of prompt say counts as
+                `BROADER_TRIALS` trials at most.
         """
-        answers = (
-            _prior_of(identity, cells.answer((prompt_class, link_class)))
-            for identity, cells in self._drafters.items()
-            if identity[0] == model
-        )
-        return tuple(sorted(answers, key=lambda prior: -prior.trials)[:MAX_REPORTED_DRAFTERS])
+        of: defaultdict[Drafter, dict[str, Hits]] = defaultdict(dict)
+        for key, drafters in self._of_keys.items():
+            for identity, cells in drafters.items():
+                if identity[0] == model:
+                    of[identity[1:]][key] = _answer(cells, prompt_class, link_class)
+        both = ((drafter, _shared(of_keys)) for drafter, of_keys in of.items())
+        priors = (DrafterPrior(*drafter, hits.rate, hits.trials) for drafter, hits in both)
+        return tuple(sorted(priors, key=lambda prior: -prior.trials)[:MAX_REPORTED_DRAFTERS])
+
+    @property
+    def shown(self) -> tuple[ClassAcceptance, ...]:
+        """Hits by drafter and class, most trials first."""
+        found: defaultdict[tuple[str, str, str, int, int], dict[str, Hits]] = defaultdict(dict)
+        for row in self.rows():
+            found[row[:5]][row[7]] = Hits(row[5], row[6])
+        cells = [
+            ClassAcceptance(model, prompt_class, link_class, DrafterPrior(name, version, hits.rate, hits.trials))
+            for (model, name, version, prompt_class, link_class), of_keys in found.items()
+            for hits in (_shared(of_keys),)
+        ]
+        return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
 
     def rows(self) -> list[CellRow]:
         """Return all hits as rows to save."""
         return [
-            (*identity, *which, hits.hits, hits.trials)
-            for identity, cells in self._drafters.items()
-            for which, hits in cells.of.items()
+            (*identity, *which, hits.hits, hits.trials, key)
+            for key, drafters in self._of_keys.items()
+            for identity, cells in drafters.items()
+            for which, hits in cells.items()
         ]
 
     def take_over(self, rows: Iterable[CellRow]) -> None:
         """Begin with saved rows; raises `ValueError` or `TypeError` if they are malformed."""
-        drafters: OrderedDict[_Identity, _Cells] = OrderedDict()
-        for model, name, version, prompt_class, link_class, hits, trials in rows:
+        of_keys: OrderedDict[str, OrderedDict[_Identity, _Cells]] = OrderedDict()
+        for model, name, version, prompt_class, link_class, hits, trials, key in rows:
             if not (0 <= prompt_class < PROMPT_CLASSES and 0 <= link_class < LINK_CLASSES and 0 <= hits <= trials):
                 raise ValueError(f"no such cell: {(prompt_class, link_class, hits, trials)}")
-            cells = drafters.setdefault((str(model), str(name), str(version)), _Cells())
-            cells.of[int(prompt_class), int(link_class)] = Hits(float(hits), float(trials))
-        self._drafters = OrderedDict(list(drafters.items())[-MAX_DRAFTERS:])
-
-    def _make_room(self, model: str, served: Collection[Drafter]) -> None:
-        """Drop an unserved drafter if there are too many, so that invented ones push out each other."""
-        unserved = [one for one in self._drafters if one[0] == model and one[1:] not in served]
-        if len(unserved) >= MAX_UNSERVED:
-            del self._drafters[min(unserved, key=lambda identity: self._drafters[identity].trials)]
+            drafters = of_keys.setdefault(str(key), OrderedDict())
+            cells = drafters.setdefault((str(model), str(name), str(version)), {})
+            cells[int(prompt_class), int(link_class)] = Hits(float(hits), float(trials))
+        self._of_keys = OrderedDict(
+            (key, OrderedDict(list(drafters.items())[-MAX_DRAFTERS:]))
+            for key, drafters in list(of_keys.items())[-MAX_KEYS:]
+        )
 
 
-def _by_drafter(reported: Iterable[DrafterHits]) -> Iterator[tuple[str, str, Hits]]:
-    """Yield one entry for each drafter, even if the report names it twice."""
+def _make_room(drafters: dict[_Identity, _Cells], model: str, served: Collection[Drafter]) -> None:
+    """Drop an unserved drafter if there are too many, so that invented ones push out each other."""
+    unserved = [one for one in drafters if one[0] == model and one[1:] not in served]
+    if len(unserved) >= MAX_UNSERVED:
+        del drafters[min(unserved, key=lambda identity: Hits.total(drafters[identity].values()).trials)]
+
+
+def _by_drafter(reported: Iterable[DrafterHits]) -> dict[Drafter, Hits]:
+    """Return the hits of each drafter in one text, even if the report names it twice."""
     found: defaultdict[Drafter, Hits] = defaultdict(Hits)
     for each in reported:
         drafter = (each.drafter, each.drafter_version)
         found[drafter] = found[drafter].plus(Hits(each.hits, each.compared))
-    for (name, version), hits in found.items():
-        if hits.trials:
-            yield name, version, hits
+    return {drafter: hits.limited(REPORT_COMPARED) for drafter, hits in found.items() if hits.trials}
 
 
-def _prior_of(identity: _Identity, hits: Hits) -> DrafterPrior:
-    return DrafterPrior(identity[1], identity[2], hits.rate, hits.trials)
+def _answer(cells: _Cells, prompt_class: int, link_class: int) -> Hits:
+    """Return the hits of a class, backed by those of other links, which other prompts back."""
+    found = Hits.total(cells.values())
+    if prompt_class:
+        found = Hits.total(hits for (prompt, _), hits in cells.items() if prompt == prompt_class).backed_by(found)
+        if link_class:
+            found = cells.get((prompt_class, link_class), Hits()).backed_by(found)
+    elif link_class:
+        found = Hits.total(hits for (_, link), hits in cells.items() if link == link_class).backed_by(found)
+    return found

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Container
 from contextlib import closing
+from dataclasses import replace
 
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, SendAway, VerifierInfo, VerifierState
@@ -15,8 +16,8 @@ from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.lease_admission import ANYBODY, Caller, CallerAdmission
-from outrider.coordinator.offers import DrafterOffers
 from outrider.coordinator.statistics import FleetStatistics
+from outrider.coordinator.version_trials import VersionState
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -31,7 +32,16 @@ from outrider.proto.plumbing.logs import about
 from outrider.proto.release import release
 from outrider.proto.salts import key_salt
 from outrider.proto.status import ClusterStatus
-from outrider.proto.types import NAME, PROTOCOL_VERSION, SHA256, DrafterManifest, Lease, LeaseRequest, SessionReport
+from outrider.proto.types import (
+    NAME,
+    PROTOCOL_VERSION,
+    SHA256,
+    DrafterManifest,
+    DraftingPrior,
+    Lease,
+    LeaseRequest,
+    SessionReport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +78,7 @@ class ControlService:
         most = (lambda: config.relay_streams - relayed.streams) if relayed is not None else (lambda: math.inf)
         self._view = FleetView(config.poll_s, most)
         self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
-        self._offers = DrafterOffers(catalogue, self._statistics)
+        self._by_text: set[tuple[str, str]] = set()  # name and version of drafters that were logged
         fleet = (lambda: self.verifiers, lambda: cluster.trainers, lambda: len(catalogue.manifests))
         self.metrics.registry.register(FleetMetrics(*fleet, lambda: self._statistics.version_states))
         if config.state is not None:
@@ -112,11 +122,13 @@ class ControlService:
         """Tell the trainers which keys allow learning now, if there are keys, and which versions are retired."""
         if (names := self.admission.learning_keys()) is not None:
             await self._cluster.allow_learning(frozenset(key_salt(self._config.lease_secret, name) for name in names))
-        await self._cluster.retire_versions(self._offers.retired)
+        await self._cluster.retire_versions(self._retired())
 
     async def scan_drafters(self) -> None:
         await self.catalogue.refresh()
-        self._note_versions(changed=self._offers.look())
+        packages = self.catalogue.packages
+        offered = ((each.manifest.name, each.manifest.version, each.sequence) for each in packages)
+        self._note_versions(changed=self._statistics.look(offered))
 
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
         """Return a lease for one session on the most suitable verifier.
@@ -142,8 +154,7 @@ class ControlService:
             raise
         if not request.inquiry:
             self._count_grant(request, verifier, caller)
-        drafters = self._offers.of(verifier.tokenizer_sha256, (verifier.model,))
-        fitting = {(drafter.name, drafter.version) for drafter in drafters}
+        drafters = self._offers(verifier.tokenizer_sha256, (verifier.model,))
         relayed = self.relay_metrics is not None
         return Lease(
             token=b"" if request.inquiry else self._sign(request, verifier, caller),
@@ -164,8 +175,8 @@ class ControlService:
                     key=lambda d: (d.tokenizer_sha256 != verifier.tokenizer_sha256, d.target != verifier.model),
                 )
             ),
-            prior=self._statistics.prior(
-                verifier.model, fitting, verifier.step_s, request.prompt_class, request.link_class
+            prior=DraftingPrior(
+                drafters=self._statistics.acceptance.prior(verifier.model, request.prompt_class, request.link_class)
             ),
             release=release(),
             context_length=verifier.context_length,
@@ -200,10 +211,36 @@ class ControlService:
     async def list_drafters(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
         """Return the drafters offered for targets with this tokenizer; empty: all. Raises `InvalidArgument`."""
         _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
-        return self._offers.of(tokenizer_sha256, self._models_with(tokenizer_sha256))
+        return self._offers(tokenizer_sha256, self._models_with(tokenizer_sha256))
 
     def _models_with(self, tokenizer_sha256: str) -> frozenset[str]:
         return frozenset(v.model for v in self._view.known if v.model and v.tokenizer_sha256 == tokenizer_sha256)
+
+    def _offers(self, tokenizer_sha256: str = "", models: Container[str] = ()) -> tuple[DrafterManifest, ...]:
+        """Return the drafters with this tokenizer in states in which edges take them, the current of a name first.
+
+        Drafters that were exported for one of `models`, which have this tokenizer, are offered with another tokenizer
+        too: edges let them draft by text.
+        """
+        offers = []
+        for manifest in self.catalogue.fits(tokenizer_sha256, models):
+            identity = manifest.name, manifest.version
+            if tokenizer_sha256 not in ("", manifest.tokenizer_sha256) and identity not in self._by_text:
+                self._by_text.add(identity)
+                words = "drafter %s version %s is offered by text to edges of %s, whose tokenizer is another"
+                logger.info(words, *identity, manifest.target)
+            share = self._statistics.share(*identity)
+            if self._statistics.versions.state(*identity) is VersionState.CURRENT:
+                offers.append(manifest)
+            elif share:
+                offers.append(replace(manifest, share=share))
+        return tuple(sorted(offers, key=lambda offer: offer.share > 0))
+
+    def _retired(self) -> frozenset[tuple[str, str]]:
+        """Return the retired versions whose files are here, each by its drafter's name and itself."""
+        state = self._statistics.versions.state
+        offered = ((manifest.name, manifest.version) for manifest in self.catalogue.manifests)
+        return frozenset(each for each in offered if state(*each) is VersionState.RETIRED)
 
     def _note_versions(self, *, changed: bool) -> None:
         """Tell edges that watch, and save, if the state of any version changed."""
@@ -236,7 +273,7 @@ class ControlService:
         if not self.admission.had_lease(caller, report.session):
             logger.debug("a report of a session without a lease is not counted", extra=about(report.session))
             return
-        served = {(drafter.name, drafter.version) for drafter in self._offers.of()}
+        served = {(drafter.name, drafter.version) for drafter in self._offers()}
         self._note_versions(changed=self._statistics.add(report, served, self.admission.votes_as(caller)))
         self.metrics.report(report)
         self._unsaved = True
@@ -286,7 +323,7 @@ class ControlService:
         while True:
             self.admission.check_still_known(caller)
             # No await between the comparison and `changed`, or a change could be missed.
-            now = self._offers.of(tokenizer_sha256, self._models_with(tokenizer_sha256))
+            now = self._offers(tokenizer_sha256, self._models_with(tokenizer_sha256))
             if now != shown:
                 shown = now
                 yield now

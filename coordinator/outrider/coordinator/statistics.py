@@ -1,4 +1,4 @@
-"""Statistics of finished sessions, and the prior that they give to the next one."""
+"""Statistics of finished sessions: what drafters hit, what edges reported last, and how versions compare."""
 
 from __future__ import annotations
 
@@ -7,32 +7,23 @@ import logging
 import math
 import os
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.coordinator.fleet_hits import REPORT_COMPARED, CellRow, Drafter, FleetAcceptance, Hits
+from outrider.coordinator.fleet_hits import MAX_SHOWN, Drafter, FleetAcceptance
 from outrider.coordinator.version_trials import DrafterVersions, VersionChange, VersionState, hashed
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.status import ClassAcceptance, EdgeStatus, VersionStatus
-from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterPrior, DraftingPrior, SessionReport
+from outrider.proto.status import EdgeStatus, VersionStatus
+from outrider.proto.types import SessionReport
 
 logger = logging.getLogger(__name__)
 
 RECENT_REPORTS = 64
-# Limits of the weight of a session and of the average, in verified drafts, since drafters and texts change.
-REPORT_TOKENS = 20_000
-MEMORY_TOKENS = 400_000
-# Reports come from strangers, whose names must not grow the table without end.
-MAX_ROWS = 1024
-MAX_KEYS = 32  # whose hits are known apart; the one that was longest not reported goes
 MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
-MAX_SHOWN = 256
 DAY_S = 86400.0
-
-KeyedRow = tuple[str, str, str, int, int, float, float, str]  # a `CellRow` and the hash of a key; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,76 +33,8 @@ class _Edge:
     sessions: int
 
 
-class SharedAcceptance:
-    """The hits of all drafters in the texts of all API keys, each of which has a bounded share of every answer.
-
-    The hits of each key are kept apart, by a hash of its name, and brought together when they are asked for.
-    """
-
-    def __init__(self) -> None:
-        self._of_keys: OrderedDict[str, FleetAcceptance] = OrderedDict()  # most recently reported last
-
-    def add(self, report: SessionReport, served: Collection[Drafter], key: str) -> None:
-        """Count a checked report that came with a key; see `FleetAcceptance.add`."""
-        self._of_keys.setdefault(key, FleetAcceptance()).add(report, served)
-        self._of_keys.move_to_end(key)
-        if len(self._of_keys) > MAX_KEYS:
-            self._of_keys.popitem(last=False)
-
-    def inherit(self, name: str, version: str, parent: str) -> None:
-        """Let a version begin with its parent's hits at half their weight."""
-        for acceptance in self._of_keys.values():
-            acceptance.inherit(name, version, parent)
-
-    def forget(self, name: str, version: str) -> None:
-        for acceptance in self._of_keys.values():
-            acceptance.forget(name, version)
-
-    def total(self, name: str, version: str) -> Hits:
-        """Return the hits of a version in all texts for all models."""
-        return _shared({key: each.total(name, version) for key, each in self._of_keys.items()})
-
-    def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
-        """Return the expected hit rates of the drafters of `model`, most trials first; see `FleetAcceptance.prior`."""
-        of: defaultdict[Drafter, dict[str, Hits]] = defaultdict(dict)
-        for key, acceptance in self._of_keys.items():
-            for each in acceptance.prior(model, prompt_class, link_class):
-                of[each.drafter, each.drafter_version][key] = Hits(each.acceptance * each.trials, each.trials)
-        shared = ((drafter, _shared(of_keys)) for drafter, of_keys in of.items())
-        priors = (DrafterPrior(*drafter, hits.rate, hits.trials) for drafter, hits in shared)
-        return tuple(sorted(priors, key=lambda prior: -prior.trials)[:MAX_REPORTED_DRAFTERS])
-
-    @property
-    def shown(self) -> tuple[ClassAcceptance, ...]:
-        """Hits by drafter and class, most trials first."""
-        found: defaultdict[tuple[str, str, str, int, int], dict[str, Hits]] = defaultdict(dict)
-        for key, acceptance in self._of_keys.items():
-            for row in acceptance.rows():
-                found[row[:5]][key] = Hits(*row[5:])
-        shared = {cell: _shared(of_keys) for cell, of_keys in found.items()}
-        cells = [
-            ClassAcceptance(model, prompt_class, link_class, DrafterPrior(name, version, hits.rate, hits.trials))
-            for (model, name, version, prompt_class, link_class), hits in shared.items()
-        ]
-        return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
-
-    def rows(self) -> list[KeyedRow]:
-        """Return all hits as rows to save, with the key's hash at the end."""
-        return [(*row, key) for key, acceptance in self._of_keys.items() for row in acceptance.rows()]
-
-    def take_over(self, rows: Iterable[KeyedRow]) -> None:
-        """Begin with saved rows; raises `ValueError` or `TypeError` if they are malformed."""
-        of_keys: defaultdict[str, list[CellRow]] = defaultdict(list)
-        for model, name, version, prompt_class, link_class, hits, trials, *key in rows:  # older releases wrote no key
-            of_keys["".join(map(str, key))].append((model, name, version, prompt_class, link_class, hits, trials))
-        taken = OrderedDict((of_key, FleetAcceptance()) for of_key in of_keys)
-        for of_key, acceptance in taken.items():
-            acceptance.take_over(of_keys[of_key])
-        self._of_keys = OrderedDict(list(taken.items())[-MAX_KEYS:])
-
-
 class FleetStatistics:
-    """Acceptance by model, drafter and version, the newest reports, and the newest of each edge.
+    """Hits of drafters, states of their versions, the newest reports, and the newest of each edge.
 
     Attributes:
         recent: newest reports, without kinds of prompt and link, which only go into sums.
@@ -140,9 +63,8 @@ class FleetStatistics:
         self._edges_before = 0  # named ones before a restart, which count until they had a day to come back
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
-        self.acceptance = SharedAcceptance()
+        self.acceptance = FleetAcceptance()
         self.versions = DrafterVersions()
-        self._rows: OrderedDict[tuple[str, str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
 
     def look(self, offered: Iterable[tuple[str, str, int]]) -> bool:
         """Take in name, version and sequence of the catalogue's drafters; return whether any version's state changed.
@@ -174,14 +96,6 @@ class FleetStatistics:
         report = replace(report, drafter_hits=(), prompt_class=0, link_class=0)
         self.recent.append(report)
         self._see_edge(report)
-        if not report.verified_tokens:
-            return changed
-        key = (report.model, report.drafter, report.drafter_version, of_key)
-        session = Hits(report.accepted_tokens, report.verified_tokens).limited(REPORT_TOKENS)
-        self._rows[key] = self._rows.pop(key, Hits()).plus(session).limited(MEMORY_TOKENS)
-        if len(self._rows) > MAX_ROWS:  # whoever invents drafters pushes out its own
-            ((most, _),) = Counter(of_key for *_, of_key in self._rows).most_common(1)
-            del self._rows[next(row for row in self._rows if row[3] == most)]
         return changed
 
     def _is_retired(self, name: str, version: str) -> bool:
@@ -244,33 +158,11 @@ class FleetStatistics:
         while len(self._edges) > MAX_EDGES:
             self._edges.popitem(last=False)
 
-    def prior(
-        self,
-        model: str,
-        drafters: Collection[tuple[str, str]],
-        step_s: float,
-        prompt_class: int = 0,
-        link_class: int = 0,
-    ) -> DraftingPrior:
-        """Return the expected acceptance of `model` with `drafters` (name, version), or with any if those are unknown.
-
-        The classes select the hits of each drafter; 0: any.
-        """
-        rows = {key: row for key, row in self._rows.items() if key[0] == model}
-        fitting = {key: row for key, row in rows.items() if key[1:3] in drafters}
-        of_keys: defaultdict[str, Hits] = defaultdict(Hits)
-        for (*_, of_key), row in (fitting or rows).items():
-            of_keys[of_key] = of_keys[of_key].plus(row)
-        verified = _shared(of_keys)
-        return DraftingPrior(verified.rate, step_s, self.acceptance.prior(model, prompt_class, link_class))
-
     def save(self, path: Path) -> None:
         """Write the statistics to `path`, whole or not at all; raises `OSError`."""
-        rows = [[*key[:3], row.hits, row.trials, key[3]] for key, row in self._rows.items()]
         whole = json.dumps(
             {
                 "leases_granted": self.leases_granted,
-                "verified": rows,
                 "acceptance": self.acceptance.rows(),
                 "versions": self.versions.saved(),
                 "edges": max(len(self._edges), self._edges_before),
@@ -284,26 +176,15 @@ class FleetStatistics:
         """Restore what `save` wrote; without a readable file, begin with nothing."""
         try:
             parsed = json.loads(path.read_text(), parse_constant=finite_number, parse_float=finite_number)
-            rows = {  # the key at the end is missing where an older release wrote them
-                (str(m), str(d), str(v), str(*k)): Hits(float(a), float(j)) for m, d, v, a, j, *k in parsed["verified"]
-            }
-            leases_granted, edges = int(parsed["leases_granted"]), int(parsed.get("edges", 0))
-            self.versions.take_over(parsed.get("versions", {}))  # which older releases did not write
-            self.acceptance.take_over(parsed.get("acceptance", ()))  # nor this
+            leases_granted, edges = int(parsed["leases_granted"]), int(parsed["edges"])
+            self.versions.take_over(parsed["versions"])
+            self.acceptance.take_over(parsed["acceptance"])
         except FileNotFoundError:
             return
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             logger.warning("statistics in %s cannot be read, and begin with nothing: %r", path, error)
             return
         self.leases_granted, self._edges_before = leases_granted, edges
-        self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
-
-
-def _shared(of_keys: Mapping[str, Hits]) -> Hits:
-    """Return the sum of the hits of all keys, none of which weighs more than the largest other one and one text."""
-    weights = sorted((hits.trials for key, hits in of_keys.items() if key), reverse=True)
-    most = REPORT_COMPARED + sum(weights[1:2])
-    return Hits.total(hits.limited(most) if key else hits for key, hits in of_keys.items())
 
 
 def finite_number(text: str) -> float:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
-from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, LossTest, SignTest, candidate_error
 from outrider.proto.types import DrafterHits
 
@@ -41,7 +40,6 @@ COMPARED_TEXTS = 500  # after which a former version is retired, and
 COMPARED_S = 7 * 86400.0  # after which it is at the latest
 MAX_RETIRED = 16  # versions of a name that are remembered though they are no longer in the catalogue
 _DAY_S = 86400
-_TRIED = ("waiting", "candidate")  # states of older releases, which tried a version before it was current
 
 
 class VersionState(StrEnum):
@@ -52,60 +50,64 @@ class VersionState(StrEnum):
     RETIRED = "retired"
 
 
+@dataclass(slots=True)
 class _Evidence:
     """Differences of hit rates and times between two versions in some texts."""
 
-    def __init__(self, test: LossTest) -> None:
-        self.test = test
-        self._slower = SignTest()
-        self._slowdown = 0.0  # sum
+    test: LossTest
+    slower: SignTest = field(default_factory=SignTest)
+    slowdown: float = 0.0  # sum over texts of one version's drafting time over the other's
 
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int) -> None:
         self.test.add(own.hits / own.compared - other.hits / other.compared, prompt_class)
         if own.draft_s and other.draft_s:
             slowdown = min(own.draft_s / other.draft_s, 10.0)
-            self._slower.add(min(1.0, max(-1.0, (slowdown - MAX_SLOWDOWN) / SLOWDOWN_CLIP)))
-            self._slowdown += slowdown
+            self.slower.add(min(1.0, max(-1.0, (slowdown - MAX_SLOWDOWN) / SLOWDOWN_CLIP)))
+            self.slowdown += slowdown
 
     def loss(self, against: str) -> str:
         """Return in a few words what is shown to be worse than in the version `against`; empty: nothing is."""
         test = self.test
-        if self._slower.shows(candidate_error(test.number)):
-            return f"drafting takes {self._slowdown / self._slower.count:.2f} times as long as in {against}"
+        if self.slower.shows(candidate_error(test.number)):
+            return f"drafting takes {self.slowdown / self.slower.count:.2f} times as long as in {against}"
         if not test.lost:
             return ""
         where = f" of class {test.lost_class}" if test.lost_class is not None else ""
         return f"hits {test.difference:+.3f} against {against} in {test.texts} texts{where}"
 
     def saved(self) -> dict[str, Any]:
-        return {"test": self.test.rows(), "slower": self._slower.row(), "slowdown": self._slowdown}
+        return {"test": self.test.rows(), "slower": self.slower.row(), "slowdown": self.slowdown}
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> Self:
-        made = cls(LossTest.from_rows(saved["test"]))
-        made._slower, made._slowdown = SignTest.from_row(saved["slower"]), float(saved["slowdown"])
-        return made
+        slower = SignTest.from_row(saved["slower"])
+        return cls(LossTest.from_rows(saved["test"]), slower, float(saved["slowdown"]))
 
 
+@dataclass(slots=True)
 class VersionComparison:
     """A version against the one before it, on texts of edges.
 
     Attributes:
         against: version that it is compared with.
+        evidence: that of all texts.
+        without: evidence of the texts but those of a group of keys, by group.
+        day: number of the day of the newest text.
+        votes: texts of that day by hash of the edge's name.
+        of_keys: texts by hash of the API key's name, in order of the first.
     """
 
-    def __init__(self, against: str, number: int) -> None:
-        self.against = against
-        self._all = _Evidence(LossTest(number))
-        self._without: dict[int, _Evidence] = {}  # texts but those of a group of keys, by group
-        self._votes: dict[str, int] = {}  # texts of today by hash of the edge's name
-        self._of_keys: dict[str, int] = {}  # texts by hash of the API key's name, in order of the first
-        self._day = 0
+    against: str
+    evidence: _Evidence
+    without: dict[int, _Evidence] = field(default_factory=dict)
+    day: int = 0
+    votes: dict[str, int] = field(default_factory=dict)
+    of_keys: dict[str, int] = field(default_factory=dict)
 
     @property
     def test(self) -> LossTest:
         """Test of their hit rates in all texts."""
-        return self._all.test
+        return self.evidence.test
 
     def admit(self, voter: str, key: str, now_s: float, votes_a_day: int) -> bool:
         """Return whether a text of this edge and API key counts, and if so, note it.
@@ -113,29 +115,29 @@ class VersionComparison:
         It does where the edge has had fewer than `votes_a_day` today, and the key, if there is one, is not ahead.
         """
         day = int(now_s // _DAY_S)
-        if day != self._day:
-            self._day, self._votes = day, {}
+        if day != self.day:
+            self.day, self.votes = day, {}
         edge, of_key = hashed(voter), hashed(key)
-        if self._votes.get(edge, 0) >= votes_a_day or (edge not in self._votes and len(self._votes) >= MAX_VOTERS):
+        if self.votes.get(edge, 0) >= votes_a_day or (edge not in self.votes and len(self.votes) >= MAX_VOTERS):
             return False
         if key and self._is_ahead(of_key):
             return False
-        self._votes[edge] = self._votes.get(edge, 0) + 1
+        self.votes[edge] = self.votes.get(edge, 0) + 1
         if key:
-            self._of_keys[of_key] = self._of_keys.get(of_key, 0) + 1
+            self.of_keys[of_key] = self.of_keys.get(of_key, 0) + 1
         return True
 
     def _is_ahead(self, key: str) -> bool:
         """Return whether a key has as many texts more than the most active other key as it may."""
-        others = (texts for other, texts in self._of_keys.items() if other != key)
-        return self._of_keys.get(key, 0) >= KEY_LEAD + max(others, default=0)
+        others = (texts for other, texts in self.of_keys.items() if other != key)
+        return self.of_keys.get(key, 0) >= KEY_LEAD + max(others, default=0)
 
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int, key: str) -> None:
         """Count an admitted text with the hits of both versions."""
-        group = list(self._of_keys).index(hashed(key)) % KEY_GROUPS if key else -1
-        if key and group not in self._without:
-            self._without[group] = copy.deepcopy(self._all)
-        for each in (self._all, *(without for left_out, without in self._without.items() if left_out != group)):
+        group = list(self.of_keys).index(hashed(key)) % KEY_GROUPS if key else -1
+        if key and group not in self.without:
+            self.without[group] = copy.deepcopy(self.evidence)
+        for each in (self.evidence, *(without for left_out, without in self.without.items() if left_out != group)):
             each.add(own, other, prompt_class)
 
     @property
@@ -144,19 +146,14 @@ class VersionComparison:
 
         Empty: it is not shown to be.
         """
-        agreed = all(each.loss(self.against) for each in self._without.values())
-        return self._all.loss(self.against) if agreed else ""
+        agreed = all(each.loss(self.against) for each in self.without.values())
+        return self.evidence.loss(self.against) if agreed else ""
 
     def saved(self) -> dict[str, Any]:
         """Return its state for a JSON file."""
-        return {
-            "against": self.against,
-            **self._all.saved(),
-            "without": {group: each.saved() for group, each in self._without.items()},
-            "day": self._day,
-            "votes": self._votes,
-            "of_keys": self._of_keys,
-        }
+        without = {group: each.saved() for group, each in self.without.items()}
+        counts = {"day": self.day, "votes": self.votes, "of_keys": self.of_keys}
+        return {"against": self.against, **self.evidence.saved(), "without": without, **counts}
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> Self:
@@ -165,13 +162,14 @@ class VersionComparison:
         Raises:
             KeyError, ValueError, TypeError, AttributeError: it is malformed.
         """
-        made = cls(str(saved["against"]), 1)
-        made._all, made._day = _Evidence.restored(saved), int(saved["day"])
-        made._votes = {str(voter): int(votes) for voter, votes in saved["votes"].items()}
-        if "without" in saved:  # older releases counted texts without remembering what each key's had shown
-            made._without = {int(group): _Evidence.restored(each) for group, each in saved["without"].items()}
-            made._of_keys = {str(key): int(texts) for key, texts in saved["of_keys"].items()}
-        return made
+        return cls(
+            str(saved["against"]),
+            _Evidence.restored(saved),
+            {int(group): _Evidence.restored(each) for group, each in saved["without"].items()},
+            int(saved["day"]),
+            {str(voter): int(votes) for voter, votes in saved["votes"].items()},
+            {str(key): int(texts) for key, texts in saved["of_keys"].items()},
+        )
 
 
 @dataclass(slots=True)
@@ -223,7 +221,7 @@ class _Line:
         comparison = None
         if against:
             self.comparisons += 1
-            comparison = VersionComparison(against, self.comparisons)
+            comparison = VersionComparison(against, _Evidence(LossTest(self.comparisons)))
         self.versions[version] = KnownVersion(state, now_s, why, comparison)
         return VersionChange(self.name, version, state, why, against)
 
@@ -382,13 +380,8 @@ class DrafterVersions:
         """
         lines = {}
         for name, line in saved.items():
-            if ON_TRIAL in name:  # versions of a single API key, which older releases had
-                continue
-            comparisons = line["comparisons"] if "comparisons" in line else line["candidates"]  # in older releases
-            restored = lines[str(name)] = _Line(str(name), int(comparisons))
+            restored = lines[str(name)] = _Line(str(name), int(line["comparisons"]))
             for version, known in line["versions"].items():
-                if known["state"] in _TRIED:
-                    continue
                 comparison = VersionComparison.restored(known["comparison"]) if known["comparison"] else None
                 restored.versions[str(version)] = KnownVersion(
                     VersionState(known["state"]), float(known["since_s"]), str(known["why"]), comparison
