@@ -565,7 +565,6 @@ class Process:
             "kv_pages": engine.pages.capacity.pages,
             "kv_pages_free": engine.pages.capacity.free_pages,
             "incarnation": self.incarnation,
-            "lists_admitted": True,
             "admitted": dict(engine.sessions.admitted),
         }
 

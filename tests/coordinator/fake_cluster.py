@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
+from outrider.proto.channel import REPORT_METHOD
 from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, MANIFEST
 from outrider.proto.errors import NotFound, Unavailable
 from outrider.proto.status import TrainerStatus
@@ -31,6 +35,18 @@ def ready(name: str, **fields: object) -> VerifierInfo:
         max_sessions=4,
     )
     return replace(info, **fields)  # type: ignore[arg-type]
+
+
+def add_report(server: grpc.aio.Server, report: bytes | str) -> None:
+    """Have a server report what a verifier would, to whoever asks: bytes, or a ready verifier's of this name."""
+    data = report if isinstance(report, bytes) else json.dumps(asdict(ready(report))).encode()
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return data
+
+    service, method = REPORT_METHOD.strip("/").split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
 
 class ScriptedCluster:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, write_package
 
-from outrider.coordinator.catalogue import Catalogue
-from outrider.coordinator.served_package import load_package
+from outrider.coordinator.catalogue import Catalogue, load_package
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
 

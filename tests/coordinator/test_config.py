@@ -7,12 +7,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from fake_cluster import TOKENIZER_JSON
-from grpc_health.v1 import health, health_pb2_grpc
+from fake_cluster import TOKENIZER_JSON, add_report
 
 from outrider.coordinator.cluster import StaticCluster, VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
-from outrider.proto.channel import REPORT_METHOD
 from outrider.proto.errors import ConfigError
 
 SECRET = b"0123456789abcdef"
@@ -45,9 +43,6 @@ def test_loopback_needs_no_permission(listen: str) -> None:
         ("lease_seconds", {"lease_seconds": 0}),
         ("lease_seconds", {"lease_seconds": float("nan")}),
         ("poll_s", {"poll_s": -1}),
-        ("drain_grace_s", {"drain_grace_s": -1}),
-        ("max_request_bytes", {"max_request_bytes": 10}),
-        ("max_reply_bytes", {"max_reply_bytes": 10}),
         ("poll_s", {"poll_s": "often"}),
         ("poll_s", {"poll_s": float("inf")}),
         ("relay", {"relay": 1}),
@@ -71,7 +66,6 @@ def test_a_wrong_option_is_refused_by_name(field: str, values: dict[str, Any]) -
         ("address", {"address": "127.0.0.1"}),
         ("address", {"address": ""}),
         ("tokenizer_json", {"tokenizer_json": ""}),
-        ("max_sessions", {"max_sessions": 0}),
     ],
 )
 def test_a_fixed_verifier_is_checked_too(field: str, change: dict[str, Any]) -> None:
@@ -92,27 +86,35 @@ def test_the_secret_is_not_in_the_repr() -> None:
 # --- a fleet without Ray ---
 
 
-SERVICE, METHOD = REPORT_METHOD.strip("/").split("/")
 DEEP = b"[" * 100_000
 
 
 @pytest.mark.parametrize("report", [b"", b"\xff", b"{", b"[]", b"null", b"{}", b'{"name": "a", "state": "odd"}', DEEP])
-async def test_a_verifier_whose_report_cannot_be_read_is_ready_by_its_health(report: bytes) -> None:
-    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return report
-
+async def test_a_verifier_whose_report_cannot_be_read_is_down_and_the_log_says_so_once(report: bytes, caplog) -> None:
     server = grpc.aio.server()
-    handlers = {METHOD: grpc.unary_unary_rpc_method_handler(answer)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    add_report(server, report)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    cluster = StaticCluster(
-        (StaticVerifier("a", f"127.0.0.1:{port}", "tiny", TOKENIZER_JSON),), secret=b"0123456789abcdef"
-    )
+    fixed = StaticVerifier("a", f"127.0.0.1:{port}", "tiny", TOKENIZER_JSON)
+    cluster = StaticCluster((fixed,), secret=b"0123456789abcdef")
     try:
-        (info,) = await cluster.refresh()
-        assert (info.name, info.state) == ("a", VerifierState.READY)
+        for _ in range(2):
+            (info,) = await cluster.refresh()
+            assert (info.name, info.state) == ("a", VerifierState.DOWN)
     finally:
         await cluster.close()
         await server.stop(0)
+    assert caplog.text.count("verifier a answers with no report") == 1
+
+
+async def test_what_is_no_verifier_is_down_and_the_log_says_so(caplog) -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    fixed = StaticVerifier("a", f"127.0.0.1:{port}", "tiny", TOKENIZER_JSON)
+    cluster = StaticCluster((fixed,), secret=b"0123456789abcdef")
+    (info,) = await cluster.refresh()
+    await cluster.close()
+    await server.stop(0)
+    assert info.state is VerifierState.DOWN
+    assert "verifier a is no verifier, or of another release" in caplog.text

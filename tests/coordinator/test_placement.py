@@ -10,8 +10,7 @@ import pytest
 from fake_cluster import TOKENIZER_SHA256, ready
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.fleet_view import PrefixMemory
-from outrider.coordinator.placement import RETRY_WHEN_DOWN_S, place
+from outrider.coordinator.fleet_view import RETRY_WHEN_DOWN_S, PrefixMemory, place
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 
 DOWN, DRAINING, SICK = VerifierState.DOWN, VerifierState.DRAINING, VerifierState.SICK

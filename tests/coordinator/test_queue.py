@@ -220,12 +220,12 @@ def view(*verifiers: VerifierInfo) -> FleetView:
 
 
 def test_a_text_whose_verifier_refused_it_has_its_turn_back() -> None:
-    full = ready("a", max_sessions=1, sessions=1, lists_admitted=True)
+    full = ready("a", max_sessions=1, sessions=1)
     fleet = view(full)
     for session in ("s1", "s2"):
         with pytest.raises(ResourceExhausted):
             fleet.choose(request(session), "", 0.0)
-    fleet.observe((ready("a", max_sessions=1, lists_admitted=True),), 0.1)
+    fleet.observe((ready("a", max_sessions=1),), 0.1)
     fleet.grant(request("s1"), "", fleet.choose(request("s1"), "", 0.1), 0.1)
     with pytest.raises(ResourceExhausted):
         fleet.choose(request("s2"), "", 0.2)
@@ -235,7 +235,7 @@ def test_a_text_whose_verifier_refused_it_has_its_turn_back() -> None:
 
 
 def test_questions_and_suspicions_take_no_turn() -> None:
-    fleet = view(ready("a", max_sessions=1, sessions=1, lists_admitted=True))
+    fleet = view(ready("a", max_sessions=1, sessions=1))
     for asked in (request("i", inquiry=True), request("s", suspected=True)):
         with pytest.raises(ResourceExhausted):
             fleet.choose(asked, "", 0.0)
@@ -249,7 +249,7 @@ def granted(fleet: FleetView, asked: LeaseRequest, tenant: str, now_s: float) ->
 
 
 def place(places: int, sessions: int, **changes: Any) -> VerifierInfo:
-    return ready("a", max_sessions=places, sessions=sessions, lists_admitted=True, precision="float32", **changes)
+    return ready("a", max_sessions=places, sessions=sessions, precision="float32", **changes)
 
 
 def waits(fleet: FleetView, asked: LeaseRequest, tenant: str, now_s: float) -> None:
@@ -270,7 +270,7 @@ def test_a_text_whose_lease_comes_to_nothing_late_has_its_turn_still() -> None:
 
 
 def test_a_suspected_stream_is_left_for_the_next_free_place_though_others_wait() -> None:
-    hung = ready("hung", max_sessions=1, lists_admitted=True)
+    hung = ready("hung", max_sessions=1)
     fleet = view(hung)
     asked = request("s", avoid=("hung",), suspected=True, epoch=1)
     assert granted(fleet, request("s"), "", 0.0) == "hung"
@@ -323,7 +323,7 @@ def test_what_a_verifier_admitted_and_has_no_token_is_a_newcomer() -> None:
 
 
 def texts(*sessions: str) -> dict[str, Any]:
-    return {"texts_of_keys": {"alice": dict.fromkeys(sessions, 1.0)}, "lists_texts": True}
+    return {"texts_of_keys": {"alice": dict.fromkeys(sessions, 1.0)}}
 
 
 def test_a_key_had_lately_what_it_had_at_once_within_a_minute() -> None:
@@ -356,9 +356,7 @@ def test_a_promised_text_that_no_verifier_can_take_keeps_no_place() -> None:
 
 
 def test_a_place_that_few_texts_can_take_is_left_to_them() -> None:
-    small, large = (
-        ready(name, max_sessions=1, context_length=n, lists_admitted=True) for name, n in (("a", 64), ("b", 128))
-    )
+    small, large = (ready(name, max_sessions=1, context_length=n) for name, n in (("a", 64), ("b", 128)))
     fleet = view(*(ready(v.name, max_sessions=1, sessions=1, context_length=v.context_length) for v in (small, large)))
     for session, needed in (("short", 10), ("long", 100)):
         with pytest.raises(ResourceExhausted):

@@ -62,7 +62,6 @@ def fake_actor() -> type:
                 "step_s": 0.05,
                 "kv_pages_free": 9,
                 "incarnation": str(self._pid),
-                "lists_texts": True,
                 "texts_of_keys": self._texts,
             }
 
@@ -278,7 +277,7 @@ async def test_a_drain_reaches_the_actor_which_is_then_forgotten_when_it_ends(st
 async def test_texts_of_keys_are_listed_and_those_beyond_a_limit_are_sent_away(start: Callable[[str], Any]) -> None:
     start("a")
     cluster = RayCluster()
-    info = await until(cluster, lambda info: info.lists_texts)
+    info = await until(cluster, lambda info: info.texts_of_keys)
     assert info.texts_of_keys == {"alice": {"s1": 2.0, "s2": 1.0}, "bob": {"s3": 0.5}}
     await cluster.send_away({"a": frozenset({"s2", "s3"}), "nobody": frozenset({"s1"})})
     info = await until(cluster, lambda info: "s2" not in info.texts_of_keys.get("alice", {}))

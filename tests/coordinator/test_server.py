@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from command_processes import free_port
-from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
+from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, add_report, ready, write_package
 from grpc_health.v1 import health_pb2
 
 from outrider.coordinator import coordinator_server
@@ -458,14 +458,20 @@ async def test_a_failing_poll_is_logged_and_tried_again(
 # --- verifiers at fixed addresses ---
 
 
-async def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_restart(
+async def test_a_static_verifier_is_what_it_reports_and_its_return_is_a_restart(
     coordinating: Coordinating,
 ) -> None:
     async with coordinating(ScriptedCluster()) as call:
-        # Another coordinator stands in for the verifier: all that counts here is its health service.
         address = f"127.0.0.1:{free_port()}"
-        stand_in = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=address), ScriptedCluster())
-        await stand_in.start()
+
+        async def reporting() -> grpc.aio.Server:
+            made = grpc.aio.server()
+            add_report(made, "v")
+            made.add_insecure_port(address)
+            await made.start()
+            return made
+
+        stand_in = await reporting()
         verifier = StaticVerifier("v", address, "tiny", TOKENIZER_JSON)
         config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", poll_s=0.1, verifiers=(verifier,))
         server = CoordinatorServer(config)
@@ -480,8 +486,7 @@ async def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_
         await call.until(lambda: service.verifiers[0].state is VerifierState.DOWN)
         with pytest.raises(Unavailable):
             await service.open_lease(ask())
-        again = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=address), ScriptedCluster())
-        await again.start()
+        again = await reporting()
         await call.until(lambda: service.verifiers[0].state is VerifierState.READY)
         assert service.verifiers[0].restarts == 1
         await server.stop(0)

@@ -12,8 +12,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from fake_cluster import TOKENIZER_JSON, ScriptedCluster, ready, write_package
-from grpc_health.v1 import health, health_pb2_grpc
+from fake_cluster import TOKENIZER_JSON, ScriptedCluster, add_report, ready, write_package
 
 from outrider.coordinator.cluster import StaticCluster, VerifierInfo, VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
@@ -54,15 +53,14 @@ def secured(issued: Issued, **fields: Any) -> Security:
 
 @asynccontextmanager
 async def verifier(tls: ServerTls | None) -> AsyncIterator[str]:
-    """A healthy verifier that answers every frame with the same Opened."""
+    """A verifier that is ready, and answers every frame with the same Opened."""
 
     async def decode(_: Any, context: Any) -> None:
         while await context.read() is not grpc.aio.EOF:
             await context.write(codec.encode_cloud_frame(OPENED))
 
     server = grpc.aio.server()
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    add_report(server, "a")
     handlers = {"Decode": grpc.stream_stream_rpc_method_handler(decode)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, handlers),))
     port = bind(server, "127.0.0.1:0", tls)

@@ -21,6 +21,7 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import GRACE_S, RETRY_WHEN_FULL_S
 from outrider.proto.errors import ResourceExhausted, Unavailable
+from outrider.proto.lease import text_name
 from outrider.proto.types import LeaseRequest
 
 POLL_S = 1.0
@@ -138,10 +139,8 @@ class Verifier:
             precision=PRECISION,
             max_sessions=self.places,
             sessions=len(self.running),
-            lists_admitted=True,
             admitted=dict(self.admitted),
             context_length=self.context,
-            lists_texts=True,
             texts_of_keys=texts,
             incarnation="1",
         )
@@ -257,7 +256,11 @@ class WaitingWorld:
             infos = tuple(verifier.info() for verifier in self.verifiers)
             self.view.observe(infos, self.now)
             admitted = {(info.name, name, epoch) for info in infos for name, epoch in info.admitted.items()}
-            self.leased = {t: at for t, at in self.leased.items() if (at[1], t.name, t.leases - 1) not in admitted}
+            self.leased = {
+                t: at
+                for t, at in self.leased.items()
+                if (at[1], text_name(t.key, t.name), t.leases - 1) not in admitted
+            }
 
     # --- a text ---
 
@@ -343,7 +346,7 @@ class WaitingWorld:
             self._after(VERIFIER_RETRY_S, partial(self._ask, text))
             return
         verifier.running.add(text)
-        verifier.admitted[text.name] = text.leases - 1
+        verifier.admitted[text_name(text.key, text.name)] = text.leases - 1
         text.since_s, text.began = self.now, True
         text.served_s = self.now if text.served_s is None else text.served_s
         goes_on_s = min(text.left_s, text.preempt_s, self.shape.lease_s)

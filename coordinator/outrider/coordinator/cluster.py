@@ -15,10 +15,9 @@ from typing import Any, Protocol, Self, get_type_hints
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.coordinator_config import StaticVerifier
-from outrider.proto.channel import ENGINE_SERVICE, HEALTH_METHOD, LEASE_METADATA, REPORT_METHOD
+from outrider.proto.channel import LEASE_METADATA, REPORT_METHOD
 from outrider.proto.errors import InvalidArgument, NotFound
 from outrider.proto.lease import sign_coordinator, text_name
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # What the settings say of a verifier at a fixed address, whatever it says itself, which may be behind another address.
 CONFIGURED = ("name", "address", "model", "tokenizer_sha256", "tls", "tls_name")
-SendAway = Mapping[str, frozenset[str]]  # texts by name of their verifier, each by `text_name` where that knows it
+SendAway = Mapping[str, frozenset[str]]  # texts, each by `text_name`, by the name of their verifier
 
 
 class VerifierState(StrEnum):
@@ -51,10 +50,7 @@ class VerifierInfo(VerifierStatus):
         tls_name: name in its certificate; empty: the host of `address`.
         incarnation: name of this start of its process; empty: unknown.
         fenced: reports of former starts that were refused.
-        lists_texts: whether it says which texts of API keys go on there.
-        lists_admitted: whether it says which sessions it has admitted lately.
-        admitted: epochs of these sessions, by `text_name`; by session alone at verifiers of older releases.
-        ends_texts_of_keys: whether it ends a text by its `text_name`, and so none of another key.
+        admitted: epochs of the sessions that it has admitted lately, by `text_name`.
         texts_of_keys: seconds that each has gone on for, by key and session.
     """
 
@@ -64,10 +60,7 @@ class VerifierInfo(VerifierStatus):
     tls_name: str = ""
     incarnation: str = ""
     fenced: int = 0
-    lists_texts: bool = False
-    lists_admitted: bool = False
     admitted: dict[str, int] = field(default_factory=dict)
-    ends_texts_of_keys: bool = False
     texts_of_keys: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -80,7 +73,7 @@ class VerifierInfo(VerifierStatus):
 
     def admitted_epoch(self, key: str, session: str) -> int:
         """Return the epoch of a session that it has admitted lately; -1: it has not."""
-        return self.admitted.get(text_name(key, session), self.admitted.get(session, -1))
+        return self.admitted.get(text_name(key, session), -1)
 
     def down(self) -> VerifierInfo:
         """Return this verifier in the state that it has while it does not answer."""
@@ -137,8 +130,7 @@ class Cluster(Protocol):
 class StaticCluster:
     """Verifiers at fixed addresses, which report to whoever has the lease secret.
 
-    Of one that only answers the standard gRPC health service, sessions and step time stay 0; granted leases spread the
-    load. There are no trainers, which are Ray actors.
+    There are no trainers, which are Ray actors.
     """
 
     trainers: tuple[TrainerStatus, ...] = ()
@@ -164,7 +156,6 @@ class StaticCluster:
                 model=v.model,
                 tokenizer_sha256=tokenizer_hash(v.tokenizer_json),
                 state=VerifierState.DOWN,
-                max_sessions=v.max_sessions,
                 tls=v.tls,
                 tls_name=v.tls_name,
             )
@@ -172,7 +163,6 @@ class StaticCluster:
         }
         self._seen_ready: set[str] = set()
         self._trouble: dict[str, str] = {}
-        self._refused: dict[str, grpc.StatusCode] = {}
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
         """Probe all verifiers at once, and count a restart of each one that is ready again after it was down."""
@@ -228,31 +218,19 @@ class StaticCluster:
         return replace(now, state=state, restarts=restarts)
 
     async def _probe(self, name: str) -> VerifierInfo:
-        """Return what a verifier reports, or else what its health service says; `down` where nothing answers."""
-        try:
-            info = await self._report(name) or replace(self._infos[name], state=await self._health(name))
-        except grpc.aio.AioRpcError as error:
-            await self._channels.pop(name).close()  # the next probe sees certificates as they are then
-            self._note_silence(name, error)
-            return self._infos[name].down()
-        self._trouble.pop(name, None)
-        return info
-
-    async def _report(self, name: str) -> VerifierInfo | None:
-        """Return what a verifier reports; None: it has another lease secret or name, or is of another release."""
+        """Return what a verifier reports; `down` where nothing answers that has the lease secret and this name."""
         configured = self._infos[name]
         try:
             said = VerifierInfo.from_report(json.loads(await self._ask(name, {})))
         except grpc.aio.AioRpcError as error:
-            if error.code() not in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED):
-                raise
-            self._note_refusal(name, error.code())
-            return None
+            await self._channels.pop(name).close()  # the next probe sees certificates as they are then
+            self._note(name, self._why(name, error))
+            return configured.down()
         except (ValueError, RecursionError, InvalidArgument) as error:
-            logger.warning("verifier %s: %s", name, error)
-            return None
-        kept = {field: getattr(configured, field) for field in CONFIGURED}
-        return replace(said, **kept)
+            self._note(name, f"answers with no report: {error}")
+            return configured.down()
+        self._note(name, "")
+        return replace(said, **{field: getattr(configured, field) for field in CONFIGURED})
 
     async def _ask(self, name: str, request: dict[str, list[str]]) -> bytes:
         token = sign_coordinator(name, self._secret, now_s=time.time())
@@ -261,13 +239,6 @@ class StaticCluster:
             json.dumps(request).encode(), timeout=self._probe_timeout_s, metadata=((LEASE_METADATA, token),)
         )
         return answer
-
-    def _note_refusal(self, name: str, code: grpc.StatusCode) -> None:
-        if self._refused.get(name) is not code:
-            self._refused[name] = code
-            older = code is grpc.StatusCode.UNIMPLEMENTED
-            why = "is of another release" if older else "has another --name or --lease-secret-file"
-            logger.warning("verifier %s %s, and does not report how many sessions it has", name, why)
 
     def _channel(self, name: str) -> grpc.aio.Channel:
         if name not in self._channels:
@@ -278,34 +249,18 @@ class StaticCluster:
             self._channels[name] = open_channel(verifier.address, options, credentials, verifier.tls_name)
         return self._channels[name]
 
-    async def _health(self, name: str) -> VerifierState:
-        check = self._channel(name).unary_unary(
-            HEALTH_METHOD,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        reply = await check(health_pb2.HealthCheckRequest(), timeout=self._probe_timeout_s)
-        serving = reply.status == health_pb2.HealthCheckResponse.SERVING
-        return VerifierState.READY if serving else await self._why_not(check)
-
-    async def _why_not(self, check: Any) -> VerifierState:
-        """Return the state of a verifier that serves nobody: its engine is sick, or it drains."""
-        try:
-            of_engine = health_pb2.HealthCheckRequest(service=ENGINE_SERVICE)
-            reply = await check(of_engine, timeout=self._probe_timeout_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:
-                raise
-            return VerifierState.DRAINING  # something else than a verifier, before it
-        sick = reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        return VerifierState.SICK if sick else VerifierState.DRAINING
-
-    def _note_silence(self, name: str, error: grpc.aio.AioRpcError) -> None:
-        """Log why a probe failed: a warning once for a wrong certificate, debug for a verifier that is away."""
+    def _why(self, name: str, error: grpc.aio.AioRpcError) -> str:
+        """Say what keeps a verifier from answering, where that is a mistake of the settings; empty: it is away."""
         details = error.details() or ""
-        trouble = explain(details) if self._verifiers[name].tls or "handshake" in details else ""
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            return "has another --name or --lease-secret-file"
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return "is no verifier, or of another release"
+        wrong = explain(details) if self._verifiers[name].tls or "handshake" in details else ""
+        return f"cannot be reached: {wrong}" if wrong else ""
+
+    def _note(self, name: str, trouble: str) -> None:
+        """Warn once of each trouble with a verifier."""
         if trouble and trouble != self._trouble.get(name):
-            logger.warning("verifier %s cannot be reached: %s", name, trouble)
-        else:
-            logger.debug("verifier %s does not answer: %s", name, error.code().name)
+            logger.warning("verifier %s %s", name, trouble)
         self._trouble[name] = trouble

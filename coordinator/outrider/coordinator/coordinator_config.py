@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.proto.address import split_address
-from outrider.proto.channel import MAX_MESSAGE_BYTES
 from outrider.proto.errors import ConfigError
 from outrider.proto.lease import MIN_SECRET_BYTES
 from outrider.proto.plumbing.serving import GrpcServerSettings
 from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.settings import REQUIRED, Settings, above, at_least, no_empty_text, option
 
-MIB = 1 << 20
 ACCESS = "access"
 
 
@@ -28,7 +26,6 @@ class StaticVerifier(Settings):
     address: str = option(REQUIRED, "address that it listens on", metavar="HOST:PORT", check=no_empty_text)
     model: str = option(REQUIRED, "id of its target", check=no_empty_text)
     tokenizer_json: str = option(REQUIRED, "text of the target's tokenizer.json", check=no_empty_text)
-    max_sessions: int = option(64, "sessions at once", check=at_least(1))
     chat_template_json: str = option("", "chat template, or text of its tokenizer_config.json; empty: none")
     tls: bool = option(False, "whether it speaks TLS")
     tls_name: str = option("", "name in its certificate; empty: the host of its address")
@@ -73,14 +70,8 @@ class CoordinatorConfig(GrpcServerSettings):
         "", "Ray cluster of the verifiers; auto: the one on this machine; empty: no Ray", metavar="ADDRESS"
     )
     verifiers: tuple[StaticVerifier, ...] = ()
-    drain_grace_s: float = option(10.0, "time for the sessions of a drained verifier to move", check=at_least(0))
     state: Path | None = option(
         None, "file that keeps the fleet's statistics and the states of drafters over a restart; not set: they are lost"
-    )
-    max_request_bytes: int = option(1 * MIB, "largest message taken from an edge", check=at_least(64 << 10))
-    # One chunk of a drafter file is 256 KiB; a smaller limit would make every download fail late.
-    max_reply_bytes: int = option(
-        MAX_MESSAGE_BYTES, "largest message sent to an edge, which takes no more than the default", check=at_least(MIB)
     )
 
     def check_together(self) -> None:

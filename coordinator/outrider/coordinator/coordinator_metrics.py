@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
@@ -21,14 +23,15 @@ FORWARD_BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0),
 )
 MODEL = "model_name"
-_FLEET: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[VerifierInfo], float]], ...] = (
-    (GaugeMetricFamily, "up", "1 if a verifier takes sessions.", lambda v: v.state is VerifierState.READY),
-    (GaugeMetricFamily, "sessions", "Sessions that a verifier reports.", lambda v: v.sessions),
-    (GaugeMetricFamily, "step_seconds", "Smoothed target step of a verifier.", lambda v: v.step_s),
-    (GaugeMetricFamily, "kv_pages_free", "KV pages that no session holds.", lambda v: v.kv_pages_free),
-    (CounterMetricFamily, "restarts", "Restarts of a verifier.", lambda v: v.restarts),
-    (CounterMetricFamily, "fenced_reports", "Late reports of a former start, refused.", lambda v: v.fenced),
-)
+_VERIFIER: dict[str, tuple[str, Callable[[VerifierInfo], float]]] = {
+    "up": ("1 if a verifier takes sessions.", lambda v: v.state is VerifierState.READY),
+    "sessions": ("Sessions that a verifier reports.", lambda v: v.sessions),
+    "step_seconds": ("Smoothed target step of a verifier.", lambda v: v.step_s),
+    "kv_pages_free": ("KV pages that no session holds.", lambda v: v.kv_pages_free),
+    "restarts": ("Restarts of a verifier.", lambda v: v.restarts),
+    "fenced_reports": ("Late reports of a former start, refused.", lambda v: v.fenced),
+}
+_COUNTED = ("restarts", "fenced_reports")
 _TRAINER = {  # field of a trainer's status and meaning; a restart may take sums back to the last checkpoint
     "load": ("load", "Share of its node's cores that verifiers took lately."),
     "waited_seconds": ("waited_s", "Time that the next training step has waited for idle time."),
@@ -136,47 +139,42 @@ class FleetMetrics(Collector):
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        prefix, verifiers = "outrider:coordinator_verifier", self._verifiers()
-        states = GaugeMetricFamily(f"{prefix}s", "Verifiers by state (ready, sick, draining, down).", labels=("state",))
-        for state in VerifierState:
-            states.add_metric((state.value,), sum(verifier.state is state for verifier in verifiers))
-        yield states
-        for kind, name, meaning, value in _FLEET:
-            family = kind(f"{prefix}_{name}", meaning, labels=(MODEL, "verifier"))
-            for verifier in verifiers:
-                family.add_metric((verifier.model, verifier.name), value(verifier))
-            yield family
-        trainers = self._trainers()
-        prefix = "outrider:coordinator_trainer"
-        up = GaugeMetricFamily(f"{prefix}_up", "1 if a trainer answers.", labels=(MODEL,))
-        for trainer in trainers:
-            up.add_metric((trainer.model,), trainer.state not in ("loading", "down"))
-        yield up
+        verifiers, trainers, versions = self._verifiers(), self._trainers(), self._versions()
+        states = {(state.value,): sum(v.state is state for v in verifiers) for state in VerifierState}
+        yield _gauge("verifiers", "Verifiers by state (ready, sick, draining, down).", ("state",), states)
+        for name, (meaning, value) in _VERIFIER.items():
+            values = {(v.model, v.name): value(v) for v in verifiers}
+            kind = CounterMetricFamily if name in _COUNTED else GaugeMetricFamily
+            yield _gauge(f"verifier_{name}", meaning, (MODEL, "verifier"), values, kind)
+        up = {(each.model,): each.state not in ("loading", "down") for each in trainers}
+        yield _gauge("trainer_up", "1 if a trainer answers.", (MODEL,), up)
+        known = [each for each in trainers if each.drafter]  # which have answered once
         for name, (field, meaning) in _TRAINER.items():
-            shown = GaugeMetricFamily(f"{prefix}_{name}", meaning, labels=(MODEL,))
-            for trainer in trainers:
-                if trainer.drafter:  # it has answered once
-                    shown.add_metric((trainer.model,), getattr(trainer, field))
-            yield shown
-        yield GaugeMetricFamily("outrider:coordinator_drafters", "Drafter packages served.", value=self._drafters())
-        versions = self._versions()
-        counts = GaugeMetricFamily(
-            "outrider:coordinator_drafter_versions",
-            "Versions of a drafter by state (current, former, retired).",
-            labels=("drafter", "state"),
-        )
-        for name in dict.fromkeys(version.drafter for version in versions):
-            for kept in VersionState:
-                count = sum((version.drafter, version.state) == (name, kept) for version in versions)
-                counts.add_metric((name, kept.value), count)
-        yield counts
+            yield _gauge(f"trainer_{name}", meaning, (MODEL,), {(each.model,): getattr(each, field) for each in known})
+        yield _gauge("drafters", "Drafter packages served.", (), {(): self._drafters()})
+        counts = Counts((version.drafter, version.state) for version in versions)
+        names = dict.fromkeys(version.drafter for version in versions)
+        by_state = {(name, state.value): counts[name, state.value] for name in names for state in VersionState}
+        meaning = "Versions of a drafter by state (current, former, retired)."
+        yield _gauge("drafter_versions", meaning, ("drafter", "state"), by_state)
+        offered = {(version.drafter, version.version): version for version in versions if version.share}
         for field, meaning in _VERSION.items():
-            name = f"outrider:coordinator_drafter_version_{field}"
-            shown = GaugeMetricFamily(name, meaning, labels=("drafter", "version"))
-            for version in versions:
-                if version.share:
-                    shown.add_metric((version.drafter, version.version), getattr(version, field))
-            yield shown
+            values = {labels: getattr(version, field) for labels, version in offered.items()}
+            yield _gauge(f"drafter_version_{field}", meaning, ("drafter", "version"), values)
+
+
+def _gauge(
+    name: str,
+    meaning: str,
+    labels: tuple[str, ...],
+    values: Mapping[Any, float],
+    kind: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    """Return a metric of the coordinator, with a value by the tuple of its labels."""
+    family = kind(f"outrider:coordinator_{name}", meaning, labels=labels)
+    for place, value in values.items():
+        family.add_metric(place, value)
+    return family
 
 
 class RelayMetrics:

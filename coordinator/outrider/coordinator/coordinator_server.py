@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 MAX_FETCHES, MAX_FETCHES_OF_PEER = 64, 16
 MAX_WATCHES, MAX_WATCHES_OF_PEER = 4096, 1024
 UNREAD_S = 30.0
+MAX_REQUEST_BYTES = 1 << 20
 RETRY_S = 1.0
 MAX_CALLS = 8192  # of all kinds, so that there is always room for those without a limit of their own
 MAX_STREAMS_OF_CONNECTION = 2048  # a client waits with more
@@ -124,8 +125,8 @@ class CoordinatorServer:
         config, relay = self._config, service.relay_metrics
         limits = {
             # Relayed frames may be longer than control requests, whose length `_Entry` checks.
-            "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MAX_MESSAGE_BYTES,
-            "grpc.max_send_message_length": config.max_reply_bytes,
+            "grpc.max_receive_message_length": MAX_REQUEST_BYTES if relay is None else MAX_MESSAGE_BYTES,
+            "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
             "grpc.max_concurrent_streams": MAX_STREAMS_OF_CONNECTION,
             **dict(connection_options()),
         }
@@ -133,7 +134,7 @@ class CoordinatorServer:
         options = list((dict(SERVER_OPTIONS) | limits).items())
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls, interceptors=(self._connections,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        methods = control_handlers(service, config.max_request_bytes)
+        methods = control_handlers(service)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
         if relay is not None:
             self._relay = StreamRelay(
@@ -165,15 +166,15 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
             f"{lacking('coordinator', error.name or 'ray')}, or list fixed verifiers", field="ray_address"
         ) from error
     connect_ray(config.ray_address)
-    return RayCluster(drain_grace_s=config.drain_grace_s)
+    return RayCluster()
 
 
-def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.RpcMethodHandler]:
+def control_handlers(service: ControlService) -> dict[str, grpc.RpcMethodHandler]:
     """Return the methods of `Control`, which decode bytes themselves, so that malformed ones get an answer.
 
-    The caller is checked before its request, and a request of more than `max_bytes` is not read.
+    The caller is checked before its request, and a request of more than `MAX_REQUEST_BYTES` is not read.
     """
-    entry = _Entry(service.admission, service.metrics, max_bytes)
+    entry = _Entry(service.admission, service.metrics)
     fetches = StreamLimits("fetches of files", MAX_FETCHES, MAX_FETCHES_OF_PEER, UNREAD_S)
     watches = StreamLimits("watches of drafters", MAX_WATCHES, MAX_WATCHES_OF_PEER, UNREAD_S)
 
@@ -248,10 +249,9 @@ class StreamLimits:
 class _Entry:
     """Checks the caller and the length of a call, and decodes it."""
 
-    def __init__(self, admission: CallerAdmission, metrics: CoordinatorMetrics, max_bytes: int) -> None:
+    def __init__(self, admission: CallerAdmission, metrics: CoordinatorMetrics) -> None:
         self._admission = admission
         self._metrics = metrics
-        self._max_bytes = max_bytes
 
     def unary(
         self,
@@ -303,22 +303,18 @@ class _Entry:
         return grpc.unary_stream_rpc_method_handler(handle)
 
     def _failure(self, error: Exception) -> OutriderError:
-        failure = _as_outrider(error)
+        failure = error
+        if not isinstance(failure, OutriderError):
+            logger.error("a call failed", exc_info=error)
+            failure = Internal("the coordinator failed on this request; its log says why")
         self._metrics.refuse_call(failure)
         return failure
 
     def _admit(self, data: bytes, context: Any) -> Caller:
         caller = self._admission.identify(context.invocation_metadata() or (), context.peer())
-        if len(data) > self._max_bytes:
-            raise ResourceExhausted(f"is {len(data)} bytes long; at most {self._max_bytes} are taken", field="frame")
+        if len(data) > MAX_REQUEST_BYTES:
+            raise ResourceExhausted(f"is {len(data)} bytes long; at most {MAX_REQUEST_BYTES} are taken", field="frame")
         return caller
-
-
-def _as_outrider(error: Exception) -> OutriderError:
-    if isinstance(error, OutriderError):
-        return error
-    logger.error("a call failed", exc_info=error)
-    return Internal("the coordinator failed on this request; its log says why")
 
 
 async def _repeat(work: Callable[[], Awaitable[object]], every_s: float) -> None:

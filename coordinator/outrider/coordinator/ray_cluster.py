@@ -26,6 +26,7 @@ NAMESPACE = "outrider"
 ACTOR_PREFIX = "outrider-verifier-"
 TRAINER_PREFIX = "outrider-trainer-"
 RETRY_S = 1.0
+DRAIN_GRACE_S = 10.0  # for the sessions of a drained verifier to move
 TEMPLATE_TIMEOUT_S = 20.0  # transformers reads the tokenizer's files for it
 
 # What Ray raises when it cannot be asked, beside its own tree.
@@ -67,30 +68,28 @@ def ray_on_loopback() -> Iterator[None]:
             os.environ[variable] = before[0]
 
 
-def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
+def verifier_names() -> tuple[str, ...]:
     """Return the sorted names of the joined cluster's verifiers, also those that load; raises `Unavailable`."""
-    return _named(ACTOR_PREFIX, namespace)
+    return _named(ACTOR_PREFIX)
 
 
-def _named(prefix: str, namespace: str) -> tuple[str, ...]:
+def _named(prefix: str) -> tuple[str, ...]:
     """Return the sorted names of actors behind their prefix."""
     try:
         actors = ray.util.list_named_actors(all_namespaces=True)
     except _RAY_FAILURES as error:
         raise Unavailable(f"Ray does not answer: {error}", retry_after_s=RETRY_S) from error
-    names = (actor["name"] for actor in actors if actor["namespace"] == namespace)
+    names = (actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
     return tuple(sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix)))
 
 
 class RayCluster:
-    """A fleet of the actors in one namespace whose names begin with `ACTOR_PREFIX`.
+    """A fleet of the actors in `NAMESPACE` whose names begin with `ACTOR_PREFIX`.
 
     Calls of Ray block, so worker threads make them.
 
     Args:
-        namespace: Ray namespace of the actors.
         info_timeout_s: seconds that a poll waits for all actors together; an actor that takes longer is down.
-        drain_grace_s: seconds that the sessions of a drained actor have to move.
         respawn: function that starts a new actor under a verifier's name (without prefix) after Ray has given up the
             old one, and returns its handle; a detached actor outlives the coordinator. None: lost verifiers stay down.
     """
@@ -98,16 +97,12 @@ class RayCluster:
     def __init__(
         self,
         *,
-        namespace: str = NAMESPACE,
         info_timeout_s: float = 2.0,
-        drain_grace_s: float = 10.0,
         respawn: Callable[[str], object] | None = None,
     ) -> None:
         if not ray.is_initialized():
             raise ConfigError("this process is in no Ray cluster; call connect_ray first", field="ray_address")
-        self._namespace = namespace
         self._info_timeout_s = info_timeout_s
-        self._drain_grace_s = drain_grace_s
         self._respawn = respawn
         self._roster = Roster()
         self._polling = asyncio.Lock()
@@ -119,7 +114,6 @@ class RayCluster:
 
     @property
     def trainers(self) -> tuple[TrainerStatus, ...]:
-        """State of all trainers at the last refresh, sorted by model."""
         return tuple(self._trainers.values())
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
@@ -129,8 +123,8 @@ class RayCluster:
 
     async def drain(self, name: str) -> int:
         """Ask the sessions of verifier `name` to move, and return their number; raises `NotFound` or `Unavailable`."""
-        patience_s = self._drain_grace_s + self._info_timeout_s
-        sessions = await asyncio.to_thread(self._call, name, "drain", patience_s, self._drain_grace_s)
+        timeout_s = DRAIN_GRACE_S + self._info_timeout_s
+        sessions = await asyncio.to_thread(self._call, name, "drain", timeout_s, DRAIN_GRACE_S)
         async with self._polling:
             self._roster.drained(name)
         return int(sessions)
@@ -141,11 +135,9 @@ class RayCluster:
             await asyncio.to_thread(self._send, ACTOR_PREFIX + name, "send_away", those)
 
     async def tokenizer_json(self, name: str) -> str:
-        """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound` or `Unavailable`."""
         return str(await asyncio.to_thread(self._call, name, "tokenizer_json", self._info_timeout_s))
 
     async def chat_template_json(self, name: str) -> str:
-        """Return the chat template of that target; empty: it has none. Raises `NotFound` or `Unavailable`."""
         return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
 
     async def allow_learning(self, keys: frozenset[bytes]) -> None:
@@ -164,7 +156,7 @@ class RayCluster:
         self._respawned.clear()
 
     def _poll(self) -> tuple[VerifierInfo, ...]:
-        listed = verifier_names(self._namespace)
+        listed = verifier_names()
         self._roster.observe(listed, self._reports(listed))
         for name in self._roster.leaving:
             self._send(ACTOR_PREFIX + name, "acknowledge_drain")  # so that its end counts as intended
@@ -176,7 +168,7 @@ class RayCluster:
 
     def _poll_trainers(self) -> None:
         """Take the answers that are there, and ask again: a trainer may be in the middle of a step."""
-        models = _named(TRAINER_PREFIX, self._namespace)
+        models = _named(TRAINER_PREFIX)
         asked, self._asked_trainers = self._asked_trainers, {}
         refs = list(asked.values())
         done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
@@ -208,13 +200,13 @@ class RayCluster:
         return {name: answer for name, answer in answers.items() if answer is not None}
 
     def _tell_trainers(self, method: str, argument: frozenset[Any]) -> None:
-        for model in _named(TRAINER_PREFIX, self._namespace):
+        for model in _named(TRAINER_PREFIX):
             self._send(TRAINER_PREFIX + model, method, argument)
 
     def _send(self, name: str, method: str, *arguments: Any) -> ray.ObjectRef[Any] | None:
         """Call a method of an actor without waiting for its answer; None: the actor cannot be called."""
         try:
-            actor = ray.get_actor(name, namespace=self._namespace)
+            actor = ray.get_actor(name, namespace=NAMESPACE)
             answer: ray.ObjectRef[Any] = getattr(actor, method).remote(*arguments)
             return answer
         # One of another release may have no such method.
@@ -240,7 +232,7 @@ class RayCluster:
 
     def _actor(self, name: str) -> Any:
         try:
-            return ray.get_actor(ACTOR_PREFIX + name, namespace=self._namespace)
+            return ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
         except ValueError as error:
             raise NotFound(f"there is no verifier {name!r}", field="verifier") from error
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outrider.cloud.verifier_config import MAX_PREFILL_ROWS
-from outrider.proto.policy import Smoothed, StepCost
-from outrider.proto.policy.patience import batching_delay_s
+from outrider.proto.policy import Smoothed
+from outrider.proto.policy.patience import StepCost, batching_delay_s
 from outrider.proto.session.verifier import VerifierRules, tokens_before_scores, unscored_tokens
 from outrider.proto.types import BlockBranch, DraftToken, token_ids
 

@@ -228,9 +228,6 @@ class VerifierServer:
             "tls": tls is not None,
             "tls_name": "" if tls is None else name_to_expect(tls.cert, self._host),
             "incarnation": self.incarnation,
-            "lists_texts": True,
-            "lists_admitted": True,
-            "ends_texts_of_keys": True,
             "admitted": admitted,
             "texts_of_keys": self.texts_of_keys,
         }
