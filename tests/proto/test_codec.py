@@ -204,7 +204,7 @@ leases = st.builds(
     tokenizer_sha256=words,
     tokenizer=st.none() | files,
     drafters=st.lists(manifests, max_size=2).map(tuple),
-    prior=st.builds(t.DraftingPrior, doubles, doubles, st.lists(drafter_priors, max_size=3).map(tuple)),
+    prior=st.builds(t.DraftingPrior, st.lists(drafter_priors, max_size=3).map(tuple)),
     tls=st.booleans(),
     tls_name=words,
     relayed=st.booleans(),

@@ -522,14 +522,10 @@ class Lease(_message.Message):
     def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ..., chat_template: _Optional[_Union[RemoteFile, _Mapping]] = ..., tls: _Optional[bool] = ..., tls_name: _Optional[str] = ..., relayed: _Optional[bool] = ..., release: _Optional[str] = ..., context_length: _Optional[int] = ...) -> None: ...
 
 class DraftingPrior(_message.Message):
-    __slots__ = ("acceptance", "step_s", "drafters")
-    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drafters",)
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
-    acceptance: float
-    step_s: float
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterPrior]
-    def __init__(self, acceptance: _Optional[float] = ..., step_s: _Optional[float] = ..., drafters: _Optional[_Iterable[_Union[DrafterPrior, _Mapping]]] = ...) -> None: ...
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterPrior, _Mapping]]] = ...) -> None: ...
 
 class DrafterPrior(_message.Message):
     __slots__ = ("drafter", "drafter_version", "acceptance", "trials")
