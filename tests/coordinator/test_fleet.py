@@ -21,7 +21,6 @@ from outrider.coordinator.fleet_hits import (
     REPORT_COMPARED,
     FleetAcceptance,
     Hits,
-    _Cells,
 )
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.edge.features import PromptClass, TextFeatures
@@ -113,13 +112,11 @@ def test_a_new_version_begins_with_nothing_of_the_old_one() -> None:
 
 
 def test_what_was_seen_a_half_life_ago_weighs_half() -> None:
-    cells = _Cells()
-    for _ in range(32):
-        cells.add((CODE, 2), Hits(REPORT_COMPARED, REPORT_COMPARED))
-    before = cells.of[CODE, 2]
+    known = fleet(*[text(hits(1.0, REPORT_COMPARED))] * 32)
+    before = known.total("general", "1")
     for _ in range(int(HALF_LIFE) // REPORT_COMPARED):
-        cells.add((CODE, 2), Hits(0, REPORT_COMPARED))
-    kept = cells.of[CODE, 2]
+        known.add(text(hits(0.0, REPORT_COMPARED)), ())
+    kept = known.total("general", "1")
     assert kept.hits == pytest.approx(before.hits / 2)
     assert kept.trials < HALF_LIFE / math.log(2) + REPORT_COMPARED, "it fills up"
 

@@ -218,11 +218,3 @@ def test_a_lower_limit_holds_for_what_goes_on(tmp_path: Path) -> None:
     fleet.write(ALICE)
     fleet.poll()
     assert flat(fleet.poll()) == {"a": ["alice/s2"], "b": ["alice/s1"]}, "the oldest stays"
-
-
-def test_what_does_not_list_its_texts_frees_no_place(fleet: Fleet) -> None:
-    fleet.lease("s1")
-    for _ in range(3):
-        fleet.now_s += RESUME_S
-        assert fleet.admission.observe([ready("a"), ready("b")], fleet.now_s) == {}
-    assert refused(fleet, "s2")

@@ -28,6 +28,7 @@ from outrider.coordinator.queue import (
     PlaceTicket,
 )
 from outrider.proto.errors import ResourceExhausted, Unavailable
+from outrider.proto.lease import text_name
 from outrider.proto.types import LeaseRequest
 
 
@@ -285,11 +286,12 @@ def test_a_suspected_stream_is_left_for_the_next_free_place_though_others_wait()
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
 def test_after_a_restart_verifiers_say_which_texts_are_no_newcomers(tenant: str) -> None:
-    fleet = view(place(1, 1, admitted={"old": 0}))
+    admitted = {text_name(tenant, "old"): 0}
+    fleet = view(place(1, 1, admitted=admitted))
     waits(fleet, request("newcomer"), tenant, 0.0)
     waits(fleet, request("liar", precision="float32", epoch=3), tenant, 0.0)
     waits(fleet, request("old", precision="float32", epoch=1), tenant, 0.0)
-    fleet.observe((place(1, 0, admitted={"old": 0}),), 0.5)
+    fleet.observe((place(1, 0, admitted=admitted),), 0.5)
     waits(fleet, request("newcomer"), tenant, 0.5)
     waits(fleet, request("liar", precision="float32", epoch=3), tenant, 0.5)
     assert fleet.choose(request("old", precision="float32", epoch=1), tenant, 0.5).name == "a"

@@ -209,10 +209,10 @@ def test_a_job_has_its_inputs_and_its_output_place(tmp_path: Path, monkeypatch: 
 def test_a_place_that_only_nodes_can_write_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for there in (str(tmp_path / "file" / "out"), "nonsense://bucket/out"):
-        request, task, _ = sent(monkeypatch, "--installed", "--output", there, "--", "models")
+        request, task, _ = sent(monkeypatch, "--installed", "--output", there, "--", "key", "alice")
         assert task == {"output": there, "mark": ".j.submitted", "marked": False, "resume": []}
         assert "py_modules" not in request["runtime_env"]
-    assert sent(monkeypatch, "--", "models")[1]["mark"] == "", "a command that writes nothing needs no place"
+    assert sent(monkeypatch, "--", "key", "alice")[1]["mark"] == "", "a command that writes nothing needs no place"
 
 
 def test_inputs_keep_their_path_below_this_folder_and_their_last_name_otherwise(tmp_path: Path) -> None:
@@ -271,9 +271,9 @@ NOBODY = "no Ray job server answers at http://"
         ("", 1, "give a command of outrider after --"),
         ("-- fly", 2, "'fly'"),
         ("-- train drafter", 2, "--output"),
-        ("--address 127.0.0.1:8265 -- models", 1, "address: '127.0.0.1:8265' is not http://HOST:PORT"),
-        ("--address http://127.0.0.1:1 -- models", 1, f"address: {NOBODY}127.0.0.1:1"),
-        ("--address http://nowhere.invalid:8265 -- models", 1, f"{NOBODY}nowhere.invalid:8265"),
+        ("--address 127.0.0.1:8265 -- key alice", 1, "address: '127.0.0.1:8265' is not http://HOST:PORT"),
+        ("--address http://127.0.0.1:1 -- key alice", 1, f"address: {NOBODY}127.0.0.1:1"),
+        ("--address http://nowhere.invalid:8265 -- key alice", 1, f"{NOBODY}nowhere.invalid:8265"),
     ],
 )
 def test_whatever_is_wrong_is_one_line_that_says_what_to_do(arguments: str, status: int, says: str, capfd) -> None:
@@ -290,7 +290,7 @@ def test_whatever_is_wrong_is_one_line_that_says_what_to_do(arguments: str, stat
 def test_without_ray_or_its_jobs_one_line_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.delitem(sys.modules, "outrider.deploy.submit")
     monkeypatch.setitem(sys.modules, missing, None)
-    assert main(["submit", "--", "models"]) == 1
+    assert main(["submit", "--", "key", "alice"]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert f"needs the extra [jobs], which is not all installed here (missing: {missing})" in line
 

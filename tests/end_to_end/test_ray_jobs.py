@@ -145,7 +145,7 @@ def test_a_node_that_cannot_run_the_command_or_write_its_output_says_so(head: Ra
         (path, "the first python3 of Ray's PATH"),
         (["--output", "/proc/here"], "output: /proc/here on"),
     ):
-        failed = head.outrider(*options, "--", "models", folder=tmp_path)
+        failed = head.outrider(*options, "--", "key", "alice", folder=tmp_path)
         assert failed.returncode == 2, failed.stdout + failed.stderr
         assert says in failed.stdout
         assert "Traceback" not in failed.stdout
