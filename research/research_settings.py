@@ -49,7 +49,7 @@ class ReplaySettings(LinkListSettings):
 class RecordSettings(Settings):
     """Texts that a target writes alone, and drafters to record."""
 
-    prompts: Path | None = option(None, "file of prompts, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
+    prompts: Path | None = option(None, "file of prompts; not set: built-in")
     per_domain: int = option(10, "prompts per domain", check=at_least(1))
     max_tokens: int = option(128, "tokens per text", check=at_least(1))
     drafter: tuple[str, ...] = listed(

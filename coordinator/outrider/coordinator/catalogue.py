@@ -69,16 +69,12 @@ class Package:
     """A checked drafter package.
 
     Attributes:
-        manifest: its identity and files.
-        content_by_sha256: its files by their hashes.
         sequence: place among the versions of its name, the newest highest; 0 where its manifest has none.
-        parent: version that it was trained on from; empty: none.
     """
 
     manifest: DrafterManifest
     content_by_sha256: Mapping[str, StoredContent]
     sequence: int = 0
-    parent: str = ""
 
 
 def load_package(folder: Path) -> Package:
@@ -102,7 +98,7 @@ def load_package(folder: Path) -> Package:
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
     for file in drafter.files:
         contents[file.sha256] = _content_of(file, folder, manifest)
-    return Package(manifest, contents, drafter.sequence, drafter.parent)
+    return Package(manifest, contents, drafter.sequence)
 
 
 def _read_manifest(path: Path) -> tuple[bytes, Stamp]:

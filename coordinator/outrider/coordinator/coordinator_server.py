@@ -55,12 +55,7 @@ Reply = TypeVar("Reply")
 
 
 class CoordinatorServer:
-    """A coordinator; start and stop it in one event loop.
-
-    Args:
-        config: settings of the coordinator.
-        cluster: fleet of verifiers; None: the one that the settings name, with Ray joined before gRPC starts.
-    """
+    """A coordinator of a cluster, or of the one that the settings name; start and stop it in one event loop."""
 
     def __init__(self, config: CoordinatorConfig, cluster: Cluster | None = None) -> None:
         self._config = config

@@ -139,13 +139,9 @@ class FleetAcceptance:
         )
 
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
-        """Return the expected hit rates of the drafters of `model`, most trials first.
+        """Return the expected hit rates of the drafters of `model`, most trials first; class 0: any.
 
-        Args:
-            model: the target.
-            prompt_class: kind of prompt; 0: any.
-            link_class: kind of link; 0: any. What other links and other kinds of prompt say counts as
-                `BROADER_TRIALS` trials at most.
+        What other links and other kinds of prompt say counts as `BROADER_TRIALS` trials at most.
         """
         of: defaultdict[Drafter, dict[str, Hits]] = defaultdict(dict)
         for key, drafters in self._of_keys.items():

@@ -47,12 +47,7 @@ class Caller:
 
 
 class CallerAdmission:
-    """Checks callers and counts their sessions and tokens, in one event loop.
-
-    Args:
-        keys: API keys that callers must have; None: anybody may call.
-        clock: monotonic time in seconds.
-    """
+    """Checks callers and counts their sessions and tokens, in one event loop; without `keys` anybody may call."""
 
     def __init__(self, keys: Keys | None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
@@ -247,12 +242,8 @@ class KeyPlaces:
         """Take in what verifiers say of their texts, and return which of these must not go on.
 
         A key that had too many texts at the last poll as well loses the youngest beyond its limit. Once may be
-        chance, since verifiers answer one after the other.
-
-        Args:
-            verifiers: all that are known.
-            asked_s: time before they were asked.
-            limit: texts that a key may have at once, by its name; None: any number.
+        chance, since verifiers answer one after the other. `limit` returns how many texts a key may have at once, by
+        its name; None: any number.
         """
         answered = {v.name: v for v in verifiers if v.state is not VerifierState.DOWN}
         self._listed, self._asked_s = {}, asked_s

@@ -130,15 +130,9 @@ class PlaceQueue:
     def ask(
         self, key: str, session: str, wants: Hashable, now_s: float, *, has_place: bool = False, has_run: bool = False
     ) -> PlaceTicket:
-        """Return the ticket of a text whose edge asks, the one that it has or a new one.
+        """Return the ticket of a text whose edge asks, the one that it has or a new one; see `PlaceTicket`.
 
-        Args:
-            key: name of its API key; empty: none.
-            session: its session.
-            wants: see `PlaceTicket`.
-            now_s: present time.
-            has_place: see `PlaceTicket`.
-            has_run: whether it is no newcomer although this queue knows of no lease.
+        `has_run` says that it is no newcomer although this queue knows of no lease.
         """
         self._sweep(now_s)
         line = self._lines.get(key, {})
@@ -176,7 +170,7 @@ class PlaceQueue:
             share_of: what a key has, by its name.
             fits: verifiers that have what a ticket wants.
             room: places that a key may have beside those it has.
-            most: free places of all verifiers that may be given.
+            most: places that may be given in all.
             now_s: present time.
         """
         left = _FreePlaces(free, fits, room)
@@ -220,10 +214,7 @@ class PlaceQueue:
 
         That is sooner the nearer its turn is, by the places that were given lately, and the fewer texts wait.
 
-        Args:
-            ticket: the text's.
-            places: places that there are, taken ones included; infinite: none is known.
-            now_s: present time.
+        `places` counts those that there are, taken ones included; infinite: none is known.
         """
         retry_s = RETRY_WHEN_FULL_S
         while self._served and self._served[0] <= now_s - RATE_OVER_S:

@@ -57,16 +57,7 @@ class _Connection:
 
 
 class StreamRelay:
-    """Passes `Decoding.Decode` on, in one event loop.
-
-    Args:
-        secret: key that signs leases.
-        verifiers: returns the present fleet.
-        metrics: counters of streams and frames.
-        tls: certificates for verifiers that speak TLS.
-        max_streams: limit of streams at once.
-        clock: Unix time in seconds.
-    """
+    """Passes `Decoding.Decode` on to the present `verifiers`, in one event loop; `clock` is Unix time in seconds."""
 
     def __init__(
         self,

@@ -109,8 +109,20 @@ class ControlService:
             self._refreshed_s = time.monotonic()
             for verifier in self._view.known:
                 if verifier.state is not VerifierState.DOWN:
-                    await _learn_tokenizer(self.catalogue, self._cluster, verifier)
-                    await _learn_chat_template(self.catalogue, self._cluster, verifier)
+                    await self._learn_files(verifier)
+
+    async def _learn_files(self, verifier: VerifierInfo) -> None:
+        """Take in the tokenizer and the chat template of a verifier's target, where they are not known yet."""
+        name, sha256 = verifier.name, verifier.tokenizer_sha256
+        try:
+            if sha256 and self.catalogue.tokenizer(sha256) is None:
+                self.catalogue.add_tokenizer(await self._cluster.tokenizer_json(name))
+                if self.catalogue.tokenizer(sha256) is None:
+                    logger.warning("verifier %s serves a tokenizer that is not %s", name, sha256[:12])
+            if verifier.model and not self.catalogue.knows_chat_template(verifier.model):
+                self.catalogue.add_chat_template(verifier.model, await self._cluster.chat_template_json(name))
+        except OutriderError as error:
+            logger.warning("the tokenizer or chat template of verifier %s is not served: %s", name, error)
 
     def _note_away(self, away: SendAway) -> None:
         for verifier, texts in away.items():
@@ -381,26 +393,3 @@ def _check_lease_request(request: LeaseRequest) -> None:
 def _check_tokenizer(tokenizer_sha256: str, field: str) -> None:
     if tokenizer_sha256 and not SHA256.fullmatch(tokenizer_sha256):
         raise InvalidArgument("must be 64 hexadecimal digits, or empty", field=field)
-
-
-async def _learn_tokenizer(catalogue: Catalogue, cluster: Cluster, verifier: VerifierInfo) -> None:
-    sha256 = verifier.tokenizer_sha256
-    if not sha256 or catalogue.tokenizer(sha256) is not None:
-        return
-    try:
-        catalogue.add_tokenizer(await cluster.tokenizer_json(verifier.name))
-    except OutriderError as error:
-        logger.warning("the tokenizer of verifier %s is not served: %s", verifier.name, error)
-    else:
-        if catalogue.tokenizer(sha256) is None:
-            logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, sha256[:12])
-
-
-async def _learn_chat_template(catalogue: Catalogue, cluster: Cluster, verifier: VerifierInfo) -> None:
-    if not verifier.model or catalogue.knows_chat_template(verifier.model):
-        return
-    try:
-        template = await cluster.chat_template_json(verifier.name)
-        catalogue.add_chat_template(verifier.model, template)
-    except OutriderError as error:
-        logger.warning("the chat template of verifier %s is not served: %s", verifier.name, error)

@@ -205,12 +205,7 @@ class Command:
 class Given:
     """Values that command line, environment and config file give a command.
 
-    Attributes:
-        command: words of the command.
-        run: the function `module:name` that runs it.
-        arguments: options and positional arguments of the command.
-        values: values by the name of the option.
-        parse: function that parses another command line, for commands that run commands.
+    `run` names the function, `module:name`, and `parse` parses another command line, for commands that run commands.
     """
 
     command: str

@@ -1,9 +1,9 @@
-"""Prompts from the command line or a file."""
+"""Prompts from a file, and those that are built in."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.deploy.arguments import read_text
@@ -28,26 +28,13 @@ def held_out(per_domain: int) -> list[Prompt]:
 
 
 def choose_prompts(path: Path | None, per_domain: int) -> list[Prompt]:
-    """Return up to `per_domain` prompts of each domain, from a file, a folder of DOMAIN.jsonl files, or built in.
-
-    Raises:
-        ConfigError: a file is invalid (see `read_prompts`), or the folder holds none.
-    """
+    """Return up to `per_domain` prompts of each domain, from a file (see `read_prompts`) or built in."""
     if path is None:
         return held_out(per_domain)
-    if not path.expanduser().is_dir():
-        by_domain: dict[str, list[Prompt]] = {}
-        for prompt in read_prompts(path):
-            by_domain.setdefault(prompt.domain, []).append(prompt)
-        return [prompt for prompts in by_domain.values() for prompt in prompts[:per_domain]]
-    files = sorted(path.expanduser().glob("*.jsonl"))
-    if not files:
-        raise ConfigError(f"{path} holds no DOMAIN.jsonl", field="prompts")
-    return [
-        replace(prompt, domain=prompt.domain or file.stem)
-        for file in files
-        for prompt in read_prompts(file, per_domain)
-    ]
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in read_prompts(path):
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    return [prompt for prompts in by_domain.values() for prompt in prompts[:per_domain]]
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:

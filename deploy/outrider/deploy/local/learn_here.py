@@ -67,11 +67,7 @@ class _TrainerProcess(Child):
 class LearningHere:
     """Learning beside one client; `run` it in a task, with the client open.
 
-    Args:
-        learning: the client's.
-        cpu_share: share of one core that training may take.
-        folder: folder of what is learned; None: it is forgotten when `run` ends.
-        logs: log_level and log_format of the trainer.
+    Training may take `cpu_share` of one core. Without a `folder`, what is learned is forgotten when `run` ends.
     """
 
     def __init__(

@@ -96,14 +96,7 @@ async def _up(given: Given) -> int:
 
 
 def next_steps(coordinator: str, model: str, verifier: str, given: Given) -> Iterator[str]:
-    """Yield what to type to use a cluster, and to end it.
-
-    Args:
-        coordinator: address at which the coordinator listens.
-        model: id by which edges ask for the target.
-        verifier: name of one of the verifiers.
-        given: options of the command that has started the cluster.
-    """
+    """Yield what to type to use a cluster that `given` options have started, with one of its verifiers to drain."""
     place, elsewhere = _reached(coordinator)
     needed = f"--coordinator {place}{_credentials(given)}"
     page = f"http://{DaemonConfig().listen}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,14 +27,12 @@ class Child(ABC):
     Args:
         module: module to run.
         name: name in errors, such as `the link`.
-        environment: variables beside this process's own.
     """
 
-    def __init__(self, module: str, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str, name: str) -> None:
         self.process: asyncio.subprocess.Process | None = None
         self._module = module
         self._name = name
-        self._environment = os.environ | (environment or {})
         self._exchanging = asyncio.Lock()
 
     @abstractmethod
@@ -49,7 +46,6 @@ class Child(ABC):
             self._module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=self._environment,
             limit=MAX_LINE_BYTES,
             start_new_session=True,  # a terminal's Ctrl-C is for this process, whose end is the child's
         )
