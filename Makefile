@@ -91,7 +91,7 @@ proto: $(READY)
 
 # Generates the reference of commands and options; a test fails if it is out of date.
 docs: $(READY)
-	$(BIN)/python -m outrider.deploy.reference > docs/cli.md
+	$(BIN)/python -m outrider.deploy.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
 # Pins every package of the images with the hashes of its files; a test fails if the pins no longer fit pyproject.toml and
 # constraints.txt. TORCH_CPU: folder with torch's build without CUDA; without one, uv fetches it from torch's own index.

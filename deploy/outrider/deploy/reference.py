@@ -1,50 +1,26 @@
-"""The reference of all commands and options, docs/cli.md: `python -m outrider.deploy.reference > docs/cli.md`."""
+"""The reference of all commands and options: `python -m outrider.deploy.reference` prints docs/cli.md anew."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from outrider.deploy.arguments import PREFIX, Argument, shown_default
 from outrider.deploy.cli import COMMANDS, LOGS, Entry
 from outrider.proto.settings import REQUIRED
 
-HEAD = f"""# Command line
-
-<!-- Made from the declarations of the options by `make docs`; a test fails where they differ. -->
-
-Every option of a command can be set on the command line, by an environment variable, or by a key in the TOML file that
-`--config` or `{PREFIX}CONFIG` names:
-
-    outrider run --max-tokens 64 'def main():'
-    {PREFIX}RUN_MAX_TOKENS=64 outrider run 'def main():'
-
-    # outrider.toml
-    [run]
-    max-tokens = 64
-
-The command line wins over the environment, that over the file, and that over the default. A key that a command does not
-have is a mistake. A variable is the command's prefix and the option in capitals, with `_` for `-`. An option that may
-be repeated is a list in the file (`stop = ["a", "b"]`), and `[a, b]` in a variable.
-
-Shells complete all of this by one line at the end of their files, with a program that is installed beside `outrider`
-([argcomplete](https://kislyuk.github.io/argcomplete/) has more shells):
-
-    # ~/.bashrc
-    eval "$(register-python-argcomplete outrider)"
-    # ~/.zshrc
-    autoload -Uz compinit && compinit && eval "$(register-python-argcomplete outrider)"
-    # ~/.config/fish/config.fish
-    register-python-argcomplete --shell fish outrider | source
-"""
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"  # of a checkout
+FIRST = "Options of every command"
 # Unset while the reference is made, since defaults depend on them.
 VARIABLES = ("XDG_CACHE_HOME", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 
 
 def reference() -> str:
-    """Return the whole text, in Markdown."""
-    parts = [HEAD, _table("Options of every command", "before the command's name", LOGS)]
+    """Return the page: its introduction as it is, and all commands and options in Markdown."""
+    introduction, _, _ = PAGE.read_text(encoding="utf-8").partition(f"**{FIRST}**")
+    parts = [introduction.removesuffix("\n"), _table(FIRST, "before the command's name", LOGS)]
     parts += [
         "## Commands\n",
         *(
