@@ -51,6 +51,18 @@ _VERSION = {  # by field of a version's status
     "difference": "Mean difference of hit rates between a version and the one before it.",
     "evidence": "Natural log of the wealth that bets on a version's being worse have made.",
 }
+_COUNTERS = {  # meaning and label
+    "leases_granted": ("Leases granted.", MODEL),
+    "leases_reopened": ("Leases granted to sessions that had a stream before.", MODEL),
+    "leases_suspected": ("Leases granted to leave a verifier that is silent.", MODEL),
+    "leases_refused": ("Leases refused, by error.", "error"),
+    "refused_calls": ("Calls answered with an error.", "error"),
+    "leases_by_prefix": (
+        "Leases at a verifier that took texts which begin alike (same), elsewhere (other), or none did (new).",
+        "outcome",
+    ),
+    "reported_sessions": ("Finished sessions reported by edges.", MODEL),
+}
 _REPORTED = {  # by field of a report
     "committed_tokens": "Tokens committed in reported sessions.",
     "accepted_tokens": "Drafts accepted in reported sessions.",
@@ -69,55 +81,35 @@ class CoordinatorMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._granted = _counter(self.registry, "coordinator_leases_granted", "Leases granted.", MODEL)
-        self._reopened = _counter(
-            self.registry, "coordinator_leases_reopened", "Leases granted to sessions that had a stream before.", MODEL
-        )
-        self._suspected = _counter(
-            self.registry, "coordinator_leases_suspected", "Leases granted to leave a verifier that is silent.", MODEL
-        )
-        self._refused = _counter(self.registry, "coordinator_leases_refused", "Leases refused, by error.", "error")
-        self._refused_calls = _counter(
-            self.registry, "coordinator_refused_calls", "Calls answered with an error.", "error"
-        )
-        self._prefixes = _counter(
-            self.registry,
-            "coordinator_leases_by_prefix",
-            "Leases at a verifier that took texts which begin alike (same), elsewhere (other), or none did (new).",
-            "outcome",
-        )
-        self._sessions = _counter(
-            self.registry, "coordinator_reported_sessions", "Finished sessions reported by edges.", MODEL
-        )
-        self._reported = {
-            field: _counter(self.registry, f"coordinator_reported_{field}", meaning, MODEL)
-            for field, meaning in _REPORTED.items()
+        reported = {f"reported_{field}": (meaning, MODEL) for field, meaning in _REPORTED.items()}
+        self._counters = {
+            name: _counter(self.registry, f"coordinator_{name}", *rest) for name, rest in (_COUNTERS | reported).items()
         }
         self._models: set[str] = set()
 
     def grant(self, model: str, request: LeaseRequest) -> None:
-        self._granted.labels(model).inc()
-        self._reopened.labels(model).inc(request.epoch > 0)
-        self._suspected.labels(model).inc(request.suspected)
+        self._counters["leases_granted"].labels(model).inc()
+        self._counters["leases_reopened"].labels(model).inc(request.epoch > 0)
+        self._counters["leases_suspected"].labels(model).inc(request.suspected)
 
     def place_prefix(self, known: int, most: int) -> None:
         """Count a lease at a verifier that took `known` beginnings of the text, where some verifier took `most`."""
-        self._prefixes.labels("new" if not most else "same" if known == most else "other").inc()
+        self._counters["leases_by_prefix"].labels("new" if not most else "same" if known == most else "other").inc()
 
     def refuse(self, error: OutriderError) -> None:
-        self._refused.labels(type(error).__name__).inc()
+        self._counters["leases_refused"].labels(type(error).__name__).inc()
 
     def refuse_call(self, error: OutriderError) -> None:
-        self._refused_calls.labels(type(error).__name__).inc()
+        self._counters["refused_calls"].labels(type(error).__name__).inc()
 
     def report(self, report: SessionReport) -> None:
         model = report.model
         if model not in self._models and len(self._models) >= MAX_MODELS:
             model = "other"
         self._models.add(model)
-        self._sessions.labels(model).inc()
-        for field, counter in self._reported.items():
-            counter.labels(model).inc(getattr(report, field))
+        self._counters["reported_sessions"].labels(model).inc()
+        for field in _REPORTED:
+            self._counters[f"reported_{field}"].labels(model).inc(getattr(report, field))
 
 
 class FleetMetrics(Collector):
