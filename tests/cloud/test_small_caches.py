@@ -15,9 +15,19 @@ from transformers import DynamicCache
 
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package_writing as publishing
-from outrider.cloud.export.cache_scales import HEADROOM, MAX_LEVEL, SEED, with_int8_cache
-from outrider.cloud.export.check import drawn_texts, logits_by_torch, open_session, run_in_chunks
-from outrider.cloud.export.model import Anatomy, CacheScales, load, load_for_export, look_at
+from outrider.cloud.export.check import logits_by_torch, open_session, run_in_chunks
+from outrider.cloud.export.model import (
+    HEADROOM,
+    MAX_LEVEL,
+    SEED,
+    Anatomy,
+    CacheScales,
+    drawn_texts,
+    load,
+    load_for_export,
+    look_at,
+    with_int8_cache,
+)
 from outrider.cloud.testing import tiny_llama
 from outrider.drafters import find_package
 from outrider.drafters.onnx import OnnxDrafter

@@ -2,6 +2,11 @@
 
 GroupQueryAttention (ONNX Runtime's own operator) rotates, writes new keys and values into the cache in place, and
 attends, in one node. `gate_proj` and `up_proj` of an MLP stay two products, so that a bias can be added to the latter.
+
+The edge's side of its inputs and outputs is in `outrider.drafters.onnx`: n new tokens join a cache in which p positions
+are filled. The cache is one pair of arrays a layer with room for c positions, c >= p + n; past and present are the same
+memory, so the graph writes n rows and copies none. A steered drafter's graph takes a bias of every layer's up
+projection besides: outputs of a second small graph, which runs once a steering vector, not once a token.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normaliza
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
 from transformers import PreTrainedModel
 
-from outrider.cloud.export.contract import INPUTS, OUTPUTS, VECTOR, ExportMismatch, cache_names, steering_names
 from outrider.cloud.export.model import Anatomy, AttentionSettings, CacheScales, forward
 from outrider.cloud.export.steered import SteeringWeights, steered_by
 from outrider.cloud.models.heads import head_of_kept_tokens, spread, tokens_of
+from outrider.proto.errors import OutriderError
 
 OPSET = 20
 IR_VERSION = 10  # of the traced graphs
@@ -30,6 +35,35 @@ CONTRIB = "com.microsoft"  # ONNX Runtime's own operators
 # A head's sink is a score that takes part in the softmax and carries no value. This one changes nothing, but with
 # a sink ONNX Runtime 1.31 takes another softmax: at 800 positions the attention of a token costs a third less.
 EMPTY_SINK = -1e30
+# The caches follow, for every layer past_key.L and past_value.L, present_key.L and present_value.L.
+INPUTS: dict[str, dict[str, Any]] = {
+    "tokens": {"dtype": "int64", "shape": [1, "n"]},
+    "logit_rows": {"dtype": "int64", "shape": ["m"]},
+    "candidate_count": {"dtype": "int64", "shape": [1]},
+    "last_position": {"dtype": "int32", "shape": [1]},
+    "length": {"dtype": "int32", "shape": []},
+}
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "candidate_tokens": {"dtype": "int64", "shape": ["m", "candidate_count"]},
+    "candidate_logits": {"dtype": "float32", "shape": ["m", "candidate_count"]},
+    "log_normalizer": {"dtype": "float32", "shape": ["m"]},
+    "logits": {"dtype": "float32", "shape": ["m", "vocab_size"]},
+}
+VECTOR = "vector"  # name of the steering graph's only input, float32 [rank]
+
+
+class ExportMismatch(OutriderError):
+    """ONNX Runtime and torch disagree about the exported model; nothing was published."""
+
+
+def cache_names(side: str, layers: int) -> list[str]:
+    """Return the names of the cache's inputs (`side` "past") or outputs ("present"), by layer, keys first."""
+    return [f"{side}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def steering_names(layers: int) -> list[str]:
+    """Return the names of the biases, float32 [mlp] each: a steered graph's last inputs."""
+    return [f"steering.{layer}" for layer in range(layers)]
 
 
 class _Trace:
@@ -43,7 +77,7 @@ class _Trace:
         last: torch.Tensor,
         length: torch.Tensor,
     ):
-        """Take two `tables` and two `caches` of every layer (see `Anatomy`, `contract`); no tables: nothing rotates."""
+        """Take two `tables` and two `caches` of every layer (see `Anatomy`); no tables: nothing rotates."""
         self._tables = tables
         self._scales = scales
         self._past = caches
@@ -105,7 +139,7 @@ class _Step(torch.nn.Module):
         caches: list[torch.Tensor],
         biases: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of `contract` in its order and shapes; `candidate_count` becomes an input later."""
+        """Return `OUTPUTS` and the caches in their order and shapes; `candidate_count` becomes an input later."""
         step = _Trace(self.tables, self.scales, caches, last_position, length)
         first_position = last_position.to(torch.int64) + 1 - tokens.shape[1]
         with steered_by(self.model, biases) if biases else nullcontext():

@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.proto.drafter_format import CacheShape
@@ -22,6 +22,9 @@ from outrider.proto.errors import InvalidArgument
 
 ATTENTION = "outrider_export"
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every file of a model that rotates
+DRAWN_TEXTS, DRAWN_LENGTH = 4, 96  # texts of each kind, and the most tokens of one
+HEADROOM, MAX_LEVEL = 1.1, 127  # of the numbers in a cache of int8
+SEED = 1  # of the texts that scales are found on, which are other ones than those that the graph is checked on
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """The attention of a layer. `window`: positions seen, the own one counted; None: all. `softcap` bounds scores."""
+    """The attention of a layer; `window`: positions seen, the own one counted; None: all."""
 
     scale: float
     window: int | None
@@ -78,17 +81,12 @@ class Pass(Protocol):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionSettings
     ) -> torch.Tensor:
-        """Attend, from `query` [1, heads, n, head_dim], `key` and `value` [1, kv_heads, n, head_dim].
-
-        Return [1, n, heads, head_dim].
-        """
-        ...
+        """Return [1, n, heads, head_dim], given `query` [1, heads, n, head_dim], `key`, `value` [1, kv_heads, …]."""
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys for attention. `cos`, `sin`: [1, n, head_dim]."""
-        ...
 
 
 def load(folder: Path, attention: str | None = None) -> PreTrainedModel:
@@ -100,13 +98,8 @@ def load(folder: Path, attention: str | None = None) -> PreTrainedModel:
 
 def load_for_export(folder: Path) -> PreTrainedModel:
     """Load the model in float32, with attention left to the `Pass` of each forward."""
-    offer_attention()
-    return load(folder, ATTENTION)
-
-
-def offer_attention() -> None:
-    """Register `ATTENTION`, which leaves attention to the `Pass` of each forward, with transformers."""
     AttentionInterface.register(ATTENTION, _attend)
+    return load(folder, ATTENTION)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -146,6 +139,53 @@ def look_at(model: PreTrainedModel) -> Anatomy:
         )
     rotations = tuple(look.tables) or (None,) * len(look.shapes)
     return Anatomy(CacheShape(len(look.shapes), kv_heads, head_dim), rotations, tuple(look.windows))
+
+
+@torch.inference_mode()
+def drawn_texts(plain: PreTrainedModel, *, seed: int) -> torch.Tensor:
+    """Return int64 [2 * DRAWN_TEXTS, length]: texts of random tokens, then texts that the model writes."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = plain.config.vocab_size
+    length = min(DRAWN_LENGTH, context_length(plain))
+    random = torch.randint(vocabulary, (DRAWN_TEXTS, length), generator=generator)
+    written = torch.randint(vocabulary, (DRAWN_TEXTS, 2), generator=generator)
+    while written.shape[1] < length:
+        p = plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
+        written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
+    return torch.cat([random, written])
+
+
+@torch.inference_mode()
+def with_int8_cache(anatomy: Anatomy, plain: PreTrainedModel) -> Anatomy:
+    """Return the anatomy of a model with a cache of 8-bit numbers in place of float32.
+
+    It has one scale for each channel of a head's keys and values, found on texts of `plain`, the model with
+    transformers' own attention. The graph's attention rounds new keys and values when it writes them, and multiplies
+    with the levels. A scale is fixed, so what is larger than any of the texts had is cut off at `HEADROOM` times that.
+    """
+    filled: Any = DynamicCache()
+    plain(input_ids=drawn_texts(plain, seed=SEED), past_key_values=filled, use_cache=True, logits_to_keep=1)
+    scales = tuple(
+        CacheScales(_scales(_turned(layer.keys) if rotation else layer.keys.abs()), _scales(layer.values.abs()))
+        for layer, rotation in zip(filled.layers, anatomy.rotations, strict=True)
+    )
+    return replace(anatomy, shape=replace(anatomy.shape, dtype="int8"), scales=scales)
+
+
+def _turned(keys: torch.Tensor) -> torch.Tensor:
+    """Return the largest that each number of `keys` [rows, kv_heads, n, head_dim] is at any position.
+
+    Rotation turns the pairs of channel j and j + head_dim / 2 and keeps their lengths.
+    """
+    first, second = keys.chunk(2, dim=-1)
+    lengths = torch.hypot(first, second)
+    return torch.cat([lengths, lengths], dim=-1)
+
+
+def _scales(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the scales [1, kv_heads, 1, head_dim] of `sizes` [rows, kv_heads, n, head_dim], none of them zero."""
+    largest = sizes.float().amax(dim=(0, 2), keepdim=True)
+    return (HEADROOM / MAX_LEVEL * largest).clamp(min=1e-6)
 
 
 class _Look:

@@ -16,26 +16,30 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from outrider.cloud.export.cache_scales import with_int8_cache
-from outrider.cloud.export.check import GraphCheck
-from outrider.cloud.export.check_steered import SteeredCheck
-from outrider.cloud.export.contract import (
+from outrider.cloud.export.check import GraphCheck, SteeredCheck
+from outrider.cloud.export.graph import (
     INPUTS,
-    MANIFEST_FILE,
-    MODEL_FILE,
+    OPSET,
     OUTPUTS,
-    STEERING_GRAPH_FILE,
     cache_names,
-    cache_port,
     steering_names,
+    write_graph,
+    write_steering_graph,
 )
-from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
-from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
+from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at, with_int8_cache
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
 from outrider.cloud.models.heads import HEAD, tokens_of
 from outrider.drafters.packages import version_of
-from outrider.proto.drafter_format import CACHE_DTYPES, CACHE_LAYOUT, DRAFTER_FORMAT, GRAPHS
+from outrider.proto.drafter_format import (
+    CACHE_DTYPES,
+    CACHE_LAYOUT,
+    DRAFTER_FORMAT,
+    GRAPHS,
+    MANIFEST,
+    MODEL,
+    STEERING_GRAPH,
+)
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
@@ -103,7 +107,7 @@ def export_drafter(
             metrics: dict[str, Any] = check.metrics(_write(model, anatomy, check, unfinished))
         else:
             _write(model, anatomy, check, unfinished, mlp=steering.mlp)
-            write_steering_graph(steering, unfinished / STEERING_GRAPH_FILE)
+            write_steering_graph(steering, unfinished / STEERING_GRAPH)
             with TemporaryDirectory() as folder:
                 unsteered = _write(model, anatomy, check, Path(folder))
                 steered = SteeredCheck(check, steering, unfinished, unsteered)
@@ -115,7 +119,7 @@ def export_drafter(
             manifest["reach"] = anatomy.reach
         if steering is not None:
             _describe_steering(manifest, steering)
-        (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _swap(unfinished, out_folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -123,7 +127,7 @@ def export_drafter(
 
 
 def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path, *, mlp: int = 0) -> Path:
-    graph = folder / MODEL_FILE
+    graph = folder / MODEL
     write_graph(model, anatomy, check.candidates, graph, mlp=mlp)
     if check.precision != "float32":
         quantise(graph)
@@ -132,6 +136,7 @@ def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: 
 
 def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str, target: str) -> Manifest:
     model, shape = check.plain, check.shape
+    port = {"dtype": shape.dtype, "shape": [1, "kv_heads", "c", "head_dim"]}
     files: dict[str, dict[str, Any]] = {
         path.name: {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())
     }
@@ -149,8 +154,8 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
         "candidates": check.candidates,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "cache": {"dtype": shape.dtype, "layout": CACHE_LAYOUT, **asdict(shape)},
-        "inputs": INPUTS | dict.fromkeys(cache_names("past", shape.layers), cache_port(shape.dtype)),
-        "outputs": OUTPUTS | dict.fromkeys(cache_names("present", shape.layers), cache_port(shape.dtype)),
+        "inputs": INPUTS | dict.fromkeys(cache_names("past", shape.layers), port),
+        "outputs": OUTPUTS | dict.fromkeys(cache_names("present", shape.layers), port),
         "exporter": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -181,7 +186,6 @@ def _describe_steering(manifest: Manifest, steering: SteeringWeights) -> None:
 
 
 def _swap(finished: Path, folder: Path) -> None:
-    """Put `finished` in the place of `folder`."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

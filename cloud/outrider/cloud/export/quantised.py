@@ -42,7 +42,8 @@ def quantise(graph: Path) -> None:
             node = quantised[name].product(name, node)
         nodes.append(node)
     for node in nodes:
-        if _looks_up_tokens(node) and node.input[0] in matrices - quantised.keys():
+        looks_up_tokens = node.op_type == "Gather" and node.input[1] == "tokens"
+        if looks_up_tokens and node.input[0] in matrices - quantised.keys():
             quantised[node.input[0]] = QuantisedMatrix.of(onnx.numpy_helper.to_array(weights[node.input[0]]))
     nodes = [each for node in nodes for each in _quantised_lookup(node, quantised)]
     for name, stored in quantised.items():
@@ -99,10 +100,6 @@ class QuantisedMatrix:
             block_size=BLOCK,
             accuracy_level=4,  # int8 activations
         )
-
-
-def _looks_up_tokens(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Gather" and node.input[1] == "tokens"
 
 
 def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix]) -> list[onnx.NodeProto]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,17 +118,15 @@ def load_steering(folder: Path) -> tuple[torch.Tensor, ...]:
 def _gain(folder: Path) -> dict[str, float]:
     path = folder / TRAINING_FILE
     gain: Any = json.loads(path.read_text(encoding="utf-8")).get(GAIN, {}) if path.is_file() else {}
-    if not isinstance(gain, dict) or not all(_is_gain(age, value) for age, value in gain.items()):
+    if not isinstance(gain, dict) or not all(
+        age.isdecimal() and age == str(int(age)) and type(value) in (int, float) and math.isfinite(value)
+        for age, value in gain.items()
+    ):
         raise InvalidArgument(
             f'{path}: {GAIN} must be like {{"1": 0.12, "8": 0.08}}: relative gains by age in positions',
             field="source_folder",
         )
     return {age: float(gain[age]) for age in sorted(gain, key=int)}
-
-
-def _is_gain(age: str, value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return age.isdecimal() and age == str(int(age)) and number
 
 
 def up_projections(model: Any) -> tuple[nn.Module, ...]:
@@ -158,19 +156,14 @@ def biases_by(matrices: Sequence[torch.Tensor], vectors: torch.Tensor) -> tuple[
     return tuple(vectors @ matrix.T for matrix in matrices)
 
 
-def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+@contextmanager
+def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> Iterator[None]:
     """Add `biases`, one of every layer, [mlp] or [n, mlp] of n positions, to the up projections of each forward pass.
 
     Any model works that `up_projections` accepts; a bias of zero changes nothing.
     """
-    return adding(up_projections(model), biases)
-
-
-@contextmanager
-def adding(modules: Sequence[nn.Module], biases: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Add `biases`, one a module, to the outputs of `modules` in every forward pass inside."""
     with ExitStack() as hooks:
-        for module, bias in zip(modules, biases, strict=True):
+        for module, bias in zip(up_projections(model), biases, strict=True):
             handle = module.register_forward_hook(lambda _module, _inputs, output, bias=bias: output + bias)
             hooks.callback(handle.remove)
         yield
