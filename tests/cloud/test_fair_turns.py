@@ -8,8 +8,7 @@ import threading
 import pytest
 from tiny_grammars import EOS, VOCAB, tiny_tokenizer
 
-from outrider.cloud.grammar.fair_turns import FairTurns
-from outrider.cloud.grammar.grammar import COMPILING_THREADS, GrammarMatcher, Grammars
+from outrider.cloud.grammar.grammar import COMPILING_THREADS, FairTurns, GrammarMatcher, Grammars
 from outrider.proto.types import Grammar, GrammarKind
 
 

@@ -33,7 +33,7 @@ from documented_law import documented_law, normalised
 from tiny_grammars import EOS, PIECES, PROMPT, VOCAB, matcher_of, tiny_tokenizer
 
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher, Grammars
-from outrider.cloud.grammar.grammar_trial import GrammarTrial, TooCostly
+from outrider.cloud.grammar.grammar_compiler import GrammarTrial, TooCostly
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampler
 from outrider.proto import codec
@@ -602,7 +602,7 @@ def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(t
     trial.check(GRAMMAR)
     child = trial._child
     os.kill(child.pid, signal.SIGSTOP)  # hangs, as far as its parent can tell
-    monkeypatch.setattr("outrider.cloud.grammar.grammar_trial.PATIENCE_S", 0.2)
+    monkeypatch.setattr("outrider.cloud.grammar.grammar_compiler.PATIENCE_S", 0.2)
     with pytest.raises(TooCostly):
         trial.check(GRAMMAR)
     assert child.returncode == -signal.SIGKILL
@@ -613,7 +613,7 @@ def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(t
 
 def test_a_grammar_is_not_costly_because_its_child_gets_no_core(trial, monkeypatch):
     trial.check(GRAMMAR)
-    monkeypatch.setattr("outrider.cloud.grammar.grammar_trial.TRIAL_S", 0.2)
+    monkeypatch.setattr("outrider.cloud.grammar.grammar_compiler.TRIAL_S", 0.2)
     os.kill(trial._child.pid, signal.SIGSTOP)
     waits = threading.Timer(1.0, os.kill, (trial._child.pid, signal.SIGCONT))
     waits.start()

@@ -12,10 +12,9 @@ import asyncio
 import itertools
 import math
 import os
-import queue
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,9 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from outrider.cloud.grammar.fair_turns import FairTurns
-from outrider.cloud.grammar.grammar_compiler import FIELD, STACK_BYTES, compile_grammar, make_tokenizer, one_line
-from outrider.cloud.grammar.grammar_trial import TRIAL_S, GrammarTrial, TooCostly
+from outrider.cloud.grammar.grammar_compiler import (
+    FIELD,
+    STACK_BYTES,
+    TRIAL_S,
+    GrammarTrial,
+    TooCostly,
+    compile_grammar,
+    make_tokenizer,
+    one_line,
+)
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.types import Grammar, common_length
@@ -88,14 +94,7 @@ class Allowed:
 
 
 class Grammars:
-    """The grammars of one target, compiled; the first one builds the tokenizer's trie.
-
-    Args:
-        tokenizer_json: text of the target's `tokenizer.json`.
-        vocab_size: number of the target's token ids.
-        eos_tokens: ids that end a text.
-        killed: called from another thread whenever a grammar is given up because of its cost.
-    """
+    """The grammars of one target, compiled; the first one builds the tokenizer's trie."""
 
     def __init__(
         self,
@@ -104,6 +103,7 @@ class Grammars:
         eos_tokens: frozenset[int],
         killed: Callable[[], None] = lambda: None,
     ) -> None:
+        """Call `killed`, from another thread, whenever a grammar is given up because of its cost."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens
@@ -115,9 +115,7 @@ class Grammars:
         self._refused: OrderedDict[Grammar, tuple[str, float]] = OrderedDict()  # why, and until when
         self._killed = killed
         self._trials = [GrammarTrial(tokenizer_json, vocab_size, eos_tokens) for _ in range(COMPILING_THREADS)]
-        self._idle_trials: queue.LifoQueue[GrammarTrial] = queue.LifoQueue()
-        for trial in self._trials:
-            self._idle_trials.put(trial)
+        self._idle_trials = deque(self._trials)  # as many as threads that use them
         self._pools: _Pools | None = None
         self._trial_turns = FairTurns(COMPILING_THREADS)
         self._resume_turns = FairTurns(COMPILING_THREADS)
@@ -175,12 +173,15 @@ class Grammars:
     def _threads(self) -> _Pools:
         with self._starting:
             if self._pools is None:
-                with _stack_of_new_threads(STACK_BYTES):
+                before = threading.stack_size(STACK_BYTES)
+                try:
                     self._pools = _Pools(
                         _pool("compile", COMPILING_THREADS),
                         _pool("resume", RESUMING_THREADS),
                         _pool("mask", MASKING_THREADS),
                     )
+                finally:
+                    threading.stack_size(before)
             return self._pools
 
     def _resumed(self, compiled: LLMatcher, committed: Sequence[int]) -> GrammarMatcher:
@@ -201,7 +202,6 @@ class Grammars:
         return None
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a matcher at the beginning of a text."""
         compiled = self._known(grammar)
         if compiled is None:
             self._tokenizer_of_target()
@@ -215,7 +215,7 @@ class Grammars:
 
     def _try(self, grammar: Grammar) -> None:
         """Have a child compile a grammar; remember for a while why it may not be compiled here."""
-        trial = self._idle_trials.get()
+        trial = self._idle_trials.pop()
         try:
             trial.check(grammar)
         except InvalidArgument as refusal:
@@ -227,7 +227,7 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise
         finally:
-            self._idle_trials.put(trial)
+            self._idle_trials.append(trial)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         return compile_grammar(grammar, self._tokenizer_of_target())
@@ -295,7 +295,6 @@ class GrammarMatcher:
 
     @property
     def asked(self) -> bool:
-        """Whether it has been asked what may follow the committed text."""
         return self._answer is not None
 
     @property
@@ -421,15 +420,6 @@ class GrammarMatcher:
         return f"cannot be followed to its end, or not at a bounded cost; simplify it ({why})"
 
 
-@contextmanager
-def _stack_of_new_threads(size: int) -> Iterator[None]:
-    before = threading.stack_size(size)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
-
-
 def _pool(name: str, threads: int) -> ThreadPoolExecutor:
     """Make a pool and start all its threads, which get the stack size of new threads now."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix=f"outrider-grammar-{name}")
@@ -438,3 +428,54 @@ def _pool(name: str, threads: int) -> ThreadPoolExecutor:
         pool.submit(here.wait)
     here.wait()
     return pool
+
+
+class FairTurns:
+    """Turns at something scarce, in one event loop: each owner has one at a time, and owners have them in turn."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._having: set[str] = set()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # who waits longest is first
+
+    async def take(self, owner: str) -> None:
+        """Wait for a turn of `owner`; `give_back` ends it. If cancelled meanwhile, no turn is taken."""
+        if self._free and owner not in self._having:  # all who wait then have their turn
+            self._begin(owner)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(owner)
+            raise
+
+    def give_back(self, owner: str) -> None:
+        """End the turn of `owner`, and begin that of the next."""
+        self._free += 1
+        self._having.discard(owner)
+        if owner in self._waiting:
+            self._waiting.move_to_end(owner)
+        for another in list(self._waiting):
+            if not self._free:
+                return
+            if another not in self._having:
+                self._begin_next(another)
+
+    def _begin_next(self, owner: str) -> None:
+        """Begin the turn of the first of an owner's that still waits."""
+        waiting = self._waiting.pop(owner)
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                self._begin(owner)
+                turn.set_result(None)
+                break
+        if waiting:
+            self._waiting[owner] = waiting  # behind all others
+
+    def _begin(self, owner: str) -> None:
+        self._free -= 1
+        self._having.add(owner)
