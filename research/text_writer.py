@@ -190,24 +190,20 @@ class TextWriter:
     def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
         """Return the texts that begin with the next step: those with a place, KV pages, and room for their prompts.
 
-        A prompt that another text has read is not read again.
+        The full pages of a prompt that another text has read are not read again.
         """
         backend, admitted, rows = self._backend, list[_Sheet](), 0
         readers = {sheet.request.prompt: sheet for sheet in writing}
         while waiting and len(admitted) < places:
             sheet = waiting[0]
             reader = readers.get(sheet.request.prompt)
-            rows += sheet.session.prompt_length if reader is None else 1
             capacity = backend.capacity
+            rows += sheet.session.prompt_length if reader is None else capacity.page_size
             no_room = capacity.pages_for(sheet.room) > capacity.free_pages
             if no_room or (admitted and (rows > MAX_PROMPT_ROWS or reader in admitted)):
                 break
-            if reader is None:
-                sheet.handle = backend.open()
-                readers[sheet.request.prompt] = sheet
-            else:
-                sheet.handle = backend.fork(reader.handle)
-                backend.truncate(sheet.handle, sheet.session.prompt_length - 1)
+            sheet.handle = backend.open(sheet.session.transcript)
+            readers.setdefault(sheet.request.prompt, sheet)
             backend.reserve(sheet.handle, sheet.room)
             admitted.append(waiting.popleft())
         return admitted

@@ -76,10 +76,6 @@ class CountedPages:
         self.held -= sequence.num_pages
         sequence.num_pages = sequence.length = 0
 
-    def fork(self, handle: Handle) -> Handle:
-        """Refuse: nothing here forks."""
-        raise NotImplementedError
-
     def tap(self, layers: Sequence[int]) -> None:
         """Do nothing: there are no layers."""
 

@@ -47,7 +47,7 @@ def check_every_tree_of_drafts(suite: Suite) -> None:
                     for token in three
                     if index == count or token != block[index]
                 ]
-                text = start.fork()
+                text = start.again()
                 text.sampling = replace(sampling, seed=suite.rng.getrandbits(60))
                 row = row_of(text, (block, branches))
                 output = suite.step([row])
@@ -119,7 +119,7 @@ def _tree(suite: Suite, text: Text) -> Tree:
     block = suite.drafts(text, suite.rng.randrange(4), good=0.5)
     branches = []
     for index in range(len(block) + 1):
-        right = text.fork()
+        right = text.again()
         right.transcript += block[:index]
         first, *rest = suite.drafts(right, suite.rng.randrange(1, 4), good=0.9)
         right.close()

@@ -68,11 +68,12 @@ class Text:
         """Text alone."""
         return self.transcript[len(self.prompt) :]
 
-    def fork(self) -> Text:
-        """Return another session with the same text so far."""
+    def again(self) -> Text:
+        """Return another session with the same text so far, which reads what it does not find."""
         other = Text(self.suite, self.prompt, self.sampling, self.isolation, self.allowed)
         self.suite.backend.release(other.sequence)
-        other.transcript, other.sequence = list(self.transcript), self.suite.backend.fork(self.sequence)
+        other.transcript = list(self.transcript)
+        other.sequence = self.suite.backend.open(self.transcript, self.isolation)
         return other
 
     def row(self, block: Sequence[int] = (), *, max_tokens: int = 1 << 20, tapped: bool = False) -> StepRow:
@@ -199,7 +200,7 @@ def check_every_block_of_drafts(suite: Suite) -> None:
     start.advance()
     for count in range(4):
         for block in itertools.product(three, repeat=count):
-            text = start.fork()
+            text = start.again()
             text.advance(block)
             text.advance()
             text.close()
@@ -310,23 +311,6 @@ def check_log_probabilities(suite: Suite) -> None:
             before.append(token.id)
         text.take(row, sampled)
     text.close()
-
-
-def check_forks(suite: Suite) -> None:
-    """Fork a text at lengths on and off a page's border; both branches go on, and either outlives the other."""
-    for length in (3, suite.backend.capacity.page_size + 1, 2 * suite.backend.capacity.page_size + 1):
-        parent = Text(suite, suite.prompt(length), Sampling(temperature=1.0, seed=length))
-        parent.advance()
-        child = parent.fork()
-        child.sampling = Sampling(temperature=1.0, seed=1000 + length)
-        texts = [parent, child]
-        _together(suite, texts, 5, lambda text: suite.drafts(text, 2))
-        grandchild = child.fork()
-        parent.close()
-        child.advance()
-        child.close()
-        grandchild.write(20)
-        grandchild.close()
 
 
 def check_taps(suite: Suite) -> None:
@@ -442,7 +426,7 @@ def check_no_numbers(suite: Suite) -> None:
 
 
 def check_anything_in_any_order(suite: Suite) -> None:
-    """Open, read, draft, fork, roll back and close at random; every token is the rule's, and no page is lost."""
+    """Open, read, draft, take over, roll back and close at random; every token is the rule's, and no page is lost."""
     rng, texts = suite.rng, list[Text]()
     prompts = [suite.prompt(40) for _ in range(2)]
     for turn in range(150):
@@ -451,7 +435,7 @@ def check_anything_in_any_order(suite: Suite) -> None:
             prompt = (*rng.choice(prompts)[: rng.randrange(1, 40)], *suite.prompt(rng.randrange(1, 10)))
             texts.append(Text(suite, prompt, Sampling(temperature=turn % 2, seed=turn), rng.choice("ab")))
         elif act < 0.15:
-            texts.append(rng.choice(texts).fork())
+            texts.append(rng.choice(texts).again())
         elif act < 0.2:
             text = rng.choice(texts)
             suite.backend.truncate(text.sequence, rng.randrange(text.sequence.length + 1))

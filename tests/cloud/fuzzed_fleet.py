@@ -26,8 +26,8 @@ from outrider.cloud.serving.own_drafter import DraftTask, OwnDrafter
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import MAX_UNREAD, Outbox, Owner
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
-from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target.projection import Projection
+from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from outrider.cloud.target.attention import RaggedBatch
-from outrider.cloud.target.passes import FREE, Passes
-from outrider.cloud.target.target import Target
+from outrider.cloud.target.target import FREE, Passes, Target
 from outrider.proto.testing import word_tokenizer
 
 EOS = 2

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.target import target as target_module
-from outrider.cloud.target.passes import TILES
 from outrider.cloud.target.target import (
+    TILES,
     Target,
     configured_dtype,
     load_automatically,

@@ -9,11 +9,10 @@ import torch
 from random_models import VOCAB, architectures, save_random_model
 
 from outrider.cloud.target.backend import StepRow, VerificationBranch
-from outrider.cloud.target.branch_cache import BranchCache
 from outrider.cloud.target.chunked_attention import ChunkedBatch
 from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
-from outrider.cloud.target.target import SessionRows, load_target
+from outrider.cloud.target.kv_cache import BranchCache
+from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, Sampling, token_ids
 

@@ -73,7 +73,7 @@ def test_the_own_backend_conforms(check, folder, oracle) -> None:
     CHECKS[check](suite_of(folder, oracle, page_size=4))
 
 
-@pytest.mark.parametrize("check", ["forks", "pages", "what_is_shared", "anything_in_any_order"])
+@pytest.mark.parametrize("check", ["pages", "what_is_shared", "anything_in_any_order"])
 def test_it_conforms_on_larger_pages(check, folder, oracle) -> None:
     CHECKS[check](suite_of(folder, oracle))
 
@@ -137,13 +137,6 @@ class ForgetsTooLittle(Defective):
         super().truncate(handle, min(handle.length, length + 1))
 
 
-class ForksWithoutACopy(Defective):
-    def fork(self, handle: Handle) -> Any:
-        copy = super().fork(handle)
-        copy.lie_on(list(handle.pages), handle.slots)  # type: ignore[attr-defined]
-        return copy
-
-
 class TapsAnotherRow(Defective):
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
         output = super().step(rows)
@@ -202,7 +195,6 @@ class TellsOfOthers(Defective):
         (TakesEveryDraft, "every_block_of_drafts"),
         (ForgetsTooLittle, "ragged_company"),
         (ForgetsTooLittle, "rollback"),
-        (ForksWithoutACopy, "forks"),
         (TapsAnotherRow, "taps"),
         (LeaksAPage, "pages"),
         (LeaksAPage, "anything_in_any_order"),

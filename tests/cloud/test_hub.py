@@ -10,8 +10,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from outrider.cloud.models import family_index
-from outrider.cloud.models.family_index import find_target
-from outrider.cloud.models.hub import ANSWERS_WITHIN_S
+from outrider.cloud.models.family_index import ANSWERS_WITHIN_S, find_target
 from outrider.proto.errors import ModelRefused, NotFound
 
 NAME = "somebody/some-model"

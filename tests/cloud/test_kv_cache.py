@@ -176,19 +176,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
-        cache = self.any(data)
-        length = data.draw(st.integers(0, cache.length))
-        try:
-            forked = self.pool.fork(cache, length)
-        except ResourceExhausted:
-            assert self.pool.free_pages == 0
-            return
-        self.sessions.append(forked)
-        self.texts[forked] = self.texts[cache][:length]
-
-    @precondition(lambda self: self.sessions)
-    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         cache = self.any(data)
         self.leave(cache, cache.length)
@@ -437,7 +424,7 @@ def test_a_device_that_gives_no_slots_leaves_the_pool_as_it_was(monkeypatch) -> 
 
     with monkeypatch.context() as patched:
         patched.setattr(pool, "slots_of", slots_of)
-        for fails in (lambda: pool.open([1] * 10), lambda: pool.fork(held, 8), lambda: pool.resize(held, 12)):
+        for fails in (lambda: pool.open([1] * 10), lambda: pool.resize(held, 12)):
             with pytest.raises(RuntimeError):
                 fails()
     check_pool(pool, contents, [held])

@@ -18,8 +18,7 @@ from outrider.cloud.target import chunked_attention
 from outrider.cloud.target.attention import RaggedBatch
 from outrider.cloud.target.chunked_attention import ChunkedBatch
 from outrider.cloud.target.packed_linear import PACKED_ROWS
-from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER
-from outrider.cloud.target.target import SessionRows, load_target
+from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, load_target
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash

@@ -11,8 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from outrider.cloud.target.architecture import check_architecture
 from outrider.cloud.target.attention import RaggedBatch
 from outrider.cloud.target.chunked_attention import ChunkedBatch
-from outrider.cloud.target.passes import FREE, TOGETHER
-from outrider.cloud.target.target import Target, load_target
+from outrider.cloud.target.target import FREE, TOGETHER, Target, load_target
 from outrider.cloud.testing import tiny_llama
 from outrider.proto.errors import ModelRefused
 

@@ -98,12 +98,13 @@ def test_a_text_stays_one_request_of_the_workers(oracle) -> None:
 
 
 def test_a_shared_block_without_a_free_one_is_computed_again(oracle) -> None:
-    """Two branches share a full block; one is cut amid it while nothing is free, and its text goes on all the same."""
+    """Two sessions share a full block; one is cut amid it while nothing is free, and its text goes on all the same."""
     core = EmulatedCore(oracle, size=16, count=4)
     suite = suite_of(oracle, core)
     parent = Text(suite, tuple(range(3, 36)), Sampling(temperature=1.0, seed=2))
     parent.advance()
-    child = parent.fork()
+    child = parent.again()
+    suite.backend.reserve(child.sequence, len(child.transcript))
     assert core.store.free == 0
     suite.backend.truncate(child.sequence, 20)
     assert child.sequence.length == 16

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.cloud.models.fetched_model import FETCHED, fetched_folder
 from outrider.cloud.models.gguf_file import converted
-from outrider.cloud.models.hub import check_hub
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ANSWERS_WITHIN_S = 5.0  # the hub
+_LOGIN = "log in with `hf auth login`"
 _FAMILY = Path(__file__).parents[1] / "family"
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,16 @@ def load_tokenizer(source: str) -> Any:
     file = tokenizer_file(source)
     found = {} if file is None else {"tokenizer_file": str(file)}
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **found)
+
+
+def eos_tokens(generation_config: Any, config: Any) -> frozenset[int]:
+    """Return the ids that end a text, by a model's generation config (None: it has none) or else its text config."""
+    eos = generation_config.eos_token_id if generation_config is not None else None
+    if eos is None:
+        eos = config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
 
 
 def load_causal_lm(
@@ -118,15 +129,55 @@ def resolve_target(target: str) -> str:
 
 
 def find_target(target: str) -> str:
-    """Return what `resolve_target` does, once the hub is known to have what bears a hub name.
-
-    Raises:
-        NotFound, ModelRefused: there is no such target, within seconds; or what `resolve_target` raises.
-    """
+    """Return what `resolve_target` does, with its errors, once the hub is known to have what bears a hub name."""
     source = resolve_target(target)
     if not Path(source).is_dir():
-        check_hub(source)
+        _check_hub(source)
     return source
+
+
+def _check_hub(name: str) -> None:
+    """Refuse a name `ORG/MODEL` unless the hub has the model, or this machine has it from there already.
+
+    It is one quick question in place of the library's minute of retries. Where the hub does not answer, what this
+    machine has is loaded without asking again.
+
+    Raises:
+        NotFound: there is no such model, or it is neither here nor within reach.
+        ModelRefused: the hub shows it to others only.
+    """
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    hub = constants.ENDPOINT
+    try:
+        here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().model_info(name, timeout=ANSWERS_WITHIN_S)
+        elif not here:
+            raise NotFound(f"{name!r} is not on this machine, and HF_HUB_OFFLINE keeps the hub away", field="target")
+    except NotFound:
+        raise
+    except HFValidationError as error:
+        raise NotFound(f"{name!r} is no hub name: {first_line(error)}", field="target") from error
+    except GatedRepoError as error:
+        raise ModelRefused(
+            f"{name!r} is gated: accept its terms on {hub}/{name}, and {_LOGIN}", field="target"
+        ) from error
+    except RepositoryNotFoundError as error:
+        message = f"{hub} has no model {name!r}, or shows it to others only; check the name, or {_LOGIN}"
+        raise NotFound(message, field="target") from error
+    except Exception as error:  # whatever the HTTP library of this release of the hub's raises
+        why = f"{hub} cannot be reached: {first_line(error)}"
+        if not here:
+            raise NotFound(f"{name!r} is not on this machine, and {why}", field="target") from error
+        log.warning("%s; %s is loaded as it is on this machine", why, name)
+        constants.HF_HUB_OFFLINE = True  # else each file that a model may have is asked for, again and again
+
+
+def first_line(error: Exception) -> str:
+    """Return what a library's error says, without what follows in further lines."""
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
 def chat_template_json(target: str) -> str:
@@ -138,9 +189,9 @@ def chat_template_json(target: str) -> str:
     """
     source = resolve_target(target)
     try:
-        config = _of_folder(Path(source)) if Path(source).is_dir() else _of_hub(source)
+        config = _template_settings(source)
     except (OSError, ValueError, KeyError) as error:  # decoding needs tokenizer.json alone, which was read before
-        log.warning("%s is served without a chat template: %s", target, str(error).strip().split("\n")[0])
+        log.warning("%s is served without a chat template: %s", target, first_line(error))
         return ""
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -153,16 +204,15 @@ def chat_template_json(target: str) -> str:
     return json.dumps({"chat_template": template, **special})
 
 
-def _of_folder(folder: Path) -> Mapping[str, Any]:
-    """Return the tokenizer's config; a template's own file goes before one in it, in transformers' order."""
+def _template_settings(source: str) -> Mapping[str, Any]:
+    """Return a tokenizer's config; in a folder a template's own file goes before one in it, in transformers' order."""
+    folder = Path(source)
+    if not folder.is_dir():
+        tokenizer = load_tokenizer(source)
+        return {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
     path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {**config, "chat_template": own.read_text(encoding="utf-8")} if own.is_file() else config
-
-
-def _of_hub(name: str) -> Mapping[str, Any]:
-    tokenizer = load_tokenizer(name)
-    return {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
 
 
 def _text(token: Any) -> str:

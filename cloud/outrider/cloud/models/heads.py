@@ -141,11 +141,7 @@ def has_small_head(folder: Path) -> bool:
 
 
 def load_with_small_head(folder: Path, *, dtype: str, attention: str | None) -> PreTrainedModel:
-    """Load a model whose config.json has `HEAD`.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or its tensors are not those of its config.json.
-    """
+    """Load a model whose config.json has `HEAD`; OSError, ValueError: it is unreadable, or has other tensors."""
     from safetensors.torch import load_file
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from outrider.proto.errors import DataLoss, Unavailable
@@ -38,7 +37,9 @@ def made_once(name: str, fill: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     try:
-        with _locked(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (folder.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file unlocks it, and so does the end of the process
             if not folder.is_dir():
                 _make(folder, fill)
     except OSError as error:
@@ -84,11 +85,3 @@ def check_sums(folder: Path) -> None:
         raise DataLoss(f"{folder} is not whole ({error}); copy it again", field="target") from error
     if damaged or not lines:
         raise DataLoss(f"{folder} is damaged ({', '.join(damaged) or SUMS}); copy it again", field="target")
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file unlocks it, and so does the end of the process
-        yield

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from outrider.cloud.target.branch_cache import BranchCache
-from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.target.kv_cache import BranchCache, PagedKVCache, SessionCache
 from outrider.proto.errors import ModelRefused
 
 NAME = "outrider_paged"
@@ -108,13 +107,8 @@ class RaggedBatch:
     ) -> torch.Tensor:
         """Let the rows of `query` [1, heads, rows, head_dim] attend to what is written, each session in its own calls.
 
-        Args:
-            layer: the layer whose keys and values are read.
-            query: queries of all rows.
-            kv_heads: key heads of the layer.
-            scaling: factor of the scores; None: 1 / sqrt(head_dim).
-            window: positions that a row sees, itself included; 0: all.
-            softcap: bound of the scores by tanh; None: none.
+        Scores are multiplied by `scaling` (None: 1 / sqrt(head_dim)), and bounded by tanh at `softcap` (Gemma 2; None:
+        they are not). A row sees `window` positions, itself included; 0: all.
 
         Returns:
             [1, rows of all spans, heads, head_dim].
@@ -194,20 +188,11 @@ def paged_attention(
     outrider_batch: RaggedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend, by transformers' interface of attention functions.
+    """Attend, by transformers' interface of attention functions, with the settings of `RaggedBatch.attend`.
 
-    Args:
-        module: the attention layer; its `layer_idx` names its share of the cache.
-        query: [1, heads, rows, head_dim], positions already applied.
-        key: [1, kv_heads, rows, head_dim].
-        value: [1, kv_heads, rows, head_dim].
-        attention_mask: not used.
-        scaling: factor of the scores; None: 1 / sqrt(head_dim).
-        dropout: not used.
-        sliding_window: positions that a row sees, itself included; None: all.
-        softcap: bound of the scores by tanh (Gemma 2); None: none.
-        outrider_batch: the sessions that the rows belong to.
-        kwargs: arguments for other attention functions; those that would change the result are refused.
+    `query` is [1, heads, rows, head_dim], and `key` and `value` are [1, kv_heads, rows, head_dim], positions already
+    applied; `module.layer_idx` names their layer, `outrider_batch` the sessions that the rows belong to. Arguments for
+    other attention functions are refused where they would change the result.
 
     Returns:
         [1, rows, heads, head_dim], and None in place of the attention weights.

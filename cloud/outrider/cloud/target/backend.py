@@ -16,6 +16,7 @@ import torch
 
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampled
+from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, TokenFacts, token_ids
 
 
@@ -24,13 +25,9 @@ class TargetFacts:
     """Facts of a loaded target.
 
     Attributes:
-        tokenizer_json: text of its `tokenizer.json`.
-        tokenizer_sha256: hash by which edges name the tokenizer.
-        vocab_size: number of token ids.
+        tokenizer_json: text of its `tokenizer.json`, which edges name by its hash.
         context_length: most positions of a session.
-        eos_tokens: ids that end a text.
         hidden_size: width of the residual stream.
-        num_layers: number of decoder layers.
         device: place of the taps.
         guarantee: what a text keeps whatever shares its steps.
         scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
@@ -55,13 +52,7 @@ class TargetFacts:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The KV cache of a backend.
-
-    Attributes:
-        page_size: positions of a page.
-        pages: pages in all.
-        free_pages: pages that no sequence holds.
-    """
+    """The KV cache of a backend: `pages` of `page_size` positions each, of which no sequence holds `free_pages`."""
 
     page_size: int
     pages: int
@@ -69,12 +60,25 @@ class Capacity:
 
     @property
     def used_pages(self) -> int:
-        """Pages that sequences hold."""
         return self.pages - self.free_pages
 
     def pages_for(self, tokens: int) -> int:
-        """Return how many pages `tokens` positions take."""
         return math.ceil(tokens / self.page_size)
+
+    def check_room(self, tokens: int, more: int) -> None:
+        """Raise ResourceExhausted unless `tokens` positions fit at all, and `more` pages are free."""
+        if self.pages_for(tokens) > self.pages:
+            raise ResourceExhausted(
+                f"needs {tokens} positions, the verifier's KV cache holds {self.pages * self.page_size}; "
+                "lower sampling.max_tokens",
+                field="open.prompt",
+            )
+        if more > self.free_pages:
+            raise ResourceExhausted(
+                f"needs {more} KV pages, {self.free_pages} are free; try again later",
+                field="open.prompt",
+                retry_after_s=1.0,
+            )
 
 
 class Handle(Protocol):
@@ -83,12 +87,10 @@ class Handle(Protocol):
     @property
     def length(self) -> int:
         """Positions that hold valid keys and values."""
-        ...
 
     @property
     def num_pages(self) -> int:
         """Pages that it holds."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,6 @@ class VerificationBranch:
 
     @property
     def drafts(self) -> tuple[DraftToken, ...]:
-        """[m] the drafts."""
         return self.first, *self.verification.block
 
 
@@ -190,20 +191,13 @@ class Backend(Protocol):
     @property
     def facts(self) -> TargetFacts:
         """Facts of the target."""
-        ...
 
     @property
     def capacity(self) -> Capacity:
         """Present state of the KV cache."""
-        ...
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Have later steps tap what enters `layers`, ascending.
-
-        Raises:
-            ModelRefused: the target has no such layers, or they cannot be found.
-        """
-        ...
+        """Have later steps tap what enters `layers`, ascending; ModelRefused: the target has no such layers."""
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> Handle:
         """Open a sequence that will hold `tokens`; its length tells how many of them are computed already.
@@ -212,7 +206,6 @@ class Backend(Protocol):
             tokens: [n] transcript so far, the last of which is never computed already.
             isolation: only sequences that were opened with the same may share what was computed.
         """
-        ...
 
     def reserve(self, handle: Handle, tokens: int) -> None:
         """Let a sequence hold pages for `tokens` positions instead, no fewer than are valid.
@@ -220,23 +213,12 @@ class Backend(Protocol):
         Raises:
             ResourceExhausted: not enough pages are free; the sequence keeps what it has.
         """
-        ...
 
     def truncate(self, handle: Handle, length: int) -> None:
         """Forget the positions from `length` on; ValueError: the sequence has fewer."""
-        ...
-
-    def fork(self, handle: Handle) -> Handle:
-        """Return another sequence of the same positions, with pages for no more than them.
-
-        Raises:
-            ResourceExhausted: not enough pages are free.
-        """
-        ...
 
     def release(self, handle: Handle) -> None:
         """Give back what a sequence holds, on a device that has failed, too; `open` may find it until it is evicted."""
-        ...
 
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
         """Compute the rows in one pass, and sample after those that verify.
@@ -248,8 +230,6 @@ class Backend(Protocol):
             FloatingPointError: logits, or the scores that settings make of them, are no numbers.
             Exception: anything that the target raises; sequences then keep their length.
         """
-        ...
 
     def close(self) -> None:
         """End what the backend has started; no other call follows."""
-        ...

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from outrider.cloud.target.attention import CALL_ROWS, RaggedBatch, RowSpan, rounded_up
-from outrider.cloud.target.branch_cache import BranchCache
+from outrider.cloud.target.kv_cache import BranchCache
 
 CHUNK = 256  # positions; shorter ones take more entries, longer ones more memory
 ROWS = 64  # positions of a block of rows, which all have as many keys; divides a chunk
@@ -70,11 +70,6 @@ class _Entry:
     size: int
     blocks: list[int] = field(default_factory=list)
     length: int = 0
-
-    def add(self, number: int, block: _Block) -> None:
-        """Let the rows of block `number` attend in it, too."""
-        self.blocks.append(number)
-        self.length += block.length
 
 
 class _Entries(NamedTuple):
@@ -152,11 +147,7 @@ class _Band:
 
 @dataclass(slots=True)
 class ChunkedBatch(RaggedBatch):
-    """The rows of each session, which attend in calls that sessions share.
-
-    Attributes:
-        chunk: keys of a whole chunk, a multiple of `block`.
-    """
+    """The rows of each session, in calls that sessions share; a chunk is `chunk` keys, a multiple of `block`."""
 
     chunk: int = CHUNK
     plans: dict[tuple[_Heads, int], Sequence[_Band]] = field(default_factory=dict)
@@ -164,7 +155,6 @@ class ChunkedBatch(RaggedBatch):
     def attend(
         self, layer: int, query: torch.Tensor, kv_heads: int, scaling: float | None, window: int, softcap: float | None
     ) -> torch.Tensor:
-        """Let the rows of `query` attend as `RaggedBatch.attend` does."""
         _, num_heads, rows, size = query.shape
         heads = _Heads(kv_heads, num_heads // kv_heads, size)
         plan = self.plans.get((heads, window))
@@ -327,7 +317,8 @@ def _entries(blocks: Sequence[_Block], chunk: int) -> list[_Entry]:
                 entries.append(entry)
                 if k < block.shared:
                     shared[block.session, k] = entry
-            entry.add(number, block)
+            entry.blocks.append(number)
+            entry.length += block.length
     return entries
 
 

@@ -101,11 +101,7 @@ def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.
     After `adjusted_logits` come, in this order, temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et
     al. 2024). At temperature 0 none of them does: only the argmax matters. Ties at a cut are kept by top-k. Of
     tokens that tie at top-p's, the larger ids stay, as where transformers and vLLM sort stably (on a CPU, torch.sort
-    orders equals of more than 16 tokens by no rule that could be followed).
-
-    Args:
-        logits: [k + 1, vocab] float32, the target's.
-        session: session of the rows.
+    orders equals of more than 16 tokens by no rule that could be followed). `logits` are [k + 1, vocab] float32.
     """
     sampling = session.sampling
     scores = adjusted_logits(logits, session)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from outrider.cloud.target.backend import Capacity
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
-from outrider.proto.errors import ResourceExhausted
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,6 @@ class SessionCache:
     """One session's share of the pool.
 
     Attributes:
-        page_size: positions per page.
         slots: [capacity] int64, the pool slot of each position.
         isolation: only sessions of the same one share pages.
         tokens: [length] tokens whose keys and values the positions hold.
@@ -54,12 +53,10 @@ class SessionCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages that it holds."""
         return len(self.pages)
 
     @property
     def capacity(self) -> int:
-        """Positions that its pages have room for."""
         return len(self.slots)
 
     def lie_on(self, pages: list[int], slots: torch.Tensor) -> None:
@@ -80,18 +77,67 @@ class SessionCache:
         del self.known[length // self.page_size :]
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """Memory for what is gathered, kept from step to step."""
+@dataclass(slots=True, eq=False)
+class BranchCache(SessionCache):
+    """The KV cache of a branch: drafts that a step verifies beside a session's block, from position `base` on.
 
-    memory: torch.Tensor | None = None
+    To attention a branch is a session like any other, with a text that begins as the session's: its keys lie in order
+    of their positions, so a row has the bits that it would have in a chain, and branches see nothing of each other.
+    Only the page where it leaves the session's text is a copy, made in each layer once the rows before it are written.
+    What it has on lent pages of its own ends with the step, or is copied to the session that follows it.
 
-    def of(self, layer: torch.Tensor, count: int, size: int) -> torch.Tensor:
-        """Return room [count, width] for `count` units of `size` slots of `layer`."""
-        width = size * layer[0].numel()
-        if self.memory is None or len(self.memory) < count * width:
-            self.memory = layer.new_empty(count * width)
-        return self.memory[: count * width].view(count, width)
+    Attributes:
+        session: the session.
+        base: position of the first of `tokens`, which are its own.
+        borrowed: [n] int64, the session's slots of the n positions before `base` that it has copies of.
+    """
+
+    session: SessionCache = field(kw_only=True)
+    base: int = 0
+    borrowed: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    @classmethod
+    def beside(
+        cls, pool: PagedKVCache, cache: SessionCache, base: int, count: int, lent: list[int]
+    ) -> BranchCache | None:
+        """Return a branch of `count` positions beside `cache`, on pages that it takes from `lent`; None: too few.
+
+        It is valid until the session's pages change.
+        """
+        shared = base // pool.page_size
+        wanted = pool.pages_for(base + count) - shared
+        if wanted > len(lent):
+            return None
+        own, lent[:] = lent[:wanted], lent[wanted:]
+        begins = shared * pool.page_size
+        branch = cls(pool.page_size, torch.cat([cache.slots[:begins], pool.slots_of(own)]), session=cache, base=base)
+        branch.pages, branch.contiguous = [*cache.pages[:shared], *own], False
+        branch.borrowed = cache.slots[begins:base]
+        return branch
+
+    @property
+    def length(self) -> int:
+        """Positions that hold valid keys and values."""
+        return self.base + len(self.tokens)
+
+    @property
+    def begins(self) -> int:
+        """Positions of the session's pages that it lies on, too."""
+        return self.base - len(self.borrowed)
+
+    @property
+    def copies(self) -> torch.Tensor:
+        """[n] int64, its slots of what it has copies of."""
+        return self.slots[self.begins : self.base]
+
+    def replace_end(self, pool: PagedKVCache, cache: SessionCache) -> None:
+        """Let the session go on with what the branch holds, in place of its own positions from there on."""
+        cache.truncate(self.base)
+        pool.begin_write(cache, len(self.tokens))
+        own = slice(self.base, self.length)
+        for layer in pool.layers:
+            pool.copy(layer, self.slots[own], cache.slots[own])
+        cache.extend(self.tokens)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -102,22 +148,42 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-class _KeysAndValues:
-    """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write."""
+class PagedKVCache:
+    """Keys and values of all sessions, [slots, kv_heads, head_dim] each in every layer, in pages.
 
-    def __init__(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.page_count = page_count
+    A session's pages lie side by side where the pool allows it, so that reading them is a view instead of a gather: new
+    ones begin amid the longest run of free pages, to grow there, and where a session cannot grow it is moved. Cached
+    pages that lie in its way change places with it.
+
+    Attributes:
+        free_pages: pages that no session holds, cached ones included.
+        blank_page: page of zeros that no session ever holds.
+    """
+
+    def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.blank_page = page_count
+        self.page_count = self.free_pages = self.blank_page = tokens // page_size
         self._dtype = dtype
         self._device = device
-        self._keys: dict[int, torch.Tensor] = {}
+        self._keys: dict[int, torch.Tensor] = {}  # by layer, made at its first write
         self._values: dict[int, torch.Tensor] = {}
-        self._buffers = _Buffer(), _Buffer()
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._holders = np.zeros(self.page_count, dtype=np.int32)
+        self._tree = PrefixTree(self.page_count)
+
+    @property
+    def capacity(self) -> Capacity:
+        """Its size, and how much of it is free, cached pages included."""
+        return Capacity(self.page_size, self.page_count, self.free_pages)
+
+    def pages_for(self, tokens: int) -> int:
+        return math.ceil(tokens / self.page_size)
+
+    # --- keys and values ---
 
     @property
     def layers(self) -> Collection[int]:
-        """Layers that have keys and values."""
+        """Layers that have been written to."""
         return self._keys.keys()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -153,8 +219,14 @@ class _KeysAndValues:
 
         All share one memory, which is kept: new memory costs more than what it is for.
         """
-        keys, values = self._keys[layer], self._values[layer]
-        return self._buffers[0].of(keys, count, size), self._buffers[1].of(values, count, size)
+        places = []
+        for kind, of_layer in enumerate((self._keys[layer], self._values[layer])):
+            width = size * of_layer[0].numel()
+            memory = self._buffers[kind]
+            if memory is None or len(memory) < count * width:
+                memory = self._buffers[kind] = of_layer.new_empty(count * width)
+            places.append(memory[: count * width].view(count, width))
+        return places[0], places[1]
 
     def gather(self, layer: int, units: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy keys and values of `units` [n] int64 to `out`, which `buffers` has returned for units of their size.
@@ -163,29 +235,6 @@ class _KeysAndValues:
         """
         for source, place in zip((self._keys[layer], self._values[layer]), out, strict=True):
             torch.index_select(source.view(-1, place.shape[1]), 0, units, out=place)
-
-
-class PagedKVCache(_KeysAndValues):
-    """Keys and values of all sessions, in pages.
-
-    A session's pages lie side by side where the pool allows it, so that reading them is a view instead of a gather: new
-    ones begin amid the longest run of free pages, to grow there, and where a session cannot grow it is moved. Cached
-    pages that lie in its way change places with it.
-
-    Attributes:
-        free_pages: pages that no session holds, cached ones included.
-        blank_page: page of zeros that no session ever holds.
-    """
-
-    def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(tokens // page_size, page_size, dtype, device)
-        self.free_pages = self.page_count
-        self._holders = np.zeros(self.page_count, dtype=np.int32)
-        self._tree = PrefixTree(self.page_count)
-
-    def pages_for(self, tokens: int) -> int:
-        """Return how many pages `tokens` positions take."""
-        return math.ceil(tokens / self.page_size)
 
     # --- sessions ---
 
@@ -205,18 +254,6 @@ class PagedKVCache(_KeysAndValues):
             cache.copied = end
         return cache
 
-    def fork(self, cache: SessionCache, length: int) -> SessionCache:
-        """Return the share of a session with the same first `length` positions; ResourceExhausted: no page is free."""
-        full = length // self.page_size
-        forked = SessionCache(self.page_size, self.slots_of([]), cache.isolation, trusted=cache.trusted)
-        self._begin_on(forked, cache.pages[:full], cache.tokens[: full * self.page_size])
-        forked.known = cache.known[:full]
-        rest = cache.tokens[forked.length : length]
-        if rest and not self._append_copy(forked, cache.pages[full], rest):
-            self.release(forked)
-            raise ResourceExhausted("no KV page is free for a fork; try again later", retry_after_s=1.0)
-        return forked
-
     def allocate(self, tokens: int) -> SessionCache:
         """Return the share of a new session with room for `tokens` positions; raises like `resize`."""
         cache = self.open()
@@ -224,11 +261,7 @@ class PagedKVCache(_KeysAndValues):
         return cache
 
     def resize(self, cache: SessionCache, tokens: int) -> None:
-        """Reserve room for `tokens` positions instead, no fewer than hold something.
-
-        Raises:
-            ResourceExhausted: not enough free pages; the session keeps what it has.
-        """
+        """Reserve room for `tokens` positions, no fewer than hold something; ResourceExhausted: the old room stays."""
         if tokens < cache.length:
             raise ValueError(f"cannot hold {cache.length} positions in {tokens}")
         wanted = max(1, self.pages_for(tokens))
@@ -238,7 +271,7 @@ class PagedKVCache(_KeysAndValues):
             cache.lie_on(cache.pages[:wanted], cache.slots[: wanted * self.page_size])
             self._drop(gone)
             return
-        self._check_room(tokens, more)
+        self.capacity.check_room(tokens, more)
         self._place(cache, self._pages_with(cache, more))
 
     def release(self, cache: SessionCache) -> None:
@@ -277,15 +310,11 @@ class PagedKVCache(_KeysAndValues):
                 self._tree.remove(each)
 
     def begin_write(self, cache: SessionCache, count: int) -> None:
-        """Let a session write its next `count` positions.
-
-        Raises:
-            ResourceExhausted: others hold a page that it would write to, and none is free for a copy.
-        """
+        """Let a session write its next `count` positions; ResourceExhausted: none is free to copy a shared page to."""
         first = cache.length // self.page_size
         touched = range(first, self.pages_for(cache.length + count))
         if shared := [i for i in touched if self._holders[cache.pages[i]] > 1]:
-            self._check_room(cache.length + count, len(shared))
+            self.capacity.check_room(cache.length + count, len(shared))
             self._evict(len(shared))
             pages = list(cache.pages)
             for i, page in zip(shared, self._blank(), strict=False):
@@ -336,21 +365,6 @@ class PagedKVCache(_KeysAndValues):
         finally:
             self._drop([page])
 
-    def _check_room(self, tokens: int, more: int) -> None:
-        """Check that `tokens` positions fit at all, and that `more` pages are free."""
-        if self.pages_for(tokens) > self.page_count:
-            raise ResourceExhausted(
-                f"needs {tokens} positions, the verifier's KV cache holds {self.page_count * self.page_size}; "
-                "lower sampling.max_tokens",
-                field="open.prompt",
-            )
-        if more > self.free_pages:
-            raise ResourceExhausted(
-                f"needs {more} KV pages, {self.free_pages} are free; try again later",
-                field="open.prompt",
-                retry_after_s=1.0,
-            )
-
     def _pages_with(self, cache: SessionCache, more: int) -> list[int]:
         """Return the pages that a session holds best, with `more` than now."""
         free = self._holders == 0
@@ -359,18 +373,14 @@ class PagedKVCache(_KeysAndValues):
             return [*cache.pages, *following]
         wanted = len(cache.pages) + more
         run = _amid_longest_run(free & ~self._tree.cached, wanted) or _amid_longest_run(free, wanted)
-        if run and self._may_move(cache, wanted):
-            return run
+        shared = int((self._holders[cache.pages] > 1).sum())
+        blank = self.free_pages - self._tree.num_idle
+        if run and (not shared or blank - (more + shared) >= self.page_count // 2):
+            return run  # copies of shared pages must leave half of the pool blank
         if not following:
             self._evict(more)
             following = self._blank()[:more].tolist()
         return [*cache.pages, *following]
-
-    def _may_move(self, cache: SessionCache, wanted: int) -> bool:
-        """Return whether to move to `wanted` pages: copies of shared ones must leave half of the pool blank."""
-        shared = int((self._holders[cache.pages] > 1).sum())
-        blank = self.free_pages - self._tree.num_idle
-        return not shared or blank - (wanted - len(cache.pages) + shared) >= self.page_count // 2
 
     def _place(self, cache: SessionCache, pages: list[int]) -> None:
         """Let a session hold `pages`, each its own or free, with all that its own hold.
@@ -412,13 +422,11 @@ class PagedKVCache(_KeysAndValues):
 
     @torch.inference_mode()  # the layers are made in it, and may change in no other
     def _copy(self, moves: dict[int, int]) -> None:
-        """Copy pages to others, all at once."""
         if not moves:
             return
         before, after = self.slots_of(list(moves)), self.slots_of(list(moves.values()))
-        for layers in (self._keys, self._values):
-            for tensor in layers.values():
-                tensor[after] = tensor[before]
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor[after] = tensor[before]
 
     def _hold(self, pages: Sequence[int]) -> None:
         self.free_pages -= int((self._holders[pages] == 0).sum())

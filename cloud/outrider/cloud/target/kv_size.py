@@ -1,4 +1,4 @@
-"""The size of the KV cache where nobody has set it: what memory allows."""
+"""The size of the KV cache and of its sessions where nobody has set it: what memory and model allow."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from outrider.proto.errors import ModelRefused
 
 CPU_SHARE = 0.25  # of the memory at hand; others need theirs, and pages take memory only when they are written
 GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations and logits
+_CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
-def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, most: int) -> int:
-    """Return for how many positions there is memory, `most` at most.
+def session_length(config: Any, asked: int) -> int:
+    """Return the most positions of a session: `asked` (0: nothing is), but no more than the model was made for."""
+    made_for = int(getattr(config, "max_position_embeddings", 0) or asked or _CONTEXT)
+    return min(asked or made_for, made_for)
 
-    Args:
-        config: transformers' configuration of the text model.
-        dtype: type of keys and values.
-        device: where they lie; the weights are loaded already.
-        most: positions that can be of use.
+
+def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, most: int) -> int:
+    """Return for how many positions of `dtype` there is memory beside the weights, which are loaded, `most` at most.
 
     Raises:
         ModelRefused: there is no memory for 16 positions.
@@ -49,13 +50,12 @@ def check_memory(kv_tokens: int, config: Any, dtype: torch.dtype) -> None:
 def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes that keys and values of one position take in all layers."""
     layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers  # Gemma 4's differ
-    return sum(_bytes_of_layer(layer, dtype) for layer in layers)
-
-
-def _bytes_of_layer(config: Any, dtype: torch.dtype) -> int:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * heads * head_dim * dtype.itemsize)
+    numbers = 0
+    for layer in layers:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        numbers += 2 * heads * head_dim
+    return int(numbers * dtype.itemsize)
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:

@@ -143,18 +143,16 @@ def row_multiple(product: Product, rows: torch.Tensor) -> int:
     The product of all rows is compared with products of 1 to 129 of them, filled up with copies of their last row.
     """
     together = product(rows)
-    return next((multiple for multiple in _MULTIPLES if _keeps_bits(product, rows, together, multiple)), 0)
+    sizes = list(_COMPARED_ROWS)
 
+    def keeps_bits(multiple: int) -> bool:
+        for part, wanted in zip(rows.split(sizes), together.split(sizes), strict=True):
+            filled = torch.cat([part, part[-1:].expand(-len(part) % multiple, -1)])
+            if not torch.equal(product(filled)[: len(part)], wanted):
+                return False
+        return True
 
-def _keeps_bits(product: Product, rows: torch.Tensor, together: torch.Tensor, multiple: int) -> bool:
-    first = 0
-    for count in _COMPARED_ROWS:
-        part = rows[first : first + count]
-        filled = torch.cat([part, part[-1:].expand(-count % multiple, -1)])
-        if not torch.equal(product(filled)[:count], together[first : first + count]):
-            return False
-        first += count
-    return True
+    return next(filter(keeps_bits, _MULTIPLES), 0)
 
 
 def _packed(alike: Sequence[nn.Linear]) -> list[Product] | None:

@@ -17,14 +17,8 @@ def precision_of(
 ) -> str:
     """Return what decides the rounding of a target, such as `bfloat16` or `vllm bfloat16, fp8 KV cache`.
 
-    Where two of these texts are equal, so are bytes, as far as guarantees and machines allow; else some are not.
-
-    Args:
-        dtype: type in which it computes.
-        engine: what computes; empty: our own.
-        device: kind of device.
-        quantization: how the weights are quantised; empty: not at all.
-        kv_dtype: type of keys and values; empty: `dtype`.
+    Where two of these texts are equal, so are bytes, as far as guarantees and machines allow; else some are not. Empty
+    settings stand for our own engine, weights that are not quantised, and keys and values of `dtype`.
     """
     parts = [f"{engine} {dtype_name(dtype)}".strip()]
     parts += [f"{quantization} weights"] if quantization else []

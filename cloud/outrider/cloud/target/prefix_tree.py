@@ -16,11 +16,9 @@ class CachedPage:
     """A page whose text is known.
 
     Attributes:
-        parent: page before it.
         tokens: [1..page_size] tokens of its positions; fewer than page_size: the rest holds nothing yet.
         page: number of the page.
         key: API key whose sessions may share it; empty: none is asked for.
-        children: pages after it, by their tokens.
     """
 
     parent: CachedPage | None
@@ -60,11 +58,9 @@ class PrefixTree:
         return sum(map(len, self._idle.values()))
 
     def of_page(self, page: int) -> CachedPage | None:
-        """Return what is cached on a page, if anything is."""
         return self._by_page.get(page)
 
     def has(self, cached: CachedPage) -> bool:
-        """Return whether a page is cached still."""
         return self._by_page.get(cached.page) is cached
 
     def find(self, isolation: str, tokens: Sequence[int], page_size: int) -> list[CachedPage]:
@@ -131,7 +127,6 @@ class PrefixTree:
             self.cached[to] = True
 
     def hold(self, page: int) -> None:
-        """Note that somebody holds a page."""
         if (cached := self._by_page.get(page)) is not None:
             self._idle[cached.key].pop(cached, None)
 
@@ -151,5 +146,4 @@ class PrefixTree:
         return next(iter(self._idle[most]))
 
     def evict(self) -> None:
-        """Forget the text of the page that is next."""
         self.remove(self.next_to_evict())

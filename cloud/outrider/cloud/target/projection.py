@@ -65,7 +65,6 @@ class Projection(nn.Module):
         return vectors
 
     def save(self, path: Path) -> str:
-        """Write the file and return its id."""
         facts = {"layers": self.layers, "hidden": self.hidden, "rank": self.rank, "target": self.target}
         tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in self.state_dict().items()}
         save_file(tensors, path, metadata={"format": FORMAT, "facts": json.dumps(facts)})
@@ -180,7 +179,6 @@ class Taps:
         raise IndexError(f"the step gave no such row; {row} too many")
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._entering.clear()

@@ -201,12 +201,7 @@ def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationI
     """Add the facts by the model's own distribution, softmax(logits), in the rows that matter.
 
     That is what OpenAI's API and vLLM (`logprobs_mode=raw_logprobs`) call logprobs. It has a value for every token,
-    also where the processed distribution is one point or excludes the rest.
-
-    Args:
-        sampled: the target's token of each row.
-        logits: [k + 1, vocab] float32, the target's.
-        session: session of the rows.
+    also where the processed distribution is one point or excludes the rest. `logits` are [k + 1, vocab] float32.
     """
     agreed = (draft.id == token.id for draft, token in zip(session.block, sampled.tokens, strict=False))
     count = sum(itertools.takewhile(bool, agreed)) + 1

@@ -245,14 +245,10 @@ def _winners(close: _Close) -> np.ndarray:
 
 
 def _cut(row: _Rows, law: Law, floor: float, log_sum: float, near: float) -> tuple[np.ndarray, np.ndarray | None]:
-    """List the tokens of `floor` and above and keep those that top-k, top-p and min-p keep.
+    """List the tokens of `floor` and above in one row, and keep those that top-k, top-p and min-p keep.
 
-    Args:
-        row: one row.
-        law: the law of the row.
-        floor: a logit; `_LOWEST` lists all tokens that are not excluded.
-        log_sum: log of the sum of exp(score) over all tokens; not used with top-k.
-        near: sums of probabilities that come this close to top-p settle nothing.
+    `_LOWEST` as floor lists all tokens that are not excluded; `log_sum`, that of exp(score) over all tokens, is not
+    used with top-k. Sums of probabilities that come as close as `near` to top-p settle nothing.
 
     Returns:
         The list [n], and which of it to keep, [m] places; None: the list does not settle it.

@@ -24,14 +24,10 @@ log = logging.getLogger(__name__)
 def load_projections(
     paths: Sequence[str], target: TargetFacts, *, name: str, model: str, embedded: Path = _EMBEDDED
 ) -> dict[str, Projection]:
-    """Load the projections by id.
+    """Load the projections by id, of drafters that Outrider carries (in `embedded`) and of `paths`.
 
-    Args:
-        paths: files, or folders that hold a `projection.safetensors`, as `outrider train steer` writes them.
-        target: facts of the model to tap.
-        name: embedded name, folder, or hub name that it was loaded by.
-        model: the id that edges ask for.
-        embedded: folder of the drafters that Outrider carries.
+    Paths are files, or folders that hold a `projection.safetensors`, as `outrider train steer` writes them. The target
+    was loaded by `name`, and edges ask for it as `model`.
 
     Raises:
         NotFound: a file is missing.
@@ -42,7 +38,8 @@ def load_projections(
         projection = Projection.load(path)
         if projection.target == name:
             found[_checked(projection, path, target)] = projection
-    for path in map(_file, paths):
+    for given in (Path(path).expanduser() for path in paths):
+        path = given / PROJECTION_FILE if given.is_dir() else given
         projection = Projection.load(path)
         found[_checked(projection, path, target)] = projection
         if projection.target not in ("", name, model):
@@ -53,11 +50,6 @@ def load_projections(
                 model,
             )
     return found
-
-
-def _file(path: str) -> Path:
-    given = Path(path).expanduser()
-    return given / PROJECTION_FILE if given.is_dir() else given
 
 
 def _checked(projection: Projection, path: Path, target: TargetFacts) -> str:

@@ -6,39 +6,76 @@ import gc
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
 
-from outrider.cloud.models.family_index import embedded_targets, find_target, load_tokenizer, tokenizer_file
+from outrider.cloud.models.family_index import (
+    embedded_targets,
+    eos_tokens,
+    find_target,
+    first_line,
+    load_tokenizer,
+    tokenizer_file,
+)
 from outrider.cloud.target import attention
 from outrider.cloud.target.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
-from outrider.cloud.target.attention import RaggedBatch, RowSpan, rounded_up
-from outrider.cloud.target.chunked_attention import ChunkedBatch
+from outrider.cloud.target.attention import BLOCK, RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.target.chunked_attention import CHUNK, ROWS, ChunkedBatch
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory
+from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory, session_length
 from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
-from outrider.cloud.target.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
 from outrider.cloud.target.precision import dtype_name, precision_of, quantization_of
 from outrider.cloud.target.projection import Taps
-from outrider.cloud.target.recorded.call_source import Pass
-from outrider.cloud.target.recorded.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
+from outrider.cloud.target.recorded.straight_pass import Pass, StraightPass, own_pass, straight_pass
 from outrider.cloud.verifier_config import AUTO, DTYPES
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.plumbing.logs import STAGES
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Guarantee
 
-_CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 # Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
 _COMPARED, _DEEP, _FEW = 288, 1300, 4
 _PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 4, 7, 1, 10)
 _BESIDE = (), (1,), (3, *[1] * 7), (5,), (2, 1, 4, 1), (), (17, 3), ()
 
 log, stages = logging.getLogger(__name__), logging.getLogger(STAGES)
+
+AttentionInterface.register(attention.NAME, attention.paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A way of putting a step's rows into passes of the model, and what it guarantees of a row's bits.
+
+    Attributes:
+        guarantee: promise that it keeps, where the check at load finds so.
+        multiple: a pass takes a multiple of it; rows whose results nobody reads fill it up.
+        limit: most rows of a pass.
+        block: most positions of a session whose rows attend in one call.
+        chunk: keys of a session that are one entry in a call of many sessions; 0: each session has calls of its own.
+    """
+
+    guarantee: Guarantee
+    multiple: int = 1
+    limit: int = sys.maxsize
+    block: int = BLOCK
+    chunk: int = 0
+
+
+# Kernels for few rows often add in another order than those for many, which filling up avoids: in float32 those of
+# plain products for one to three rows, and at 4,096 inputs those of packed ones for a single row.
+_MULTIPLES = 1, 2, 4, 8
+TOGETHER = tuple(Passes(Guarantee.BYTES, multiple, block=ROWS, chunk=CHUNK) for multiple in _MULTIPLES)
+ROUNDED = tuple(Passes(Guarantee.BYTES, multiple) for multiple in _MULTIPLES)
+# All products have one shape, and every row attends alone; the weights are read once for 16 rows.
+TILES = Passes(Guarantee.BYTES_BY_TILES, multiple=16, limit=16, block=1)
+FREE = Passes(Guarantee.DISTRIBUTION, block=512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +121,9 @@ class Target:
         self.device, self.dtype = parameter.device, parameter.dtype
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
-        made_for = int(getattr(config, "max_position_embeddings", 0) or context_length or _CONTEXT)
-        longest = min(context_length or made_for, made_for)
+        longest = session_length(config, context_length)
         kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest)
-        self.eos_tokens = _eos_tokens(model)
+        self.eos_tokens = eos_tokens(model.generation_config, config)
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
         self.context_length = min(longest, self.pool.page_count * page_size)
         model.set_attn_implementation(attention.NAME)
@@ -99,11 +135,7 @@ class Target:
         return precision_of(self.dtype, device=self.device.type, quantization=quantization_of(self.model.config))
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Keep what enters `layers`, and no other, in every later step, for `tapped`.
-
-        Raises:
-            ModelRefused: it has no such layers, or they cannot be found.
-        """
+        """Keep what enters `layers`, and no other, in every later step; ModelRefused: it has no such layers."""
         if self._tapped is not None:
             self._tapped.close()
         self._tapped = Taps(self.model, layers)
@@ -131,18 +163,34 @@ class Target:
     def _pass(self, pieces: Sequence[_Piece]) -> torch.Tensor:
         """Return logits of the wanted rows [n, vocab] among those of one pass."""
         tokens: list[int] = []
+        positions: list[int] = []
         spans: list[RowSpan] = []
         wanted: list[int] = []
-        for piece in pieces:
-            first = len(tokens)
-            tokens += piece.rows.tokens[piece.begin : piece.end]
-            spans.append(RowSpan(piece.rows.cache, first, piece.end - piece.begin, piece.start))
-            wanted += range(first + piece.first_wanted - piece.begin, len(tokens))
-        tokens += tokens[-1:] * (self._filled(len(tokens)) - len(tokens))
+        for rows, begin, end in pieces:
+            first, start = len(tokens), rows.cache.length + begin
+            tokens += rows.tokens[begin:end]
+            positions += range(start, start + end - begin)
+            spans.append(RowSpan(rows.cache, first, end - begin, start))
+            wanted += range(first + max(0, len(rows.tokens) - rows.wanted - begin), len(tokens))
+        slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
+        missing = self._filled(len(tokens)) - len(tokens)
         filled = (wanted or [0]) + [wanted[-1] if wanted else 0] * (self._filled(len(wanted)) - max(1, len(wanted)))
-        logits = self._run(tokens, spans, filled)[: len(wanted)]
-        self._keep_tapped(wanted)
-        return logits
+        batch = (
+            ChunkedBatch(self.pool, spans, slots, self.passes.block, chunk=self.passes.chunk)
+            if self.passes.chunk
+            else RaggedBatch(self.pool, spans, slots, self.passes.block)
+        )
+        logits, *entered = self.model_pass(
+            torch.tensor([tokens + tokens[-1:] * missing], device=self.device),
+            torch.tensor([positions + positions[-1:] * missing], device=self.device),
+            torch.tensor(filled, device=self.device),
+            batch,
+        )
+        if self._tapped is not None:
+            if entered:
+                self._tapped.enter(entered)
+            self._tapped.keep(wanted)
+        return logits[0].float()[: len(wanted)]
 
     def _filled(self, rows: int) -> int:
         """Return the rows that a product of `rows` takes: a multiple of what passes need, and four if packed.
@@ -151,30 +199,6 @@ class Target:
         """
         least = PACKED_ROWS if self.packing.packed else 1
         return rounded_up(max(rows, least), self.passes.multiple)
-
-    def _run(self, tokens: list[int], spans: list[RowSpan], wanted: list[int]) -> torch.Tensor:
-        slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
-        positions = [p for span in spans for p in range(span.start, span.context)]
-        positions += positions[-1:] * (len(tokens) - len(positions))
-        given = PassInputs(
-            torch.tensor([tokens], device=self.device),
-            torch.tensor([positions], device=self.device),
-            torch.tensor(wanted, device=self.device),
-            self._batch(spans, slots),
-        )
-        logits, *entered = self.model_pass(*given)
-        if self._tapped is not None and entered:
-            self._tapped.enter(entered)
-        return logits[0].float()
-
-    def _batch(self, spans: Sequence[RowSpan], slots: torch.Tensor) -> RaggedBatch:
-        if self.passes.chunk:
-            return ChunkedBatch(self.pool, spans, slots, self.passes.block, chunk=self.passes.chunk)
-        return RaggedBatch(self.pool, spans, slots, self.passes.block)
-
-    def _keep_tapped(self, rows: list[int]) -> None:
-        if self._tapped is not None:
-            self._tapped.keep(rows)
 
     @torch.inference_mode()
     def check(self) -> float:
@@ -272,23 +296,7 @@ class Target:
         return torch.equal(logits, others) and all(torch.equal(*pair) for pairs in held for pair in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Rows begin..end of a session's rows in one pass."""
-
-    rows: SessionRows
-    begin: int
-    end: int
-
-    @property
-    def start(self) -> int:
-        """Position of the first row."""
-        return self.rows.cache.length + self.begin
-
-    @property
-    def first_wanted(self) -> int:
-        """First row whose logits are wanted; `end`: none are."""
-        return min(self.end, max(self.begin, len(self.rows.tokens) - self.rows.wanted))
+_Piece = tuple[SessionRows, int, int]  # the rows from begin to end of a session's rows in one pass
 
 
 def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[_Piece]]:
@@ -299,7 +307,7 @@ def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[_Piece]]:
         begin = 0
         while begin < len(rows.tokens):
             end = min(len(rows.tokens), begin + room)
-            pieces.append(_Piece(rows, begin, end))
+            pieces.append((rows, begin, end))
             room -= end - begin
             begin = end
             if not room:
@@ -339,54 +347,40 @@ def load_target(
         ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
     """
     source = find_target(target)
-    if dtype == AUTO:
-        return load_automatically(
-            lambda chosen: load_target(
-                target,
-                device=device,
-                dtype=chosen,
-                kv_tokens=kv_tokens,
-                page_size=page_size,
-                context_length=context_length,
-                max_sessions=max_sessions,
-                exact=exact,
-                packed=packed,
-                straight=straight,
-            ),
-            source,
-            device=device,
-            exact=exact,
+
+    def load(chosen: str) -> Target:
+        stages.info("reading weights as %s", chosen)
+        tokenizer = tokenizer_json(source, target)
+        model = load_model(source, target, device=device, dtype=chosen)
+        stages.info("checking the architecture")
+        check_architecture(model)
+        if device == "cpu":
+            replace_conv1d(model)
+            check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
+        shortened = straight_pass(model) if straight and device == "cpu" else None
+        products = model if shortened is None else shortened.linears
+        stages.info("packing weights")
+        packing = pack_linears(products, exact=exact != "off") if packed else None  # before the KV cache counts memory
+        loaded = Target(
+            model,
+            tokenizer,
+            kv_tokens=kv_tokens,
+            page_size=page_size,
+            context_length=context_length,
+            max_sessions=max_sessions,
+            packing=packing,
+            straight=shortened,
         )
-    stages.info("reading weights as %s", dtype)
-    tokenizer = tokenizer_json(source, target)
-    model = load_model(source, target, device=device, dtype=dtype)
-    stages.info("checking the architecture")
-    check_architecture(model)
-    if device == "cpu":
-        replace_conv1d(model)
-        check_memory(kv_tokens, model.config.get_text_config(), next(model.parameters()).dtype)
-    shortened = straight_pass(model) if straight and device == "cpu" else None
-    products = model if shortened is None else shortened.linears
-    stages.info("packing weights")
-    packing = pack_linears(products, exact=exact != "off") if packed else None  # before the KV cache counts memory
-    loaded = Target(
-        model,
-        tokenizer,
-        kv_tokens=kv_tokens,
-        page_size=page_size,
-        context_length=context_length,
-        max_sessions=max_sessions,
-        packing=packing,
-        straight=shortened,
-    )
-    stages.info("trying whether rows keep their bits")
-    loaded.passes = _passes(loaded, exact)
-    difference = loaded.check()
-    log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
-    if packed and loaded.device.type == "cpu":
-        log.info("linear layers of %s: %s", target, packing)
-    log.info("a row of %s keeps %s", target, loaded.passes.guarantee.value)
-    return loaded
+        stages.info("trying whether rows keep their bits")
+        loaded.passes = _passes(loaded, exact)
+        difference = loaded.check()
+        log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, chosen, device, difference)
+        if packed and loaded.device.type == "cpu":
+            log.info("linear layers of %s: %s", target, packing)
+        log.info("a row of %s keeps %s", target, loaded.passes.guarantee.value)
+        return loaded
+
+    return load_automatically(load, source, device=device, exact=exact) if dtype == AUTO else load(dtype)
 
 
 def load_automatically(load: Callable[[str], Target], source: str, *, device: str, exact: str) -> Target:
@@ -401,9 +395,16 @@ def load_automatically(load: Callable[[str], Target], source: str, *, device: st
     if device.partition(":")[0] != "cpu":
         return load(configured_dtype(source))
     if exact != "off" and multiplies_in_bfloat16():
-        target = _if_kept(load, Guarantee.BYTES_BY_TILES if exact == "tiles" else Guarantee.BYTES)
-        if target is not None:
-            return target
+        wanted = Guarantee.BYTES_BY_TILES if exact == "tiles" else Guarantee.BYTES
+        try:
+            target = load("bfloat16")
+            if target.passes.guarantee is wanted:
+                return target
+            found = target.passes.guarantee.value
+            log.info("not in bfloat16: its rows keep %s there, and %s was wanted", found, wanted.value)
+            del target
+        except ModelRefused as error:
+            log.info("not in bfloat16: %s", error)
         gc.collect()  # a model holds itself in cycles, and the KV cache of the next takes what memory is free
     return load("float32")
 
@@ -424,20 +425,6 @@ def configured_dtype(source: str) -> str:
     dtype = config.get_text_config().dtype or config.dtype
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
     return name if name in DTYPES else "bfloat16"
-
-
-def _if_kept(load: Callable[[str], Target], guarantee: Guarantee) -> Target | None:
-    """Load in bfloat16, and return the target where it keeps `guarantee`."""
-    try:
-        target = load("bfloat16")
-    except ModelRefused as error:
-        log.info("not in bfloat16: %s", error)
-        return None
-    found = target.passes.guarantee
-    if found is guarantee:
-        return target
-    log.info("not in bfloat16: its rows keep %s there, and %s was wanted", found.value, guarantee.value)
-    return None
 
 
 def _passes(target: Target, exact: str) -> Passes:
@@ -469,19 +456,19 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
         )
     except OSError as error:
         raise NotFound(
-            f"cannot load {target!r}: {_first_line(error)}; give a folder, a hub name that this machine can reach, "
+            f"cannot load {target!r}: {first_line(error)}; give a folder, a hub name that this machine can reach, "
             f"or one of {', '.join(embedded_targets())}",
             field="target",
         ) from error
     except SafetensorError as error:
-        message = f"the weights of {target!r} are damaged or cut off ({_first_line(error)}); fetch or copy them again"
+        message = f"the weights of {target!r} are damaged or cut off ({first_line(error)}); fetch or copy them again"
         raise ModelRefused(message, field="target") from error
     except ValueError as error:
-        raise ModelRefused(f"{target!r}: {_first_line(error)}", field="target") from error
+        raise ModelRefused(f"{target!r}: {first_line(error)}", field="target") from error
     try:
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
-        raise ModelRefused(f"cannot move {target!r} to {device}: {_first_line(error)}", field="device") from error
+        raise ModelRefused(f"cannot move {target!r} to {device}: {first_line(error)}", field="device") from error
 
 
 def tokenizer_json(source: str, target: str) -> str:
@@ -491,32 +478,9 @@ def tokenizer_json(source: str, target: str) -> str:
     try:
         tokenizer = load_tokenizer(source)
     except (OSError, ValueError) as error:
-        message = f"cannot load the tokenizer of {target!r}; is its tokenizer.json there? {_first_line(error)}"
+        message = f"cannot load the tokenizer of {target!r}; is its tokenizer.json there? {first_line(error)}"
         raise NotFound(message, field="target") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
     return str(json.dumps(json.loads(backend.to_str())))
-
-
-def _eos_tokens(model: Any) -> frozenset[int]:
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    if eos is None:
-        eos = model.config.get_text_config().eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300]
-
-
-def register() -> None:
-    """Make the attention function known to transformers; done once on import."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(attention.NAME, attention.paged_attention)
-
-
-register()

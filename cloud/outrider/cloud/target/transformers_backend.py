@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 
 from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts, VerificationBranch
-from outrider.cloud.target.branch_cache import BranchCache
 from outrider.cloud.target.distribution import VerificationInput, are_numbers
-from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.target.kv_cache import BranchCache, PagedKVCache, SessionCache
 from outrider.cloud.target.sampler import Sampled, Sampler, token_facts
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.proto.session.acceptance import num_agreeing
@@ -32,7 +31,6 @@ class TransformersBackend:
 
     @cached_property
     def facts(self) -> TargetFacts:
-        """Facts of the target."""
         target, config = self.target, self.target.model.config.get_text_config()
         return TargetFacts(
             tokenizer_json=target.tokenizer_json,
@@ -51,12 +49,9 @@ class TransformersBackend:
 
     @property
     def capacity(self) -> Capacity:
-        """Present state of the KV cache."""
-        pool = self.target.pool
-        return Capacity(pool.page_size, pool.page_count, pool.free_pages)
+        return self.target.pool.capacity
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Have later steps tap what enters `layers`; ModelRefused: the target has no such layers."""
         self.target.tap(layers)
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:
@@ -64,24 +59,16 @@ class TransformersBackend:
         return self.target.pool.open(tokens[:-1], isolation)
 
     def reserve(self, handle: Handle, tokens: int) -> None:
-        """Let a sequence hold pages for `tokens` positions, side by side where so many are free."""
         self.target.pool.resize(_own(handle), tokens)
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget the positions from `length` on."""
         _own(handle).truncate(length)
 
-    def fork(self, handle: Handle) -> SessionCache:
-        """Return a sequence that shares the full pages of another."""
-        return self.target.pool.fork(_own(handle), handle.length)
-
     def release(self, handle: Handle) -> None:
-        """Give a sequence's pages back, whose text stays cached until their room is needed."""
         self.target.pool.release(_own(handle))
 
     @torch.inference_mode()
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
-        """Compute all rows and branches in one pass and sample by the coupled rule."""
         lengths = [row.handle.length for row in rows]
         try:
             return self._step(rows, lengths)
@@ -162,17 +149,11 @@ def _session_rows(row: StepRow) -> SessionRows:
 def _split_scored(
     rows: Sequence[StepRow], logits: torch.Tensor
 ) -> tuple[list[tuple[TokenFacts, ...]], torch.Tensor, list[int]]:
-    """Return what the rows' scored tokens get, and the rest of the logits: those that verify.
-
-    A prompt's logits are many, so a step reads no more scored positions than batches allow, and keeps what was wanted.
+    """Return what the rows' scored tokens get, the other logits, and the places that these had.
 
     Args:
         rows: rows of a step, of which one or more score.
-        logits: [sum of wanted rows, vocab] float32: of a row that scores all that it reads and verifies, and of others
-            what they verify; then those of the rows' branches.
-
-    Returns:
-        The scores, the logits [verified rows, vocab] and those of the branches, and the places that these had before.
+        logits: [sum of `_wanted_rows`, vocab] float32 of the rows, then those of their branches.
     """
     scores: list[tuple[TokenFacts, ...]] = []
     verified: list[int] = []
@@ -201,7 +182,6 @@ def _longest(row: StepRow) -> int:
 
 
 def _branch_pages(pool: PagedKVCache, row: StepRow) -> int:
-    """Return how many pages the branches of a row take."""
     start = row.handle.length + len(row.tokens)
     bases = [start + branch.index for branch in row.branches]
     return sum(
@@ -220,12 +200,10 @@ class _Branch(NamedTuple):
 
     @property
     def verification(self) -> VerificationInput:
-        """Facts by which its rows are sampled."""
         return self.branch.verification
 
     @property
     def rows(self) -> SessionRows:
-        """Its rows of a pass."""
         return SessionRows(self.cache, token_ids(self.branch.drafts), len(self.branch.drafts))
 
 

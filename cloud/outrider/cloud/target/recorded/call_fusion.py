@@ -1,4 +1,4 @@
-"""Fewer calls in place of several, by what the several compute, whichever model makes them."""
+"""Fewer calls for the same pass: none in vain, none twice, and one in place of several, whichever model makes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,115 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.cloud.target.recorded.call_recorder import Call, CallSequence, Value, leaves, part, values_in
-from outrider.cloud.target.recorded.call_simplification import trimmed
+from outrider.cloud.target.recorded.call_recorder import (
+    Call,
+    CallSequence,
+    RowCount,
+    Value,
+    leaves,
+    part,
+    replaced,
+    values_in,
+)
 
 
-def fused(sequence: CallSequence, model: nn.Module) -> CallSequence:
-    """Return the same pass with shorter norms and rotary positions, and joint products.
+def shortened(recording: CallSequence, model: nn.Module) -> CallSequence:
+    """Return the same pass with shorter norms and rotary positions, joint products, and without needless calls.
 
-    Plain linear layers of `model` that have the same input become one product; their weights and biases become parts of
-    one, so that they take no more memory than before.
+    Calls that sizes and weights alone decide are made now, equal ones once, and after the last attention the wanted
+    rows are computed alone. Plain linear layers of `model` that have the same input become one product; their weights
+    and biases become parts of one, so that they take no more memory than before.
     """
-    shorter = trimmed(_turned(_scaled(sequence)), list(sequence.outputs))
-    return _turned_together(_joined(shorter, model))
+    outputs = list(recording.outputs)
+    sequence = _wanted_early(trimmed(_unique(_folded(recording)), outputs))
+    made_by = {call.result: call for call in sequence.calls}
+    sequence = replace(sequence, calls=[_by_size(call, made_by) or call for call in sequence.calls])
+    return _turned_together(_joined(trimmed(_turned(sequence), outputs), model))
+
+
+def trimmed(sequence: CallSequence, outputs: Sequence[str]) -> CallSequence:
+    """Return the pass that gives `outputs` alone, without the calls that they do not need."""
+    needed = {sequence.outputs[name] for name in outputs}
+    kept = []
+    for call in reversed(sequence.calls):
+        if not call.pure or call.result in needed:
+            kept.append(call)
+            needed.update(values_in((call.arguments, call.keywords)))
+    return replace(sequence, calls=kept[::-1], outputs={name: sequence.outputs[name] for name in outputs})
+
+
+def _folded(sequence: CallSequence) -> CallSequence:
+    """Keep the results of the calls that weights and fixed sizes alone decide."""
+    constants: dict[Value, Any] = {}
+    calls = []
+    for call in sequence.calls:
+        call = call.with_replaced(constants)
+        if call.pure and not any(
+            isinstance(leaf, Value | RowCount) for leaf in leaves((call.arguments, call.keywords))
+        ):
+            constants[call.result] = call.result.example
+        else:
+            calls.append(call)
+    return replace(sequence, calls=calls)
+
+
+def _unique(sequence: CallSequence) -> CallSequence:
+    same: dict[Value, Value] = {}
+    known: dict[Any, Value] = {}
+    calls = []
+    for call in sequence.calls:
+        call = call.with_replaced(same)
+        key = _key((call.function, call.arguments, dict(call.keywords)))
+        if call.pure and key in known:
+            same[call.result] = known[key]
+        else:
+            known[key] = call.result
+            calls.append(call)
+    return replace(sequence, calls=calls, outputs=replaced(sequence.outputs, same))
+
+
+def _wanted_early(sequence: CallSequence) -> CallSequence:
+    """Take the wanted rows right after the last attention, for no row sees another from there on."""
+    calls, wanted = sequence.calls, sequence.inputs["wanted"]
+    first = 1 + max((i for i, call in enumerate(calls) if not call.pure), default=-1)
+    while first < len(calls) and calls[first].function is part:
+        first += 1
+    rest = calls[first:]
+    taking = [call for call in rest if call.arguments[1:] == ((slice(None), wanted, slice(None)),)]
+    made = {call.result for call in rest}
+    used = dict.fromkeys(value for call in rest for value in values_in((call.arguments, call.keywords)))
+    entering = [value for value in used if value not in made and value is not wanted]
+    uses = sum(wanted in values_in(call.arguments) for call in calls)
+    plain = len(taking) == uses == 1 and taking[0] is not rest[-1]
+    plain = plain and made & set(sequence.outputs.values()) == {rest[-1].result}
+    if not plain or any(value.example.shape[:2] != (1, sequence.rows) for value in entering):
+        return sequence
+    few = {value: Value() for value in entering}
+    sizes = {leaf for call in rest for leaf in leaves((call.arguments, call.keywords)) if isinstance(leaf, RowCount)}
+    changed: dict[Any, Any] = {**few, **{size: replace(size, wanted=True) for size in sizes}}
+    calls = calls[:first]
+    calls += [Call(torch.Tensor.__getitem__, (value, (slice(None), wanted)), {}, few[value]) for value in entering]
+    for call in rest:
+        if call is taking[0]:
+            changed[call.result] = replaced(call.arguments[0], changed)
+        else:
+            calls.append(call.with_replaced(changed))
+    return replace(sequence, calls=calls)
+
+
+def _key(structure: Any) -> Any:
+    """Return what two equal calls have in common, to be looked up."""
+    match structure:
+        case tuple() | list():
+            return tuple(map(_key, structure))
+        case dict():
+            return tuple((name, _key(each)) for name, each in structure.items())
+        case slice():
+            return "slice", _key((structure.start, structure.stop, structure.step))
+        case bool() | int() | float() | str() | None | RowCount():
+            return type(structure), structure
+        case _:
+            return id(structure)
 
 
 def first_half_negated(sine: torch.Tensor, half: int) -> torch.Tensor:
@@ -39,14 +136,8 @@ def over_root_mean_square(rows: torch.Tensor, root: float, floor: torch.Tensor) 
     return rows.div(torch.linalg.vector_norm(rows, 2, -1, True).div_(root).hypot_(floor))
 
 
-def _scaled(sequence: CallSequence) -> CallSequence:
-    """Have float32 rows divided by their root mean square, where models multiply them by an inverse of five calls."""
-    made_by = {call.result: call for call in sequence.calls}
-    return replace(sequence, calls=[_by_size(call, made_by) or call for call in sequence.calls])
-
-
 def _by_size(call: Call, made_by: Mapping[Value, Call]) -> Call | None:
-    """Return the same result by `over_root_mean_square`, where `call` is the last of what gives that."""
+    """Return the same result by `over_root_mean_square`, where `call` is the last of a norm's calls in float32."""
     factors = _given(made_by, call.result, "mul", 2)
     for rows, inverse in (factors, factors[::-1]):
         mean, epsilon = _given(made_by, _given(made_by, inverse, "rsqrt", 1)[0], "add", 2)

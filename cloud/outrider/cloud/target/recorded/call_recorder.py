@@ -17,17 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 # What may be asked of a tensor, besides its attributes, without a look at its elements.
-_FACTS = {
-    "__len__",
-    "dim",
-    "element_size",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "nelement",
-    "ndimension",
-}
-_FACTS |= {"numel", "size", "stride"}
+_FACTS = {"__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement"}
+_FACTS |= {"ndimension", "numel", "size", "stride"}
 
 
 class NotStraight(Exception):
@@ -70,7 +61,6 @@ class Call:
     pure: bool = True
 
     def with_replaced(self, replacements: Mapping[Any, Any]) -> Call:
-        """Return the call with `replacements` in place of values and row counts in its arguments."""
         arguments, keywords = replaced(self.arguments, replacements), replaced(self.keywords, replacements)
         return replace(self, arguments=arguments, keywords=keywords)
 
@@ -103,7 +93,6 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make a call, and note it."""
         keywords = kwargs or {}
         result = function(*args, **keywords)
         if not self._paused:
@@ -141,7 +130,6 @@ class CallRecorder(TorchFunctionMode):
                 del module.forward
 
     def output(self, name: str, tensor: torch.Tensor) -> None:
-        """Name a value as an output of the pass."""
         if id(tensor) not in self._values:
             raise NotStraight(f"gives {name} that no recorded call made")
         self.recording.outputs[name] = self._values[id(tensor)]
@@ -217,11 +205,7 @@ def replaced(structure: Any, replacements: Mapping[Any, Any]) -> Any:
 
 
 def unified(one: CallSequence, other: CallSequence) -> CallSequence:
-    """Return `one` with `RowCount` in place of the integers that follow the number of rows.
-
-    Raises:
-        NotStraight: the two passes made different calls.
-    """
+    """Return `one` with `RowCount` for integers that follow the number of rows; NotStraight: the calls differ."""
     outputs = [{name: value.number for name, value in each.outputs.items()} for each in (one, other)]
     if len(one.calls) != len(other.calls) or outputs[0] != outputs[1]:
         raise NotStraight("makes other calls for other rows")
@@ -230,16 +214,9 @@ def unified(one: CallSequence, other: CallSequence) -> CallSequence:
     for a, b in zip(one.calls, other.calls, strict=True):
         if a.function != b.function or a.result.number != b.result.number or a.keywords.keys() != b.keywords.keys():
             raise NotStraight("makes other calls for other rows")
-        calls.append(
-            Call(
-                a.function,
-                _joint(a.arguments, b.arguments, rows),
-                _joint(a.keywords, b.keywords, rows),
-                a.result,
-                a.pure,
-            )
-        )
-    return CallSequence(one.rows, one.inputs, calls, one.outputs)
+        arguments, keywords = _joint(a.arguments, b.arguments, rows), _joint(a.keywords, b.keywords, rows)
+        calls.append(replace(a, arguments=arguments, keywords=keywords))
+    return replace(one, calls=calls)
 
 
 def _joint(one: Any, other: Any, rows: tuple[int, int]) -> Any:

@@ -8,7 +8,7 @@ equal ones are shared, products of the same rows become one product, and the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +18,30 @@ from outrider.cloud.target import attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan
 from outrider.cloud.target.kv_cache import PagedKVCache
 from outrider.cloud.target.projection import Taps
-from outrider.cloud.target.recorded.call_fusion import fused
-from outrider.cloud.target.recorded.call_recorder import CallRecorder, CallSequence, NotStraight, unified
-from outrider.cloud.target.recorded.call_simplification import simplified, trimmed
-from outrider.cloud.target.recorded.call_source import Pass, Wrap, written
+from outrider.cloud.target.recorded.call_fusion import shortened, trimmed
+from outrider.cloud.target.recorded.call_recorder import (
+    Call,
+    CallRecorder,
+    CallSequence,
+    NotStraight,
+    RowCount,
+    Value,
+    leaves,
+    part,
+    unified,
+    values_in,
+)
 from outrider.proto.errors import ModelRefused
+
+Pass = Callable[..., tuple[torch.Tensor, ...]]
+Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 
 # Relative to the size of the logits, as in the check of paged attention; only rounding may differ.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 _RECORDED_ROWS = (5, 2), (7, 3)  # rows and wanted ones; none is a multiple of another
 _CHECKED_ROWS = (1, 1), (9, 4)
 _ATTENTION = "outrider_recorded"
+_FUNCTION = "straight"  # name of the compiled pass
 _HANDED_ON = ("scaling", "sliding_window", "softcap", "s_aux", "outrider_batch")
 # What passes raise that the recorder cannot follow; the model's own pass then says what is wrong, if anything is.
 _IMPOSSIBLE = (NotStraight, ModelRefused, TypeError, AttributeError, NotImplementedError, RuntimeError)
@@ -46,26 +59,26 @@ class PassInputs(NamedTuple):
 
 
 class StraightPass:
-    """The calls of a model's pass, in order.
-
-    Attributes:
-        linears: the linear layers that it calls, joined or the model's own.
-    """
+    """The calls of a model's pass, in order; `linears` are the linear layers among them, joined or its own."""
 
     def __init__(self, recording: CallSequence, model: nn.Module) -> None:
         """Simplify a recording of `model`, whose joined linear layers share one weight from then on."""
-        self._sequence = fused(simplified(recording), model)
+        self._sequence = shortened(recording, model)
         functions = [call.function for call in self._sequence.calls]
         self.linears = nn.ModuleList(function for function in functions if isinstance(function, nn.Linear))
 
     def compiled(self, layers: Sequence[int] = (), wrap: Wrap = lambda _, function: function) -> Pass:
-        """Return a function of what `PassInputs` has.
+        """Return a function of what `PassInputs` has, which forgets results after their last use.
 
         Args:
             layers: layers whose input [1, rows, hidden] it returns after the logits [1, n, vocab].
             wrap: what to call in place of a function, given what was recorded and the function.
         """
-        return written(trimmed(self._sequence, ["logits", *map(str, layers)]), wrap)
+        source = _Source(trimmed(self._sequence, ["logits", *map(str, layers)]), wrap)
+        namespace: dict[str, Any] = source.constants
+        exec(compile(source.text, f"<{_FUNCTION}>", "exec"), namespace)  # noqa: S102 - made of the sequence alone
+        straight: Pass = namespace[_FUNCTION]
+        return straight
 
 
 @torch.inference_mode()
@@ -100,10 +113,18 @@ def _checked(model: Any) -> StraightPass:
 
 
 def _recorded(model: Any, pool: PagedKVCache, rows: int, wanted: int) -> CallSequence:
+    from transformers import AttentionInterface
+
     given = _example(model, pool, rows, wanted)
     recorder = CallRecorder(rows, given._asdict())
     taps = Taps(model, range(model.config.get_text_config().num_hidden_layers))
-    _record_attention(recorder)
+
+    def attend(module: Any, query: Any, key: Any, value: Any, _: Any, **keywords: Any) -> Any:
+        """Have attention be one call of the recording, with nothing but what it looks at."""
+        named = {name: keywords[name] for name in _HANDED_ON if keywords.get(name) is not None}
+        return recorder.opaque(attention.paged_attention, (module, query, key, value, None), named, pure=False)
+
+    AttentionInterface.register(_ATTENTION, attend)
     model.set_attn_implementation(_ATTENTION)
     try:
         with recorder, recorder.leaves([module for module in model.modules() if type(module) is nn.Linear]):
@@ -114,17 +135,6 @@ def _recorded(model: Any, pool: PagedKVCache, rows: int, wanted: int) -> CallSeq
     finally:
         taps.close()
     return recorder.recording
-
-
-def _record_attention(recorder: CallRecorder) -> None:
-    """Have attention be one call of the recording, with nothing but what it looks at."""
-    from transformers import AttentionInterface
-
-    def attend(module: Any, query: Any, key: Any, value: Any, _: Any, **keywords: Any) -> Any:
-        named = {name: keywords[name] for name in _HANDED_ON if keywords.get(name) is not None}
-        return recorder.opaque(attention.paged_attention, (module, query, key, value, None), named, pure=False)
-
-    AttentionInterface.register(_ATTENTION, attend)
 
 
 def _example(model: Any, pool: PagedKVCache, rows: int, wanted: int) -> PassInputs:
@@ -146,3 +156,75 @@ def own_pass(
         input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=wanted, outrider_batch=batch
     ).logits
     return (logits,)
+
+
+class _Source:
+    """The text of a function that makes a sequence's calls, and the objects that it names.
+
+    The last dimension of `tokens` is the number of rows, that of `wanted` how many of them are.
+    """
+
+    def __init__(self, sequence: CallSequence, wrap: Wrap) -> None:
+        self.constants: dict[str, Any] = {}
+        self._names: dict[Value, str] = {}
+        self._wrap = wrap
+        inputs = {name: self._name(value) for name, value in sequence.inputs.items()}
+        lines = [f"def {_FUNCTION}({', '.join(inputs.values())}):"]
+        lines += [f" rows, wanted = {inputs['tokens']}.shape[-1], {inputs['wanted']}.shape[-1]"]
+        last = _last_uses(sequence)
+        for call in sequence.calls:
+            lines.append(f" {self._name(call.result)} = {self._call(call)}")
+            lines.extend(f" del {self._name(value)}" for value in last.get(call, ()))
+        outputs = "".join(f"{self._name(value)}, " for value in sequence.outputs.values())
+        self.text = "\n".join([*lines, f" return ({outputs})\n"])
+
+    def _name(self, value: Value) -> str:
+        return self._names.setdefault(value, f"v{len(self._names)}")
+
+    def _call(self, call: Call) -> str:
+        arguments = [self._expression(each) for each in call.arguments]
+        if call.function is part or getattr(call.function, "__name__", "") == "__getitem__":
+            return f"{arguments[0]}[{arguments[1]}]"
+        function = call.function.forward if isinstance(call.function, nn.Module) else call.function
+        named = [f"{name}={self._expression(each)}" for name, each in call.keywords.items()]
+        return f"{self._constant(self._wrap(call.function, function))}({', '.join(arguments + named)})"
+
+    def _expression(self, structure: Any) -> str:
+        match structure:
+            case Value():
+                return self._name(structure)
+            case RowCount():
+                return f"{structure.factor} * {'wanted' if structure.wanted else 'rows'}"
+            case bool() | int() | str() | None:
+                return repr(structure)
+            case tuple() | list() | slice() if not any(
+                isinstance(each, Value | RowCount) for each in leaves(structure)
+            ):
+                return self._constant(structure)
+            case tuple():
+                return f"({''.join(f'{self._expression(each)}, ' for each in structure)})"
+            case list():
+                return f"[{', '.join(map(self._expression, structure))}]"
+            case slice():
+                ends = structure.start, structure.stop, structure.step
+                return f"slice({', '.join(map(self._expression, ends))})"
+            case dict():
+                return f"{{{', '.join(f'{name!r}: {self._expression(each)}' for name, each in structure.items())}}}"
+            case _:
+                return self._constant(structure)
+
+    def _constant(self, thing: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = thing
+        return name
+
+
+def _last_uses(sequence: CallSequence) -> dict[Call, list[Value]]:
+    """Return the values that each call is the last to need."""
+    seen = set(sequence.outputs.values()) | set(sequence.inputs.values())
+    uses: dict[Call, list[Value]] = {}
+    for call in reversed(sequence.calls):
+        needed = dict.fromkeys([call.result, *values_in((call.arguments, call.keywords))])
+        uses[call] = [value for value in needed if value not in seen]
+        seen.update(needed)
+    return uses
