@@ -17,9 +17,8 @@ from conformance_oracle import VOCAB, Oracle
 
 from outrider.cloud.target.backend import TargetFacts
 from outrider.cloud.target.sampler import Sampler
-from outrider.cloud.vllm.requests import committed_tokens
 from outrider.cloud.vllm.vllm_backend import VllmBackend
-from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, PassRow
+from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, PassRow, committed_tokens
 
 FACTS = TargetFacts("", "", VOCAB, 256, frozenset(), 64, 4, torch.device("cpu"))
 

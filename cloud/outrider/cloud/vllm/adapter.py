@@ -10,12 +10,11 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from outrider.cloud.target.precision import dtype_name, precision_of
-from outrider.cloud.vllm.sequences import Block
-from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, Wanted
+from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult
 from outrider.proto.errors import ConfigError, ModelRefused
 
 RELEASES = ("0.32.0",)
@@ -24,11 +23,10 @@ _WORKER_OF_V2 = "outrider.cloud.vllm.runner_v2.PlannedV2Worker"
 _ROWS_OF_V2 = "outrider.cloud.vllm.runner_v2:CoupledRows"
 _PROPOSER = "outrider.cloud.vllm.worker.NoProposer"
 _REMEDY = "install the environment of constraints-vllm.txt (docs/vllm.md), or serve with --engine transformers"
-_KEPT = (
-    "FullAttention",
-    "MLA",
-    "SlidingWindow",
-)  # a window's blocks are kept as if it were all, since nobody drops them
+# A window's blocks are kept as if it were all, since nobody drops them.
+_KEPT = ("FullAttention", "MLA", "SlidingWindow")
+
+Block = Any  # vLLM's KVCacheBlock
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +133,6 @@ class VllmCore:
             log.exception("vLLM's workers do not answer")
 
     def close(self) -> None:
-        """End the workers."""
         self._core.shutdown()
 
 
@@ -163,7 +160,7 @@ def runner_options(max_drafts: int, options: Mapping[str, Any]) -> dict[str, Any
 
 
 class PoolStore:
-    """vLLM's block pool, with its prefix cache, as the blocks of `outrider.cloud.vllm.sequences`.
+    """vLLM's block pool with its prefix cache: what was computed stays there to be found until its block is needed.
 
     Attributes:
         size: positions of a block.
@@ -182,7 +179,6 @@ class PoolStore:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
         return int(self._pool.get_num_free_blocks())
 
     def take(self, count: int) -> list[Block]:
@@ -194,42 +190,38 @@ class PoolStore:
         self._pool.touch(list(blocks))
 
     def give_back(self, blocks: Iterable[Block]) -> None:
-        """Hold blocks once less."""
+        """Hold blocks once less; of those that nobody holds the first are used first."""
         self._pool.free_blocks(blocks)
 
     def is_shared(self, block: Block) -> bool:
-        """Return whether it is held more than once."""
         return bool(block.ref_cnt > 1)
 
     def key(self, before: bytes | None, tokens: Sequence[int], isolation: str) -> bytes:
-        """Return the key of a block, salted by `isolation` at the beginning of a text, as vLLM's `cache_salt` is."""
+        """Return the key of a block of `tokens` [size] after the block of key `before`; None: it is the first.
+
+        That of the first is salted by `isolation`, as by vLLM's `cache_salt`.
+        """
         salt = (isolation,) if before is None and isolation else None
         return bytes(self._hash_block(self._hash, before, tokens, salt))
 
     def find(self, key: bytes) -> Block | None:
-        """Return the block of a key."""
+        """Return a block with the keys and values that `key` stands for."""
         found = self._pool.get_cached_block(key, [0])
         return found[0] if found else None
 
     def keep(self, block: Block, key: bytes) -> None:
         """Let a block be found by `key` from now on, if it cannot be found yet."""
         if block.block_hash is None:
-            self._pool.cache_full_blocks(_Hashed([key]), [block], 0, 1, self.size, 0)
+            request = SimpleNamespace(block_hashes=[key])  # the part of one that vLLM's pool looks at
+            self._pool.cache_full_blocks(request, [block], 0, 1, self.size, 0)
 
     def forget(self, block: Block) -> None:
         """Let a block be found no more."""
         self._pool.evict_blocks({block.block_id})
 
 
-@dataclass(frozen=True, slots=True)
-class _Hashed:
-    """The part of a request that vLLM's pool looks at when it keeps its blocks."""
-
-    block_hashes: list[bytes]
-
-
 def scheduler_output(work: ForwardPass) -> Any:
-    """Return vLLM's message to its workers, with what is wanted of each request as `outrider`."""
+    """Return vLLM's message to its workers, with the rows as `outrider`."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -268,6 +260,5 @@ def scheduler_output(work: ForwardPass) -> Any:
         free_encoder_mm_hashes=[],
         kv_cache_block_copies=[KVCacheBlockCopy(*each) for each in work.copies] or None,
     )
-    output.outrider_rows = work.rows
-    output.outrider = {row.name: Wanted(row.verification, row.tapped) for row in work.rows}
+    output.outrider = work.rows
     return output

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from outrider.cloud.models.family_index import find_target
+from outrider.cloud.models.family_index import eos_tokens, find_target, first_line
 from outrider.cloud.target.backend import TargetFacts
-from outrider.cloud.target.kv_size import bytes_per_token, kv_tokens_by_memory
+from outrider.cloud.target.kv_size import bytes_per_token, kv_tokens_by_memory, session_length
 from outrider.cloud.target.target import tokenizer_json
 from outrider.cloud.verifier_config import AUTO, MAX_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
@@ -21,7 +21,6 @@ from outrider.proto.errors import ModelRefused, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
 
 CPU_PAGE = 32  # positions that vLLM's attention on CPUs takes at a time
-_CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,9 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
     source = find_target(config.target)
     tokenizer, shape = tokenizer_json(source, config.target), _shape(source, config.target)
     try:
-        options = engine_options(_with_dtype(config, source), source, shape)
+        if config.dtype == AUTO:
+            config = replace(config, dtype=chosen_dtype(source, config.quantization))
+        options = engine_options(config, source, shape)
         core = VllmCore(config.max_drafts, options)
     except OutriderError:
         raise
@@ -66,8 +67,7 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
 
     The config names a type, since the size of the KV cache follows from it.
     """
-    longest = int(getattr(shape, "max_position_embeddings", 0) or config.context_length or _CONTEXT)
-    context = min(config.context_length or longest, longest)
+    context = session_length(shape, config.context_length)
     on_cpu = config.device == "cpu"
     page_size = CPU_PAGE * math.ceil(config.page_size / CPU_PAGE) if on_cpu else config.page_size
     requests = config.max_sessions + 1  # and the verifier's own, when it tests itself
@@ -80,7 +80,7 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
         "kv_cache_dtype": config.kv_dtype,
         "quantization": config.quantization or None,
         "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": _executor(config),
+        "distributed_executor_backend": "ray" if config.across_nodes else "mp" if config.tensor_parallel > 1 else "uni",
         "max_model_len": context,
         "max_num_seqs": requests,
         "max_num_batched_tokens": MAX_PREFILL_ROWS + requests * (config.max_drafts + 1),
@@ -105,19 +105,6 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
     return options
 
 
-def _with_dtype(config: VerifierConfig, source: str) -> VerifierConfig:
-    """Return `config` with the type that vLLM takes for the model at `source` where it names none."""
-    if config.dtype != AUTO:
-        return config
-    return replace(config, dtype=chosen_dtype(source, config.quantization))
-
-
-def _executor(config: VerifierConfig) -> str:
-    if config.across_nodes:
-        return "ray"
-    return "mp" if config.tensor_parallel > 1 else "uni"
-
-
 def _set_environment(config: VerifierConfig) -> None:
     """Set what vLLM takes from the environment alone, where the operator has not."""
     defaults = {
@@ -140,10 +127,9 @@ def _shape(source: str, target: str) -> Any:
     try:
         shape = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     except OSError as error:
-        line = str(error).strip().split("\n")[0][:300]
-        raise NotFound(f"cannot load {target!r}: {line}", field="target") from error
+        raise NotFound(f"cannot load {target!r}: {first_line(error)}", field="target") from error
     except ValueError as error:
-        raise ModelRefused(f"{target!r}: {str(error).splitlines()[0][:300]}", field="target") from error
+        raise ModelRefused(f"{target!r}: {first_line(error)}", field="target") from error
     if not getattr(shape, "num_attention_heads", 0):
         raise ModelRefused(f"{target!r} has no keys and values of attention to roll back", field="target")
     return shape
@@ -153,9 +139,7 @@ def _eos_tokens(source: str, shape: Any) -> frozenset[int]:
     from transformers import GenerationConfig
 
     try:
-        eos = GenerationConfig.from_pretrained(source).eos_token_id
+        generation = GenerationConfig.from_pretrained(source)
     except OSError:  # it has no file of its own
-        eos = None
-    if eos is None:
-        eos = shape.eos_token_id
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+        generation = None
+    return eos_tokens(generation, shape)

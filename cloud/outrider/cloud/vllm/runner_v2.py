@@ -11,7 +11,7 @@ and hands on what the tapped layers gave.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +19,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from outrider.cloud.target.distribution import VerificationInput
-from outrider.cloud.target.sampler import Sampler
-from outrider.cloud.vllm.requests import committed_tokens
-from outrider.cloud.vllm.worker_messages import PassResult, PassRow, Wanted
+from outrider.cloud.vllm.worker_messages import NOTHING, PassRow, PassSampling, tap_model
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
-
-_NOTHING = -1  # what the runner takes for no draft
 
 
 class PlannedV2Worker(Worker):
@@ -39,81 +34,52 @@ class PlannedV2Worker(Worker):
         """Make the runner, and take its speculator's place."""
         super().init_device()
         runner = self.model_runner
-        self._speculator = NullSpeculator(runner.max_num_reqs, runner.num_speculative_steps, runner.device)
-        runner.speculator = self._speculator
+        self._sampling = PassSampling(runner.device)
+        runner.speculator = NullSpeculator(
+            self._sampling, runner.max_num_reqs, runner.num_speculative_steps, runner.device
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and find the logits processor that vLLM has made."""
         super().load_model(*args, **kwargs)
-        self._rule = next(each for each in self.model_runner.sampler.logits_processors if isinstance(each, CoupledRows))
-        self._rule.attach(self.model_runner)
-        self._speculator.attach(self._rule)
+        rule = next(each for each in self.model_runner.sampler.logits_processors if isinstance(each, CoupledRows))
+        rule.attach(self._sampling, self.model_runner.req_states)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Compute the pass, with what is to be sampled from it at hand."""
-        self._rule.begin(scheduler_output.outrider_rows, scheduler_output.outrider)
+        self._sampling.begin(scheduler_output.outrider)
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """Sample, and attach the results."""
         output = super().sample_tokens(grammar_output)
         if hasattr(output, "get_output"):  # it is still on its way from the device
             output = output.get_output()
-        output.outrider = self._rule.result
+        output.outrider = self._sampling.result
         return output
 
     def tap_layers(self, layers: Sequence[int]) -> str:
         """Have later passes keep what enters `layers`, and return why they cannot; empty: they can."""
-        model = self.model_runner.get_model()
-        if not hasattr(model, "set_aux_hidden_state_layers"):
-            return f"vLLM gives no states from amid {type(model).__name__}"
-        model.set_aux_hidden_state_layers(tuple(layers))
+        if reason := tap_model(self.model_runner.get_model(), layers):
+            return reason
         self.model_runner.use_aux_hidden_state_outputs = True
         return ""
 
     def forget_pass(self) -> None:
-        """Forget a pass that has failed half way."""
         self.model_runner.execute_model_state = None
 
 
 class CoupledRows(LogitsProcessor):
-    """The rows of each pass: planned before it, and each left a single point at the rule's token.
+    """The rows of each pass: planned before it, and each left a single point at the rule's token."""
 
-    Attributes:
-        result: results of the newest pass.
-    """
-
-    def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        """Wait for `attach`; vLLM makes it, before the runner is whole."""
-        super().__init__(vllm_config, req_states)
-        self.result = PassResult()
-        self._rows: Sequence[PassRow] = ()
-        self._orders: Mapping[str, Wanted] = {}
-
-    def attach(self, runner: Any) -> None:
-        """Sample for `runner`."""
-        self._states = runner.req_states
-        self._sampler = Sampler(runner.device)
-
-    def begin(self, rows: Sequence[PassRow], orders: Mapping[str, Wanted]) -> None:
-        """Take the plan of the next pass, and what is wanted of each request."""
-        self._rows, self._orders, self.result = rows, orders, PassResult()
-
-    def tapped(self, name: str) -> int | None:
-        """Return which of a request's rows of logits is the newest valid one; None: its state is not wanted."""
-        wanted = self._orders.get(name)
-        if wanted is None or not wanted.tapped or wanted.verification is None:
-            return None
-        return len(committed_tokens(wanted.verification, self.result.sampled[name])) - 1
-
-    # --- called by vLLM ---
+    def attach(self, sampling: PassSampling, states: Any) -> None:
+        """Sample by `sampling`, for requests in vLLM's `states`; vLLM makes this before its runner is whole."""
+        self._sampling, self._states = sampling, states
 
     def apply_staged_writes(self) -> None:
         """Write the plan over vLLM's record of the requests, before the inputs of a pass are prepared."""
-        states, rows = self._states, self._rows
+        states, rows = self._states, self._sampling.rows.values()
         if not rows:
             return
-        drafts = torch.full((len(rows), states.draft_tokens.shape[1]), _NOTHING, dtype=torch.int64)
+        drafts = torch.full((len(rows), states.draft_tokens.shape[1]), NOTHING, dtype=torch.int64)
         slots = [states.req_id_to_index[row.name] for row in rows]
         for place, (slot, row) in enumerate(zip(slots, rows, strict=True)):
             end = row.start + len(row.tokens)
@@ -127,40 +93,29 @@ class CoupledRows(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Sample, and return rows [rows, vocab] that are -inf but at the rule's token; others stay as they are."""
+        sampling = self._sampling
         names = [self._states.index_to_req_id.get(slot, "") for slot in ctx.idx_mapping_np.tolist()]
-        wanted = [self._orders.get(name) for name in names]
-        if not any(wanted):
+        if sampling.rows.keys().isdisjoint(names):
             return logits  # vLLM tries itself
-        self.result.forwarded = self.result.forwarded or time.monotonic()
-        counts = _rows_of_each(wanted, len(logits))
-        kept: list[int] = []
-        inputs: dict[str, VerificationInput] = {}
-        first = 0
-        for name, count, each in zip(names, counts, wanted, strict=True):
-            if each is not None and each.verification is not None:
-                kept += range(first, first + count)
-                inputs[name] = each.verification
-            first += count
-        if not inputs:
+        result = sampling.result
+        result.forwarded = result.forwarded or time.monotonic()
+        counts = [_num_logits(sampling.rows.get(name)) for name in names]
+        if sum(counts) != len(logits):
+            raise RuntimeError(f"vLLM has {len(logits)} rows of logits where {sum(counts)} were planned")
+        kept = sampling.sample(logits, names, counts)
+        if not kept:
             return logits
-        places = torch.tensor(kept, device=logits.device)
-        sampled, finite = self._sampler.sample_numbers(logits[places], list(inputs.values()))
-        self.result.finite &= finite
-        self.result.sampled |= dict(zip(inputs, sampled, strict=True))
+        sampled = [result.sampled[name] for name in names if name in result.sampled]
         tokens = torch.tensor([token.id for each in sampled for token in each.tokens], device=logits.device)
+        places = torch.tensor(kept, device=logits.device)
         logits[places] = -torch.inf
         logits[places, tokens] = 0.0
         return logits
 
 
-def _rows_of_each(wanted: Sequence[Wanted | None], rows: int) -> list[int]:
-    """Return how many rows of logits each request has: one more than drafts."""
-    counts = [
-        len(each.verification.block) + 1 if each is not None and each.verification is not None else 1 for each in wanted
-    ]
-    if sum(counts) != rows:
-        raise RuntimeError(f"vLLM has {rows} rows of logits where {sum(counts)} were planned")
-    return counts
+def _num_logits(row: PassRow | None) -> int:
+    """Return how many rows of logits a request has: one more than drafts where it verifies, else one."""
+    return row.verification.rows if row is not None and row.verification is not None else 1
 
 
 class NullSpeculator(BaseSpeculator):
@@ -169,13 +124,10 @@ class NullSpeculator(BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
 
-    def __init__(self, max_requests: int, max_drafts: int, device: torch.device) -> None:
-        self._drafts = torch.full((max_requests, max_drafts), _NOTHING, dtype=torch.int64, device=device)
-        self._rule: CoupledRows | None = None
-
-    def attach(self, rule: CoupledRows) -> None:
-        """Hand what is tapped to the results of `rule`."""
-        self._rule = rule
+    def __init__(self, sampling: PassSampling, max_requests: int, max_drafts: int, device: torch.device) -> None:
+        """Hand what is tapped to the results of `sampling`."""
+        self._sampling = sampling
+        self._drafts = torch.full((max_requests, max_drafts), NOTHING, dtype=torch.int64, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Need no graphs."""
@@ -194,12 +146,12 @@ class NullSpeculator(BaseSpeculator):
         **__: Any,
     ) -> torch.Tensor:
         """Return no draft for each of the requests, [requests, drafts] int64, and keep the states that are wanted."""
-        if aux_hidden_states and self._rule is not None:
-            firsts = input_batch.cu_num_logits_np
+        if aux_hidden_states:
+            sampling, firsts = self._sampling, input_batch.cu_num_logits_np
             for place, name in enumerate(input_batch.req_ids):
-                newest = self._rule.tapped(name)
-                if newest is not None:
-                    row = input_batch.logits_indices[int(firsts[place]) + newest]
+                planned = sampling.rows.get(name)
+                if planned is not None and planned.tapped and (committed := sampling.committed(name)):
+                    row = input_batch.logits_indices[int(firsts[place]) + len(committed) - 1]
                     taps = torch.cat([layer[row] for layer in aux_hidden_states])
-                    self._rule.result.taps[name] = taps.float().cpu()
+                    sampling.result.taps[name] = taps.float().cpu()
         return self._drafts[: input_batch.num_reqs]

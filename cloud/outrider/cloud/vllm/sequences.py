@@ -6,65 +6,18 @@ decides, so blocks are taken straight from vLLM's pool: exactly those that were 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from outrider.proto.errors import ResourceExhausted
+from outrider.cloud.target.backend import Capacity
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.vllm.adapter import Block, PoolStore
+from outrider.cloud.vllm.worker_messages import PassRow
+from outrider.proto.types import token_ids
 
-Block = Any  # vLLM's KVCacheBlock
-
-
-class BlockStore(Protocol):
-    """The KV blocks of all sequences; what was computed stays there to be found until the block is needed."""
-
-    @property
-    def size(self) -> int:
-        """Positions of a block."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Blocks in all."""
-        ...
-
-    @property
-    def free(self) -> int:
-        """Blocks that nobody holds."""
-        ...
-
-    def take(self, count: int) -> list[Block]:
-        """Hold `count` blocks, which are free."""
-        ...
-
-    def share(self, blocks: Iterable[Block]) -> None:
-        """Hold blocks once more, or again."""
-        ...
-
-    def give_back(self, blocks: Iterable[Block]) -> None:
-        """Hold blocks once less; of those that nobody holds the first are used first."""
-        ...
-
-    def is_shared(self, block: Block) -> bool:
-        """Return whether it is held more than once."""
-        ...
-
-    def key(self, before: bytes | None, tokens: Sequence[int], isolation: str) -> bytes:
-        """Return the key of a block of `tokens` [size] after the block of key `before`; None: it is the first."""
-        ...
-
-    def find(self, key: bytes) -> Block | None:
-        """Return a block with the keys and values that `key` stands for."""
-        ...
-
-    def keep(self, block: Block, key: bytes) -> None:
-        """Let a block be found by `key` from now on, if it cannot be found yet."""
-        ...
-
-    def forget(self, block: Block) -> None:
-        """Let a block be found no more."""
-        ...
+_numbers = itertools.count()
 
 
 @dataclass(slots=True)
@@ -98,8 +51,7 @@ class BlockSequence:
 
     Attributes:
         isolation: only sequences of the same may share blocks.
-        length: positions that hold valid keys and values.
-        tokens: [length] the tokens of these positions.
+        tokens: [length] the tokens of the positions that hold valid keys and values.
         coming: tokens that it was opened for, which probably follow.
         blocks: blocks that it holds, in order of position.
         keys: keys of its leading blocks that are full for good.
@@ -107,7 +59,6 @@ class BlockSequence:
     """
 
     isolation: str
-    length: int = 0
     tokens: list[int] = field(default_factory=list)
     coming: Sequence[int] = ()
     blocks: list[Block] = field(default_factory=list)
@@ -115,23 +66,26 @@ class BlockSequence:
     request: WorkerRequest | None = None
 
     @property
-    def num_pages(self) -> int:
-        """Blocks that it holds."""
-        return len(self.blocks)
+    def length(self) -> int:
+        return len(self.tokens)
 
-    def grow(self, tokens: Sequence[int]) -> None:
-        """Note that the keys and values of `tokens` [n] are computed."""
-        self.tokens += tokens
-        self.length = len(self.tokens)
+    @property
+    def num_pages(self) -> int:
+        return len(self.blocks)
 
 
 class Paging:
     """The sequences' shares of the blocks."""
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: PoolStore) -> None:
         self._store = store
         self._copies: list[tuple[Block, Block]] = []
         self.departed: set[str] = set()  # requests that the workers are to forget in the next step
+
+    @property
+    def capacity(self) -> Capacity:
+        """The blocks as pages; those that hold what nobody uses now are free."""
+        return Capacity(self._store.size, self._store.count, self._store.free)
 
     @property
     def copies(self) -> list[tuple[int, int]]:
@@ -150,21 +104,17 @@ class Paging:
             self._store.share([block])
             sequence.blocks.append(block)
             sequence.keys.append(key)
-            sequence.grow(tokens[start : start + size])
+            sequence.tokens += tokens[start : start + size]
         return sequence
 
     def reserve(self, sequence: BlockSequence, tokens: int) -> None:
-        """Have a sequence hold blocks for `tokens` positions, no fewer than are valid.
-
-        Raises:
-            ResourceExhausted: not enough blocks are free.
-        """
+        """Have a sequence hold blocks for `tokens` positions, at least the valid ones; ResourceExhausted: too few."""
         if tokens < sequence.length:
             raise ValueError(f"cannot hold {sequence.length} positions in {tokens}")
         wanted = max(1, math.ceil(tokens / self._store.size))
         more = wanted - len(sequence.blocks)
         if more > 0:
-            self._check_room(tokens, more)
+            self.capacity.check_room(tokens, more)
             sequence.blocks += self._store.take(more)
         elif more < 0:
             self._drop_blocks(sequence, wanted)
@@ -195,34 +145,47 @@ class Paging:
             sequence.blocks[index] = own
         del sequence.tokens[length:]
         del sequence.keys[length // self._store.size :]
-        sequence.length = length
         if sequence.request is not None:
             sequence.request.agreed = min(sequence.request.agreed, length)
 
-    def fork(self, sequence: BlockSequence) -> BlockSequence:
-        """Return another sequence of the same tokens, which shares all full blocks.
-
-        Raises:
-            ResourceExhausted: no block is free for the rest.
-        """
-        full, rest = divmod(sequence.length, self._store.size)
-        if rest:
-            self._check_room(sequence.length, 1)
-        shared = sequence.blocks[:full]
-        self._store.share(shared)
-        own = self._store.take(1) if rest else []
-        for block in own:
-            self._copy(sequence.blocks[full], block)
-        tokens, keys = list(sequence.tokens), sequence.keys[:full]
-        return BlockSequence(sequence.isolation, sequence.length, tokens, sequence.coming, shared + own, keys)
-
     def release(self, sequence: BlockSequence) -> None:
-        """Give back what a sequence holds."""
         self.part(sequence)
         self._drop_blocks(sequence, 0)
-        sequence.length, sequence.coming = 0, ()
+        sequence.coming = ()
         sequence.tokens.clear()
         sequence.keys.clear()
+
+    def row(
+        self,
+        sequence: BlockSequence,
+        tokens: tuple[int, ...],
+        verification: VerificationInput | None,
+        *,
+        tapped: bool,
+    ) -> PassRow:
+        """Return a sequence's row of the next pass: `tokens` [n], then the drafts to verify.
+
+        It goes on with the request that the workers know where its tokens are those that they expect; else it becomes a
+        new one, of all its tokens.
+        """
+        start, end = sequence.length, sequence.length + len(tokens)
+        drafts = token_ids(verification.block) if verification is not None else ()
+        request, new_tokens = sequence.request, None
+        if request is None or not request.serves(start, tokens, ends=verification is not None):
+            self.part(sequence)
+            new_tokens = [*sequence.tokens, *tokens]
+            if verification is None and tuple(sequence.coming[start:end]) == tokens:
+                new_tokens += sequence.coming[end:]  # the workers then know how it goes on
+            request = WorkerRequest(f"s{next(_numbers)}", list(new_tokens), len(new_tokens), 0, start)
+            sequence.request = request
+        elif verification is not None:
+            del request.tokens[end:]  # a request whose tokens end later gives none
+        new_blocks = [block.block_id for block in sequence.blocks[request.num_blocks :]]
+        request.num_blocks = len(sequence.blocks)
+        num_output_tokens = len(request.tokens) - request.prompt_length
+        return PassRow(
+            request.name, start, tokens, drafts, new_tokens, new_blocks, num_output_tokens, verification, tapped
+        )
 
     def part(self, sequence: BlockSequence) -> None:
         """Have the workers forget a sequence; it becomes another request when it steps again."""
@@ -246,7 +209,6 @@ class Paging:
         sequence.keys.clear()
 
     def copied(self) -> None:
-        """Note that the copies are made."""
         self._store.give_back([source for source, _ in self._copies])
         self._copies.clear()
 
@@ -262,17 +224,3 @@ class Paging:
             self.part(sequence)
         self._store.give_back(reversed(sequence.blocks[kept:]))
         del sequence.blocks[kept:]
-
-    def _check_room(self, tokens: int, more: int) -> None:
-        if math.ceil(tokens / self._store.size) > self._store.count:
-            raise ResourceExhausted(
-                f"needs {tokens} positions, the verifier's KV cache holds {self._store.count * self._store.size}; "
-                "lower sampling.max_tokens",
-                field="open.prompt",
-            )
-        if more > self._store.free:
-            raise ResourceExhausted(
-                f"needs {more} KV pages, {self._store.free} are free; try again later",
-                field="open.prompt",
-                retry_after_s=1.0,
-            )

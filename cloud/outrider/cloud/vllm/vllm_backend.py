@@ -2,63 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from outrider.cloud.target.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampled
-from outrider.cloud.vllm.requests import committed_tokens, request_row
-from outrider.cloud.vllm.sequences import BlockSequence, BlockStore, Paging
-from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult
-
-log = logging.getLogger(__name__)
-
-
-class Core(Protocol):
-    """vLLM's workers and their KV blocks, which `outrider.cloud.vllm.adapter.VllmCore` runs."""
-
-    @property
-    def store(self) -> BlockStore:
-        """The KV blocks."""
-        ...
-
-    @property
-    def remote(self) -> bool:
-        """Whether workers are other processes."""
-        ...
-
-    def run(self, work: ForwardPass) -> PassResult:
-        """Compute a pass; raise what the workers raise."""
-        ...
-
-    def forget_pass(self) -> None:
-        """Have the workers forget a pass that has failed, as far as they still answer."""
-        ...
-
-    def tap(self, layers: Sequence[int]) -> None:
-        """Have later passes keep what enters `layers`; ModelRefused: vLLM's model does not give it."""
-        ...
-
-    def close(self) -> None:
-        """End the workers."""
-        ...
+from outrider.cloud.vllm.adapter import VllmCore
+from outrider.cloud.vllm.sequences import BlockSequence, Paging
+from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult, committed_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a row that one pass computes.
-
-    Attributes:
-        row: number of the row.
-        tokens: [n] tokens to compute.
-        verification: what to verify after them; None: nothing, or later.
-        tapped: whether its state is wanted.
-    """
+    """The part of row number `row` that one pass computes: `tokens` [n], and what to verify after them, if anything."""
 
     row: int
     tokens: tuple[int, ...]
@@ -67,14 +26,13 @@ class Piece:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the pass."""
         return len(self.tokens) + (len(self.verification.block) if self.verification is not None else 0)
 
 
 class VllmBackend:
     """A target that vLLM computes, in this process or in others."""
 
-    def __init__(self, core: Core, facts: TargetFacts, *, max_rows: int, max_requests: int) -> None:
+    def __init__(self, core: VllmCore, facts: TargetFacts, *, max_rows: int, max_requests: int) -> None:
         """Step by `core`, in passes of at most `max_rows` rows of at most `max_requests` sequences."""
         self._core = core
         self._facts = facts
@@ -84,17 +42,13 @@ class VllmBackend:
 
     @property
     def facts(self) -> TargetFacts:
-        """Facts of the target."""
         return self._facts
 
     @property
     def capacity(self) -> Capacity:
-        """Present state of the KV cache; blocks that hold what nobody uses now are free."""
-        store = self._core.store
-        return Capacity(store.size, store.count, store.free)
+        return self._paging.capacity
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Have later steps tap what enters `layers`; ModelRefused: vLLM's model does not give it."""
         self._core.tap(layers)
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> BlockSequence:
@@ -102,19 +56,12 @@ class VllmBackend:
         return self._paging.open(list(tokens), isolation)
 
     def reserve(self, handle: Handle, tokens: int) -> None:
-        """Let a sequence hold blocks for `tokens` positions."""
         self._paging.reserve(_own(handle), tokens)
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget the positions from `length` on."""
         self._paging.truncate(_own(handle), length)
 
-    def fork(self, handle: Handle) -> BlockSequence:
-        """Return another sequence on the same full blocks and a copy of the last."""
-        return self._paging.fork(_own(handle))
-
     def release(self, handle: Handle) -> None:
-        """Give a sequence's blocks back."""
         self._paging.release(_own(handle))
 
     def step(self, rows: Sequence[StepRow]) -> StepOutput:
@@ -145,16 +92,15 @@ class VllmBackend:
         return StepOutput(sampled, torch.stack(of_tapped) if of_tapped else None, forwarded)
 
     def close(self) -> None:
-        """End vLLM's workers."""
         self._core.close()
 
     def _compute(self, pieces: Sequence[Piece], sequences: Sequence[BlockSequence]) -> PassResult:
         """Compute one pass, and grow the sequences by it."""
         paging = self._paging
-        rows = []
-        for piece in pieces:
-            sequence = sequences[piece.row]
-            rows.append(request_row(paging, sequence, piece.tokens, self._portable(piece.verification), piece.tapped))
+        rows = [
+            paging.row(sequences[piece.row], piece.tokens, self._portable(piece.verification), tapped=piece.tapped)
+            for piece in pieces
+        ]
         work = ForwardPass(tuple(rows), frozenset(paging.departed), tuple(paging.copies))
         result = self._core.run(work)
         paging.departed -= work.departed
@@ -163,7 +109,7 @@ class VllmBackend:
             raise FloatingPointError("the target's logits, or the scores made of them, are not numbers")
         for piece, row in zip(pieces, rows, strict=True):
             sequence, end = sequences[piece.row], row.start + len(row.tokens)
-            sequence.grow((*row.tokens, *row.drafts))
+            sequence.tokens += (*row.tokens, *row.drafts)
             request = sequence.request
             assert request is not None  # noqa: S101 - it has just stepped
             request.agreed = end
