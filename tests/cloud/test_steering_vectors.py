@@ -17,14 +17,13 @@ from random_models import save_random_model
 
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import NO_HANDLE, Owner
-from outrider.cloud.target import transformers_backend as transformers_backend_module
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.projection import FoldedProjection, Projection
 from outrider.cloud.target.sampler import Sampled
 from outrider.cloud.target.steering_vectors import load_projections
-from outrider.cloud.target.target import SessionRows, load_target
-from outrider.cloud.target.transformers_backend import TransformersBackend, newest_rows, paths_of
+from outrider.cloud.target.target import SessionRows, Target, load_target
+from outrider.cloud.target.transformers_backend import TransformersBackend, paths_of
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
@@ -157,7 +156,7 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
         Sampled(tuple(map(CommittedToken, (7, 8), (0.0,) * 2)), None),
     ]
     rows = [StepRow(NO_HANDLE, (2,), each) for each in verified]
-    assert newest_rows(paths_of(rows, [], sampled)) == [0, 1 + agreed, 1 + (K + 1) + 1]
+    assert [path.newest for path in paths_of(rows, [], sampled)] == [0, 1 + agreed, 1 + (K + 1) + 1]
 
 
 # === the engine: which state a commit's vector is of ==============================================================
@@ -383,7 +382,7 @@ def test_a_step_without_requests_projects_nothing(engine, projections, monkeypat
         raise AssertionError("computed for nobody")
 
     monkeypatch.setattr(FoldedProjection, "__call__", must_not_run)
-    monkeypatch.setattr(transformers_backend_module, "newest_rows", must_not_run)
+    monkeypatch.setattr(Target, "tapped", must_not_run)
     _, commits = whole(engine, 1, opening(engine, "nobody", steering=SteeringRequest(next(iter(projections)), every=0)))
     assert len(tokens_of(commits)) == TEXT.max_tokens
 

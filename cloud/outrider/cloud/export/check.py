@@ -47,13 +47,9 @@ class ChunkedText:
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """The comparison of an exported graph with torch.
+    """The comparison of an exported graph with torch, of which `plain` is the model, with transformers' own attention.
 
-    Attributes:
-        plain: model in torch, with transformers' own attention.
-        shape: shape of its cache.
-        precision: precision of the graph's weights.
-        candidates: number of candidates to ask the graph for.
+    The graph has weights of `precision` and a cache of `shape`, and is asked for `candidates` candidates.
     """
 
     plain: PreTrainedModel

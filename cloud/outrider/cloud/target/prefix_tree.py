@@ -13,26 +13,24 @@ from outrider.proto.types import common_length
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """A page whose text is known.
+    """A page whose text is known, or the beginning of all texts of one isolation, which is no page.
 
     Attributes:
+        parent: page before it; None: it is such a beginning.
         tokens: [1..page_size] tokens of its positions; fewer than page_size: the rest holds nothing yet.
         page: number of the page.
-        key: API key whose sessions may share it; empty: none is asked for.
     """
 
     parent: CachedPage | None
     tokens: tuple[int, ...]
     page: int
-    key: str = ""
+    isolation: str
     children: dict[tuple[int, ...], CachedPage] = field(default_factory=dict)
 
-
-@dataclass(slots=True, eq=False)
-class Root(CachedPage):
-    """The beginning of all texts of one isolation, which is no page."""
-
-    isolation: str = ""
+    @property
+    def key(self) -> str:
+        """API key whose sessions may share it; empty: none is asked for."""
+        return self.isolation.partition("/")[0]
 
 
 class PrefixTree:
@@ -48,7 +46,7 @@ class PrefixTree:
 
     def __init__(self, page_count: int) -> None:
         self.cached = np.zeros(page_count, dtype=bool)
-        self._roots: dict[str, Root] = {}
+        self._roots: dict[str, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._idle: defaultdict[str, OrderedDict[CachedPage, None]] = defaultdict(OrderedDict)  # longest unused first
 
@@ -89,13 +87,11 @@ class PrefixTree:
 
         A text that was known of the page so far must be the beginning of this one.
         """
-        parent = last or self._roots.setdefault(
-            isolation, Root(None, (), -1, key=isolation.partition("/")[0], isolation=isolation)
-        )
+        parent = last or self._roots.setdefault(isolation, CachedPage(None, (), -1, isolation))
         if (there := parent.children.get(tokens)) is not None:
             return there
         shorter = self._by_page.get(page)
-        added = parent.children[tokens] = self._by_page[page] = CachedPage(parent, tokens, page, parent.key)
+        added = parent.children[tokens] = self._by_page[page] = CachedPage(parent, tokens, page, isolation)
         if shorter is not None:
             del parent.children[shorter.tokens]
         self.cached[page] = True
@@ -115,7 +111,7 @@ class PrefixTree:
             del self._by_page[gone.page]
             self._idle[gone.key].pop(gone, None)
             self.cached[gone.page] = False
-        if isinstance(parent, Root) and not parent.children:
+        if parent.parent is None and not parent.children:
             del self._roots[parent.isolation]
 
     def move(self, moves: Mapping[int, int]) -> None:

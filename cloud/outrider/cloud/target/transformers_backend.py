@@ -85,7 +85,7 @@ class TransformersBackend:
             pool.begin_write(_own(row.handle), _longest(row))  # before pages are lent, and slots read for branches
         with pool.lend(sum(_branch_pages(pool, row) for row in rows)) as pages:
             branches = [branch for number, row in enumerate(rows) for branch in self._branches(number, row, pages)]
-            logits = self.target.forward([*map(_session_rows, rows), *(branch.rows for branch in branches)])
+            logits = self.target.forward([*map(_session_rows, rows), *map(_branch_rows, branches)])
             if not are_numbers(logits):
                 raise FloatingPointError("the target's logits are not numbers")
             forwarded = time.monotonic()
@@ -127,7 +127,7 @@ class TransformersBackend:
         tapped = [path for path in paths if rows[path.row].tapped]
         if not tapped:
             return None
-        wanted = [places[row] for row in newest_rows(tapped)]
+        wanted = [places[path.newest] for path in tapped]
         try:
             return self.target.tapped(wanted)
         except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
@@ -144,6 +144,10 @@ def _session_rows(row: StepRow) -> SessionRows:
     cache, verification = _own(row.handle), row.verification
     drafts = () if verification is None else token_ids(verification.block)
     return SessionRows(cache, (*row.tokens, *drafts), _wanted_rows(row))
+
+
+def _branch_rows(branch: _Branch) -> SessionRows:
+    return SessionRows(branch.cache, token_ids(branch.branch.drafts), len(branch.branch.drafts))
 
 
 def _split_scored(
@@ -202,10 +206,6 @@ class _Branch(NamedTuple):
     def verification(self) -> VerificationInput:
         return self.branch.verification
 
-    @property
-    def rows(self) -> SessionRows:
-        return SessionRows(self.cache, token_ids(self.branch.drafts), len(self.branch.drafts))
-
 
 class _Path(NamedTuple):
     """Drafts of a row, in its block or along a branch, and what the target says of them.
@@ -214,7 +214,9 @@ class _Path(NamedTuple):
         row: number of the row.
         sampled: the target's tokens.
         logits: [k + 1] rows of logits that these come from.
-        newest: row of logits of the newest position that is valid after the step.
+        newest: row of logits of the newest position that is valid after the step. The last committed token, at position
+            p, is in the first row, and the draft at p + j in row j after it: where a drafts agree, a + 1 tokens are
+            committed, and the newest that has been processed is at p + a.
         branch: the branch; None: the block was followed.
     """
 
@@ -249,15 +251,6 @@ def paths_of(rows: Sequence[StepRow], branches: Sequence[_Branch], sampled: Sequ
         newest = firsts[there] + num_agreeing(branch.verification.block, token_ids(further.tokens))
         paths.append(_Path(number, Sampled(tokens, result.reward), of_path, newest, branch))
     return paths
-
-
-def newest_rows(paths: Sequence[_Path]) -> list[int]:
-    """Return [n] each session's row, among the step's logits, of the newest position that is valid after the step.
-
-    A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
-    drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
-    """
-    return [path.newest for path in paths]
 
 
 def _logits_of(logits: torch.Tensor, paths: Sequence[_Path]) -> torch.Tensor:
