@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -434,48 +435,23 @@ class FairTurns:
     """Turns at something scarce, in one event loop: each owner has one at a time, and owners have them in turn."""
 
     def __init__(self, most: int) -> None:
-        self._free = most
-        self._having: set[str] = set()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # who waits longest is first
+        """Give at most `most` turns at once."""
+        self._free = asyncio.Semaphore(most)  # at which one of each owner waits, so that its order is fair
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._having: dict[str, asyncio.Lock] = {}
 
     async def take(self, owner: str) -> None:
         """Wait for a turn of `owner`; `give_back` ends it. If cancelled meanwhile, no turn is taken."""
-        if self._free and owner not in self._having:  # all who wait then have their turn
-            self._begin(owner)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        lock = self._locks.setdefault(owner, asyncio.Lock())
+        await lock.acquire()
         try:
-            await turn
+            await self._free.acquire()
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(owner)
+            lock.release()
             raise
+        self._having[owner] = lock
 
     def give_back(self, owner: str) -> None:
         """End the turn of `owner`, and begin that of the next."""
-        self._free += 1
-        self._having.discard(owner)
-        if owner in self._waiting:
-            self._waiting.move_to_end(owner)
-        for another in list(self._waiting):
-            if not self._free:
-                return
-            if another not in self._having:
-                self._begin_next(another)
-
-    def _begin_next(self, owner: str) -> None:
-        """Begin the turn of the first of an owner's that still waits."""
-        waiting = self._waiting.pop(owner)
-        while waiting:
-            turn = waiting.popleft()
-            if not turn.done():
-                self._begin(owner)
-                turn.set_result(None)
-                break
-        if waiting:
-            self._waiting[owner] = waiting  # behind all others
-
-    def _begin(self, owner: str) -> None:
-        self._free -= 1
-        self._having.add(owner)
+        self._free.release()
+        self._having.pop(owner).release()
