@@ -113,12 +113,10 @@ def export_drafter(
                 steered = SteeredCheck(check, steering, unfinished, unsteered)
                 metrics = {**check.metrics(unsteered), "steered": steered.metrics()}
         shutil.copyfile(tokenizer_file, unfinished / TOKENIZER_FILE)
-        manifest = _manifest(check, unfinished, source_folder, name=name, target=target_id)
+        manifest = _manifest(check, unfinished, source_folder, steering, name=name, target=target_id)
         manifest["check"] = metrics
         if anatomy.reach is not None:
             manifest["reach"] = anatomy.reach
-        if steering is not None:
-            _describe_steering(manifest, steering)
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _swap(unfinished, out_folder)
     finally:
@@ -134,7 +132,9 @@ def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: 
     return graph
 
 
-def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str, target: str) -> Manifest:
+def _manifest(
+    check: GraphCheck, folder: Path, source_folder: Path, steering: SteeringWeights | None, *, name: str, target: str
+) -> Manifest:
     model, shape = check.plain, check.shape
     port = {"dtype": shape.dtype, "shape": [1, "kv_heads", "c", "head_dim"]}
     files: dict[str, dict[str, Any]] = {
@@ -170,19 +170,17 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
     if training.is_file():
         record = json.loads(training.read_text(encoding="utf-8"))
         manifest["training"] = {key: value for key, value in record.items() if key not in ("losses", GAIN)}
+    if steering is not None:
+        bias = {"dtype": "float32", "shape": [steering.mlp]}
+        manifest["inputs"] |= dict.fromkeys(steering_names(len(steering.matrices)), bias)
+        manifest["parameters"] += sum(matrix.numel() for matrix in steering.matrices)
+        manifest["steering"] = {
+            "rank": steering.rank,
+            "mlp": steering.mlp,
+            "projection": steering.projection_id,
+            "gain": steering.gain,
+        }
     return manifest
-
-
-def _describe_steering(manifest: Manifest, steering: SteeringWeights) -> None:
-    names = steering_names(len(steering.matrices))
-    manifest["inputs"] |= {name: {"dtype": "float32", "shape": [steering.mlp]} for name in names}
-    manifest["parameters"] += sum(matrix.numel() for matrix in steering.matrices)
-    manifest["steering"] = {
-        "rank": steering.rank,
-        "mlp": steering.mlp,
-        "projection": steering.projection_id,
-        "gain": steering.gain,
-    }
 
 
 def _swap(finished: Path, folder: Path) -> None:

@@ -63,22 +63,15 @@ def chosen_dtype(source: str, quantization: str) -> str:
     """Return the type that vLLM takes for the model at `source` where it is left to it; raise what vLLM raises."""
     from vllm.engine.arg_utils import EngineArgs
 
-    asked = EngineArgs(
-        model=source,
-        skip_tokenizer_init=True,
-        trust_remote_code=False,
-        dtype="auto",
-        quantization=quantization or None,
-    )
+    plain = {"model": source, "skip_tokenizer_init": True, "trust_remote_code": False}
+    asked = EngineArgs(**plain, dtype="auto", quantization=quantization or None)
     return dtype_name(asked.create_model_config().dtype)
 
 
 class VllmCore:
-    """vLLM's executor, which runs the workers, and its KV blocks; vLLM's scheduler has no part.
+    """vLLM's executor, which runs the workers, and its KV blocks, the `store`; vLLM's scheduler has no part.
 
     Attributes:
-        store: the KV blocks.
-        dtype: type in which the model computes, which vLLM may have chosen.
         precision: what decides how its logits round.
         remote: whether workers are other processes.
     """
@@ -92,9 +85,8 @@ class VllmCore:
         config = EngineArgs(**options, **runner_options(max_drafts, options)).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._executor = self._core.model_executor
-        self.dtype = config.model_config.dtype
         self.precision = precision_of(
-            self.dtype,
+            config.model_config.dtype,
             engine="vllm",
             device=config.device_config.device_type,
             quantization=config.model_config.quantization or "",
