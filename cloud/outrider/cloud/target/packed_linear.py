@@ -116,7 +116,7 @@ def pack_linears(model: nn.Module, *, exact: bool = True) -> Packing:
     return Packing(
         tuple(kind[0] for kind in by_kind if kind in packed),
         tuple(kind[0] for kind in by_kind if kind not in packed),
-        sum(_bytes(layer) for kind in packed for layer in by_kind[kind]),
+        sum(layer.weight.nbytes for kind in packed for layer in by_kind[kind]),
         0 if 0 in multiples else max(multiples, default=1),
     )
 
@@ -200,20 +200,13 @@ def _agrees(layer: nn.Linear, product: Product) -> bool:
 
 
 def _fit_memory(layers: Iterable[nn.Linear]) -> bool:
-    needed, allowed = sum(map(_bytes, layers)), _MEMORY_SHARE * available_bytes()
+    needed, allowed = sum(layer.weight.nbytes for layer in layers), _MEMORY_SHARE * available_bytes()
     if needed > allowed:
-        log.warning(
-            "weights are not packed: the copy takes %.0f MiB of memory, and %.0f MiB are allowed",
-            needed / 2**20,
-            allowed / 2**20,
-        )
+        message = "weights are not packed: the copy takes %.0f MiB of memory, and %.0f MiB are allowed"
+        log.warning(message, needed / 2**20, allowed / 2**20)
     return needed <= allowed
 
 
 def _inputs(layer: nn.Linear, count: int) -> torch.Tensor:
     rows = torch.randn(count, layer.in_features, generator=torch.Generator().manual_seed(count))
     return rows.to(layer.weight.dtype)
-
-
-def _bytes(layer: nn.Linear) -> int:
-    return layer.weight.numel() * layer.weight.element_size()
