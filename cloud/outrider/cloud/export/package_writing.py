@@ -44,8 +44,6 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 
-PRECISIONS = ("float32", "int8")
-
 Manifest = dict[str, Any]
 
 
@@ -79,10 +77,9 @@ def export_drafter(
     tokenizer_file = source_folder / TOKENIZER_FILE
     if not name:
         raise InvalidArgument("a drafter needs a name", field="name")
-    if precision not in PRECISIONS:
-        raise InvalidArgument(f"{precision!r} is none of {', '.join(PRECISIONS)}", field="precision")
-    if kv not in CACHE_DTYPES:
-        raise InvalidArgument(f"{kv!r} is none of {', '.join(CACHE_DTYPES)}", field="kv")
+    for field, given in (("precision", precision), ("kv", kv)):  # of weights and cache, which have the same types
+        if given not in CACHE_DTYPES:
+            raise InvalidArgument(f"{given!r} is none of {', '.join(CACHE_DTYPES)}", field=field)
     if not tokenizer_file.is_file():
         raise InvalidArgument(f"{source_folder} has no {TOKENIZER_FILE}", field="source_folder")
     model = load_for_export(source_folder)

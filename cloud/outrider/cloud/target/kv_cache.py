@@ -247,9 +247,11 @@ class PagedKVCache:
         end, common = self._tree.closest(isolation, cache.known[-1] if cache.known else None, rest)
         pages = [each.page for each in cache.known]
         if end is not None and common == len(end.tokens) and not self._holders[end.page]:
-            self._begin_on(cache, [*pages, end.page], tokens[: full + common])  # goes on where that text ends
-            return cache
-        self._begin_on(cache, pages, tokens[:full])
+            pages, full, end = [*pages, end.page], full + common, None  # goes on where that text ends
+        slots = self.slots_of(pages)  # first, since a device may fail
+        self._hold(pages)
+        cache.lie_on(pages, slots)
+        cache.extend(tokens[:full])
         if end is not None and self._append_copy(cache, end.page, rest[:common]):
             cache.copied = end
         return cache
@@ -338,13 +340,6 @@ class PagedKVCache:
             self._drop(pages)
 
     # --- pages ---
-
-    def _begin_on(self, cache: SessionCache, pages: list[int], tokens: Sequence[int]) -> None:
-        """Let a new session hold `pages`, which hold `tokens`."""
-        slots = self.slots_of(pages)  # first, since a device may fail
-        self._hold(pages)
-        cache.lie_on(pages, slots)
-        cache.extend(tokens)
 
     def _append_copy(self, cache: SessionCache, page: int, tokens: Sequence[int]) -> bool:
         """Let a new session, whose pages are full, go on with the first `tokens` of `page`; False: no room.
