@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from outrider.bench.bench_settings import check_once
 from outrider.bench.environment import environment
 from outrider.bench.record import check_file, save
+from outrider.cloud.target.backend import dtype_name
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
-from outrider.cloud.target.precision import dtype_name
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.sampler import Sampler
 from outrider.cloud.target.steering_vectors import load_projections

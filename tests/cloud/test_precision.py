@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outrider.cloud.target.precision import precision_of, quantization_of
+from outrider.cloud.target.backend import precision_of, quantization_of
 from outrider.cloud.target.target import load_target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import save_tiny_target

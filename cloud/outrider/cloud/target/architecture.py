@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.cloud.target import attention
 from outrider.cloud.target.attention import RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.target.backend import quantization_of
 from outrider.cloud.target.kv_cache import PagedKVCache
-from outrider.cloud.target.precision import quantization_of
 from outrider.cloud.target.recorded.straight_pass import own_pass
 from outrider.proto.errors import ModelRefused
 

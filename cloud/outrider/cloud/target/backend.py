@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,33 @@ from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.sampler import Sampled
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.types import BlockBranch, DraftToken, Guarantee, TokenFacts, token_ids
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as options have it, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def precision_of(
+    dtype: torch.dtype, *, engine: str = "", device: str = "cpu", quantization: str = "", kv_dtype: str = ""
+) -> str:
+    """Return what decides the rounding of a target, such as `bfloat16` or `vllm bfloat16, fp8 KV cache`.
+
+    Where two of these texts are equal, so are bytes, as far as guarantees and machines allow; else some are not. Empty
+    settings stand for our own engine, weights that are not quantised, and keys and values of `dtype`.
+    """
+    parts = [f"{engine} {dtype_name(dtype)}".strip()]
+    parts += [f"{quantization} weights"] if quantization else []
+    parts += [f"{kv_dtype} KV cache"] if kv_dtype not in ("", "auto", dtype_name(dtype)) else []
+    parts += [f"on {device}"] if device != "cpu" else []
+    return ", ".join(parts)
+
+
+def quantization_of(config: Any) -> str:
+    """Return how the weights of a model with this transformers config are quantised; empty: not at all."""
+    settings = getattr(config, "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    return str(getattr(method, "value", method) or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +58,7 @@ class TargetFacts:
         device: place of the taps.
         guarantee: what a text keeps whatever shares its steps.
         scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
-        precision: what decides its rounding: engine and device where they are not our own on a CPU, types, and how the
-            weights are quantised.
+        precision: what decides its rounding, as `precision_of` writes it.
         verifies_branches: whether steps verify branches beside a block; else they are never given any.
     """
 

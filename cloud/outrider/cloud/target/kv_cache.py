@@ -308,8 +308,7 @@ class PagedKVCache:
         """Let nobody find what a session holds, since it may be wrong."""
         cache.trusted = False
         for each in [*cache.known, cache.copied, *map(self._tree.of_page, cache.pages)]:
-            if each is not None:
-                self._tree.remove(each)
+            self._tree.remove(each)
 
     def begin_write(self, cache: SessionCache, count: int) -> None:
         """Let a session write its next `count` positions; ResourceExhausted: none is free to copy a shared page to."""
@@ -399,21 +398,16 @@ class PagedKVCache:
         }
         try:
             self._copy(moves | dict(zip(displaced, room, strict=False)))
-        except Exception:
-            self._forget(cache, [*displaced, *vacated])
+        except Exception:  # some of it may have been copied over
+            for each in map(self._tree.of_page, [*displaced, *vacated]):
+                self._tree.remove(each)
+            cache.truncate(0)
             raise
         texts = {before: after for before, after in moves.items() if self._holders[before] == 1}
         self._tree.move(texts | dict(zip(displaced, room, strict=False)))
         self._hold(new)
         cache.lie_on(pages, slots)
         self._drop(left)
-
-    def _forget(self, cache: SessionCache, pages: list[int]) -> None:
-        """Forget what `pages` hold, and all that a session holds: a copy of some of it has failed."""
-        for page in pages:
-            if (known := self._tree.of_page(page)) is not None:
-                self._tree.remove(known)
-        cache.truncate(0)
 
     @torch.inference_mode()  # the layers are made in it, and may change in no other
     def _copy(self, moves: dict[int, int]) -> None:

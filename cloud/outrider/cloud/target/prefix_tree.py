@@ -97,9 +97,9 @@ class PrefixTree:
         self.cached[page] = True
         return added
 
-    def remove(self, cached: CachedPage) -> None:
-        """Forget a page's text, and the pages after it, which cannot be found without it."""
-        if not self.has(cached):
+    def remove(self, cached: CachedPage | None) -> None:
+        """Forget a page's text, if it is known, and the pages after it, which cannot be found without it."""
+        if cached is None or not self.has(cached):
             return
         parent = cached.parent
         assert parent is not None  # noqa: S101 - no page is a root

@@ -26,11 +26,11 @@ from outrider.cloud.models.family_index import (
 from outrider.cloud.target import attention
 from outrider.cloud.target.architecture import CHECK_TOLERANCE, check_architecture, checked_length, steps
 from outrider.cloud.target.attention import BLOCK, RaggedBatch, RowSpan, rounded_up
+from outrider.cloud.target.backend import dtype_name, precision_of, quantization_of
 from outrider.cloud.target.chunked_attention import CHUNK, ROWS, ChunkedBatch
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.kv_size import check_memory, kv_tokens_by_memory, session_length
 from outrider.cloud.target.packed_linear import PACKED_ROWS, Packing, pack_linears, replace_conv1d
-from outrider.cloud.target.precision import dtype_name, precision_of, quantization_of
 from outrider.cloud.target.projection import Taps
 from outrider.cloud.target.recorded.straight_pass import Pass, StraightPass, own_pass, straight_pass
 from outrider.cloud.verifier_config import AUTO, DTYPES

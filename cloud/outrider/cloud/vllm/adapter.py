@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.cloud.target.precision import dtype_name, precision_of
+from outrider.cloud.target.backend import dtype_name, precision_of
 from outrider.cloud.vllm.worker_messages import ForwardPass, PassResult
 from outrider.proto.errors import ConfigError, ModelRefused
 
