@@ -9,9 +9,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from outrider.cloud.models.model_cache import made_once
 from outrider.proto.errors import ModelRefused, Unavailable
@@ -21,8 +21,6 @@ VERSION = 1  # of what the conversion writes
 _MAGIC = b"GGUF"
 _SPARE_BYTES = 64 << 20  # that the conversion leaves on the disk
 _SCALINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-_Read = TypeVar("_Read")
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +78,11 @@ def convert(file: Path, folder: Path, template: str = "") -> None:
             "pip install --upgrade gguf accelerate transformers",
             field="target",
         ) from error
-    metadata, tensors = _read(file, lambda: read_gguf_metadata(str(file)))
+    with _readable(file):
+        metadata, tensors = read_gguf_metadata(str(file))
     _check(file, metadata, tensors)
-    model, tokenizer = _read(file, lambda: _load(file))
+    with _readable(file):
+        model, tokenizer = _load(file)
     need, free = sum(each.nbytes for each in model.parameters()) + _SPARE_BYTES, shutil.disk_usage(folder).free
     if need > free:
         raise Unavailable(
@@ -162,9 +162,11 @@ def _reading_once() -> Iterator[None]:
             setattr(gguf, name, function)
 
 
-def _read(file: Path, read: Callable[[], _Read]) -> _Read:
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Refuse the file where it cannot be read inside."""
     try:
-        return read()
+        yield
     except Exception as error:  # on a file that is damaged or strange the readers raise whatever comes
         why = str(error).strip().split("\n")[0][:300] or type(error).__name__
         raise ModelRefused(

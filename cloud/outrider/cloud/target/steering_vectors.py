@@ -44,10 +44,7 @@ def load_projections(
         found[_checked(projection, path, target)] = projection
         if projection.target not in ("", name, model):
             log.warning(
-                "%s was trained with %r but steers drafters of %r: expect little gain",
-                path,
-                projection.target,
-                model,
+                "%s was trained with %r but steers drafters of %r: expect little gain", path, projection.target, model
             )
     return found
 

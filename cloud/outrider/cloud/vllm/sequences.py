@@ -156,12 +156,7 @@ class Paging:
         sequence.keys.clear()
 
     def row(
-        self,
-        sequence: BlockSequence,
-        tokens: tuple[int, ...],
-        verification: VerificationInput | None,
-        *,
-        tapped: bool,
+        self, sequence: BlockSequence, tokens: tuple[int, ...], verification: VerificationInput | None, *, tapped: bool
     ) -> PassRow:
         """Return a sequence's row of the next pass: `tokens` [n], then the drafts to verify.
 
