@@ -814,10 +814,8 @@ class DrafterPrior:
 
 @dataclass(frozen=True, slots=True)
 class DraftingPrior:
-    """Knowledge of the fleet before a session's first commit; 0: unknown."""
+    """Knowledge of the fleet before a session's first commit."""
 
-    acceptance: float = 0.0
-    step_s: float = 0.0
     drafters: tuple[DrafterPrior, ...] = ()
 
     def __post_init__(self) -> None:
