@@ -14,9 +14,16 @@ from tiny_drafter import GREEDY, TABLE, WEIGHT, WIDTH, some_tokens, tiny_graph, 
 
 from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix
 from outrider.drafters import adapters, find_package, load_package
-from outrider.drafters.adapters import merged_graph, product_norm, read_adapter, weights_of, write_adapter_package
+from outrider.drafters.adapters import (
+    merged_graph,
+    product_norm,
+    read_adapter,
+    read_tensors,
+    weights_of,
+    write_adapter_package,
+    write_tensors,
+)
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.tensor_file import read_tensors, write_tensors
 from outrider.proto.drafter_format import AdapterShape, LearnedFrom
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused
 from outrider.proto.plumbing.files import sha256_of

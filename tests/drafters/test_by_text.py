@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from outrider.drafters import DrafterCache, NgramDrafter, ProposalRule, find_package
 from outrider.drafters.by_text import TextDrafter, Vocabulary
-from outrider.drafters.by_text.reencoding import Reencoding
-from outrider.drafters.by_text.vocabulary import whole_characters
+from outrider.drafters.by_text.vocabulary import Reencoding, whole_characters
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.protocol import TokenPrefix
 from outrider.drafters.search import DrafterSearch

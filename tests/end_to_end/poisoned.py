@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.drafters.tensor_file import write_tensors
+from outrider.drafters.adapters import write_tensors
 from outrider.proto.plumbing.files import sha256_of
 
 HEAD = "model.lm_head.weight"

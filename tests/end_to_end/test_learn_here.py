@@ -19,9 +19,8 @@ from poisoned import HEAD, without_numbers
 from outrider.deploy.local import learn_here
 from outrider.deploy.local.learn_here import LearningHere
 from outrider.drafters import find_package
-from outrider.drafters.adapters import write_adapter_package
+from outrider.drafters.adapters import write_adapter_package, write_tensors
 from outrider.drafters.packages import load_package
-from outrider.drafters.tensor_file import write_tensors
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute

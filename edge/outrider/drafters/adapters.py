@@ -16,6 +16,7 @@ when the drafter is loaded, so a token costs what it costs with the parent.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import uuid
@@ -26,15 +27,18 @@ from typing import Any
 
 import numpy as np
 
-from outrider.drafters.graph_file import read_graph_file
-from outrider.drafters.graph_matrices import GraphMatrix, graph_matrices
+from outrider.drafters.graph_file import GraphMatrix, graph_matrices, read_graph_file
 from outrider.drafters.packages import DrafterPackage, load_package, version_of
-from outrider.drafters.tensor_file import read_tensors, write_tensors
 from outrider.proto.drafter_format import ADAPTER, GRAPHS, MANIFEST, LearnedFrom
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.plumbing.files import sha256_of
 
 MAX_RELATIVE_NORM = 0.5  # of B A to W: beyond, it is another drafter or a broken one, and no update
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH_BYTES = 8  # of the header's length, little-endian
+_MAX_HEADER_BYTES = 1 << 24
 
 LowRank = tuple[np.ndarray, np.ndarray]  # A [rank, columns], B [rows, rank]
 _OF_THE_PARENT = ("check", "training", "parent", "sequence", "learned_from", "adapter")  # entries that do not pass on
@@ -193,3 +197,50 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+# --- files of tensors in the safetensors format: a JSON header and plain numbers, no code ---
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write tensors of float16 or float32 by name."""
+    header, offset = {}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _LENGTH_BYTES)  # so that the numbers are aligned
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).tobytes())
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a file of float16 and float32 tensors by name, all as float32.
+
+    Raises:
+        ModelRefused: the file is malformed, or has other types.
+    """
+    content = path.read_bytes()
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    data = content[_LENGTH_BYTES + length :]
+    try:
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, len(content) - _LENGTH_BYTES):
+            raise ValueError(f"a header of {length} bytes")
+        header = json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        return {name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelRefused(f"{path.name} is no file of float16 or float32 tensors: {error}") from error
+
+
+def _tensor(name: str, entry: Mapping[str, Any], data: bytes) -> np.ndarray:
+    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+    start, end = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)) or end > len(data):
+        raise ValueError(f"{name!r} lies outside the file")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} has {end - start} bytes where its shape is {shape}")
+    tensor: np.ndarray = np.frombuffer(data[start:end], dtype).reshape(shape).astype(np.float32)
+    return tensor

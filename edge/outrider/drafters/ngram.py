@@ -18,12 +18,46 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from outrider.drafters.places import NgramPlaces
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken
+
+PLACES_READ = 16  # newest places of an n-gram; a common word has thousands, and a bound keeps a token's price constant
+
+
+class NgramPlaces:
+    """Places where the n-grams of one length ended: the last ones in a dict, earlier ones by links between places."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._last: dict[tuple[int, ...], int] = {}
+        self._earlier: list[int] = []  # [length]; for each end, the end of the same n-gram before it; -1: none
+
+    def append(self, tokens: list[int]) -> None:
+        """Add the n-gram that ends with the newest of `tokens`."""
+        gram = tuple(tokens[-self._n :])
+        self._earlier.append(self._last.get(gram, -1))
+        self._last[gram] = len(tokens) - 1
+
+    def pop(self, tokens: list[int]) -> None:
+        """Forget the n-gram that ends with the newest of `tokens`."""
+        gram = tuple(tokens[-self._n :])
+        earlier = self._earlier.pop()
+        if earlier < 0:
+            del self._last[gram]
+        else:
+            self._last[gram] = earlier
+
+    def before(self, length: int) -> Iterator[int]:
+        """Yield up to `PLACES_READ` earlier ends, newest first, of the n-gram that ends the first `length` tokens."""
+        place = self._earlier[length - 1] if length >= self._n else -1
+        for _ in range(PLACES_READ):
+            if place < 0:
+                return
+            yield place
+            place = self._earlier[place]
 
 
 class NgramDrafter:
@@ -49,7 +83,6 @@ class NgramDrafter:
         self.vocab_size = vocab_size
 
     def open(self, rule: ProposalRule) -> NgramState:
-        """Begin an empty prefix."""
         return NgramState(rule, self.longest, self.vocab_size)
 
 
@@ -109,16 +142,13 @@ class NgramState(TokenPrefix):
         return log_q
 
     def follow(self, rule: ProposalRule) -> None:
-        """Propose by `rule` from now on."""
         self._rule, self._counted = rule, rule.counts()
 
     def close(self) -> None:
-        """Give the memory back."""
         super().close()
         self._places = []
 
     def _token_counts(self) -> TokenCounts | None:
-        """Return the counts of all tokens, where the rule has penalties."""
         if (counts := self._counted) is not None:
             counts.truncate(self.length)
             counts.extend(self.tokens[counts.length :])

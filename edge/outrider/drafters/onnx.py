@@ -108,7 +108,6 @@ class OnnxDrafter:
         self._try()
 
     def open(self, rule: ProposalRule) -> OnnxState:
-        """Begin an empty prefix; its memory grows with its length."""
         return OnnxState(self, rule)
 
     def biases(self) -> _Biases | None:
@@ -202,7 +201,6 @@ class _Biases:
             self._session.run_with_iobinding(self._binding)
 
     def close(self) -> None:
-        """Unbind the buffers."""
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
 
@@ -263,7 +261,6 @@ class OnnxState:
             _bind_output(self._binding, "candidate_logits", self._candidate_logits.reshape(1, count))
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append known tokens; computes nothing yet."""
         if not len(tokens):
             return
         lowest, highest = min(tokens), max(tokens)
@@ -297,7 +294,6 @@ class OnnxState:
         return tuple(choices)
 
     def steer(self, vector: np.ndarray | None, since: int) -> None:
-        """Compute positions from `since` on with steering `vector` [rank] float32 or none; earlier ones with none."""
         if self._biases is None:
             return
         if vector is not None and vector.shape != (self._biases.rank,):
@@ -350,7 +346,6 @@ class OnnxState:
         self._biases_stale = self._biases_stale or self._computed < self._steered_since
 
     def close(self) -> None:
-        """Give the memory back."""
         self.length = self._computed = self._context_length = 0
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
@@ -456,7 +451,6 @@ class OnnxState:
                 self._bind_cache(self._binding)
 
     def _bind_cache(self, binding: onnxruntime.IOBinding) -> None:
-        """Let a run read and write this session's cache."""
         halves = [half for layer in self._cache for half in layer]
         with _translated(Internal, "binding a drafter's cache"):
             _bind_input(binding, "last_position", self._last_position)

@@ -19,22 +19,18 @@ class DraftState(Protocol):
     @property
     def length(self) -> int:
         """Tokens in the prefix (prompt, text and the state's own proposals): the position of the next token."""
-        ...
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append known tokens; cheap, since the next `propose` or `score` computes them."""
-        ...
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
         """Append up to n tokens to the prefix and return them; fewer, or none, where the drafter has no more."""
-        ...
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Append `tokens` [m] and return log q of each given all before it: [m] float32, plain log-softmax, no noise.
 
         Needs a prefix of at least one token. Where a drafter can know nothing the distribution is uniform.
         """
-        ...
 
     def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         """Append `tokens` [m] and return teacher-forced proposals in place of each, given all before it: [m].
@@ -42,49 +38,38 @@ class DraftState(Protocol):
         Equals `propose(1)`, `truncate` and `extend` for each of them, but is faster. The id is -1 where nothing
         would have been proposed. Needs a prefix of at least one token.
         """
-        ...
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, 0 <= length <= self.length, without a trace of the others."""
-        ...
 
     def follow(self, rule: ProposalRule) -> None:
         """Propose by `rule` from now on; the prefix stays. A conversation's turns differ in sampling and prompt."""
-        ...
 
     def steer(self, vector: np.ndarray | None, since: int) -> None:
         """Compute positions from `since` on with steering `vector` [rank] float32 or none; those before it with none.
 
         What is computed already stays as it is. Cheap like `extend`. Called for the states of a steered drafter only.
         """
-        ...
 
     def close(self) -> None:
         """Give the memory back; the state is not used afterwards."""
-        ...
 
 
 class Drafter(Protocol):
-    """A drafter, loaded once a process and shared by its sessions."""
+    """A drafter, loaded once a process and shared by its sessions; name and version are those in its manifest."""
 
     @property
-    def name(self) -> str:
-        """Name in the manifest."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def version(self) -> str:
-        """Version in the manifest."""
-        ...
+    def version(self) -> str: ...
 
     @property
     def steering(self) -> SteeringShape | None:
         """Shape of the vectors that steer its states; None: it cannot be steered."""
-        ...
 
     def open(self, rule: ProposalRule) -> DraftState:
         """Begin an empty prefix whose proposals follow `rule`."""
-        ...
 
 
 def steering_of(drafter: Drafter) -> SteeringShape | None:
@@ -112,11 +97,9 @@ class TokenPrefix:
 
     @property
     def length(self) -> int:
-        """Tokens in the prefix."""
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append known tokens."""
         self.tokens.extend(int(token) for token in tokens)
 
     def propose_forced(self: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
@@ -131,7 +114,6 @@ class TokenPrefix:
         return tuple(choices)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
         check_truncation(length, len(self.tokens))
         del self.tokens[length:]
 
@@ -142,5 +124,4 @@ class TokenPrefix:
         """Do nothing where there is no model."""
 
     def close(self) -> None:
-        """Give the memory back."""
         self.tokens = []

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.drafters.places import NgramPlaces
+from outrider.drafters.ngram import NgramPlaces
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.drafters.suffix_index import END, LONGEST, SuffixIndex
@@ -86,7 +86,6 @@ class RetrievalDrafter:
         self.vocab_size = vocab_size
 
     def open(self, rule: ProposalRule) -> RetrievalState:
-        """Begin an empty prefix."""
         return RetrievalState(self, rule)
 
 
@@ -113,7 +112,6 @@ class RetrievalState(TokenPrefix):
         del self._cursors[self._prompt_length :]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append known tokens."""
         for token in tokens:
             self.tokens.append(int(token))
             self._places.append(self.tokens)
@@ -160,7 +158,6 @@ class RetrievalState(TokenPrefix):
         return cursor.source is self._prediction.walked and proposal.id == token
 
     def close(self) -> None:
-        """Give the memory back."""
         super().close()
         self._cursors, self._prediction, self._predicted, self._shared, self._numbers = [], None, (), (), {}
 
@@ -177,7 +174,6 @@ class RetrievalState(TokenPrefix):
         return DraftToken(token, q, q)
 
     def _walk(self) -> _Cursor | None:
-        """Return the cursor after the whole prefix."""
         cursors, begin = self._cursors, max(0, self._prompt_length - PROMPT_WALKED)
         cursors += [None] * (min(begin, self.length + 1) - len(cursors))
         for length in range(len(cursors), self.length + 1):
@@ -260,7 +256,6 @@ class PredictionCount:
         self._found = 0
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Count the next tokens of the text."""
         for token in tokens:
             self._found += self._state.predicts(token)
             self._state.extend((token,))

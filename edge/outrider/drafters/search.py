@@ -17,11 +17,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.drafters.cache import DrafterCache, Fetch
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.packages import (
     FOR_ANY_SUBJECT,
+    DrafterCache,
     DrafterPackage,
+    Fetch,
     embedded_packages,
     find_folder,
     load_package,

@@ -58,12 +58,11 @@ class Member:
 
     @property
     def id(self) -> DrafterName:
-        """Name and version."""
         return self.name, self.version
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Slot:
     """A drafter on the shelf.
 
     Attributes:
@@ -96,7 +95,7 @@ class DrafterShelf:
         self.begun.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
         self.error = ""
         self._limit_bytes = math.inf
-        self._places: list[_Place] = []
+        self._slots: list[_Slot] = []
         self._left: list[tuple[weakref.ref[Drafter], int]] = []  # which texts may still hold: drafter and bytes
         self._lock = threading.Lock()  # of all above; held for the time that it takes to drop a drafter, 1 ms
         self._loading = threading.Lock()  # one at a time, so that what each takes can be measured
@@ -123,18 +122,18 @@ class DrafterShelf:
         """
         _check_names(members)
         with self._lock:
-            here = {place.member.name: place for place in self._places if place.drafter is not None}
-        places = [self._place_of(member, here.get(member.name)) for member in members]
+            here = {slot.member.name: slot for slot in self._slots if slot.drafter is not None}
+        slots = [self._slot_of(member, here.get(member.name)) for member in members]
         with self._lock:
             if self._closed:
                 return
-            leaving = [place for place in self._places if place not in places]
-            self._places, self._limit_bytes, self.error = places, limit_bytes, error
-            for place in places:
-                if place.drafter is None:
-                    place.error = place.error or self._too_large(place)
-            for place in leaving:
-                self._drop(place)
+            leaving = [slot for slot in self._slots if slot not in slots]
+            self._slots, self._limit_bytes, self.error = slots, limit_bytes, error
+            for slot in slots:
+                if slot.drafter is None:
+                    slot.error = slot.error or self._too_large(slot)
+            for slot in leaving:
+                self._drop(slot)
             self._note_begun()
             self._load_what_fits()
         give_back()
@@ -149,24 +148,24 @@ class DrafterShelf:
             if not self.begun.done():
                 first = self._first()
                 return () if first is None else (ComingDrafter(first),), None
-            loaded = [place for place in self._places if place.drafter is not None]
-            drafters = tuple(place.drafter for place in loaded if place.drafter is not None)
+            loaded = [slot for slot in self._slots if slot.drafter is not None]
+            drafters = tuple(slot.drafter for slot in loaded if slot.drafter is not None)
             steered = self._steered()
             return drafters, loaded.index(steered) if steered in loaded else None
 
     def load_all(self) -> dict[str, str]:
         """Load all in this thread; return the reasons why some cannot be, by their names."""
-        for place in self._places:
-            self._load(place)
-        return {place.member.name: place.error for place in self._places if place.error}
+        for slot in self._slots:
+            self._load(slot)
+        return {slot.member.name: slot.error for slot in self._slots if slot.error}
 
     def close(self) -> None:
         """Drop all; a load in progress ends by itself, without effect."""
         with self._lock:
             self._closed = True
-            for place in self._places:
-                place.drafter = None
-                place.decided.set()
+            for slot in self._slots:
+                slot.drafter = None
+                slot.decided.set()
             self._note_begun()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -177,8 +176,8 @@ class DrafterShelf:
         """Name and version of each drafter that texts can have, once it is loaded."""
         with self._lock:
             if not self.begun.done():
-                return tuple(place.member.id for place in self._places if place is self._first())
-            return tuple(place.member.id for place in self._places if not place.error)
+                return tuple(slot.member.id for slot in self._slots if slot is self._first())
+            return tuple(slot.member.id for slot in self._slots if not slot.error)
 
     @property
     def names(self) -> str:
@@ -188,12 +187,12 @@ class DrafterShelf:
     @property
     def first(self) -> Drafter | None:
         """The most wanted drafter that is loaded; None: none is."""
-        return next((drafter for place in self._places if (drafter := place.drafter) is not None), None)
+        return next((drafter for slot in self._slots if (drafter := slot.drafter) is not None), None)
 
     @property
     def by_text(self) -> tuple[str, ...]:
         """Names of those with another tokenizer than the target."""
-        return tuple(place.member.name for place in self._places if place.member.by_text)
+        return tuple(slot.member.name for slot in self._slots if slot.member.by_text)
 
     @property
     def bytes(self) -> int:
@@ -203,10 +202,10 @@ class DrafterShelf:
 
     # --- loading ---
 
-    def _place_of(self, member: Member, here: _Place | None) -> _Place:
-        """Return the place of a member, loaded if it takes no memory or another version of it is `here`, loaded."""
+    def _slot_of(self, member: Member, here: _Slot | None) -> _Slot:
+        """Return the slot of a member, loaded if it takes no memory or another version of it is `here`, loaded."""
         if here is None and member.bytes:
-            return _Place(member, member.bytes)
+            return _Slot(member, member.bytes)
         if here is not None and here.member.version == member.version:
             return here
         try:
@@ -215,55 +214,55 @@ class DrafterShelf:
         except Exception as error:  # a drafter may be anybody's code, and others serve
             if here is None:
                 log.warning("going on without the drafter %s: %s", member.name, _reason(error))
-                return _Place(member, 0, error=_reason(error))
+                return _Slot(member, 0, error=_reason(error))
             log.warning("keeping version %s of the drafter %s: %s", here.member.version, member.name, _reason(error))
             return here
-        return _Place(member, max(member.bytes, here.bytes if here is not None else 0), drafter)
+        return _Slot(member, max(member.bytes, here.bytes if here is not None else 0), drafter)
 
     def _work(self) -> None:
-        while (place := self._next_to_load()) is not None:
-            self._load(place)
+        while (slot := self._next_to_load()) is not None:
+            self._load(slot)
 
-    def _next_to_load(self) -> _Place | None:
+    def _next_to_load(self) -> _Slot | None:
         with self._lock:
-            place = None if self._closed else self._lacking()
-            self._at_work = place is not None
-            return place
+            slot = None if self._closed else self._lacking()
+            self._at_work = slot is not None
+            return slot
 
-    def _load(self, place: _Place) -> None:
+    def _load(self, slot: _Slot) -> None:
         with self._loading:
-            if place.drafter is not None or place.error:
+            if slot.drafter is not None or slot.error:
                 return
             before, began = own_bytes(), time.monotonic()
             try:
-                drafter = place.member.load()
+                drafter = slot.member.load()
             except Exception as error:  # a drafter may be anybody's code, and the others go on without it
-                self._fail(place, _reason(error))
+                self._fail(slot, _reason(error))
                 return
             after = own_bytes()
             with self._lock:
                 if self._closed:
                     return
-                if place.bytes and before is not None and after is not None:
-                    place.bytes = max(place.bytes, after - before)
-                too_large = self._too_large(place)
+                if slot.bytes and before is not None and after is not None:
+                    slot.bytes = max(slot.bytes, after - before)
+                too_large = self._too_large(slot)
                 if not too_large:
-                    place.drafter = drafter
+                    slot.drafter = drafter
                     self._keep_to_limit()
-                    place.decided.set()
+                    slot.decided.set()
                     self._note_begun()
             del drafter
         if too_large:
-            self._fail(place, too_large)
+            self._fail(slot, too_large)
         else:
             ms = 1000 * (time.monotonic() - began)
-            log.info("drafter %s: %.1f MB, loaded in %.0f ms", place.member.name, place.bytes / 1e6, ms)
+            log.info("drafter %s: %.1f MB, loaded in %.0f ms", slot.member.name, slot.bytes / 1e6, ms)
 
-    def _fail(self, place: _Place, reason: str) -> None:
-        log.warning("going on without the drafter %s: %s", place.member.name, reason)
+    def _fail(self, slot: _Slot, reason: str) -> None:
+        log.warning("going on without the drafter %s: %s", slot.member.name, reason)
         with self._lock:
-            place.error = reason
-            place.decided.set()
+            slot.error = reason
+            slot.decided.set()
             self._note_begun()
         give_back()
 
@@ -274,56 +273,56 @@ class DrafterShelf:
             self._at_work = True
             self._thread.submit(self._work)
 
-    def _lacking(self) -> _Place | None:
+    def _lacking(self) -> _Slot | None:
         """Return the most wanted drafter that is not loaded and has room; None: there is none, or not now."""
         room = self._limit_bytes
-        for place in self._places:
-            if place.error or place.bytes > room:
+        for slot in self._slots:
+            if slot.error or slot.bytes > room:
                 continue
-            room -= place.bytes
-            if place.drafter is None:
-                return place if self._in_memory() + place.bytes <= self._limit_bytes else None
+            room -= slot.bytes
+            if slot.drafter is None:
+                return slot if self._in_memory() + slot.bytes <= self._limit_bytes else None
         return None
 
     def _keep_to_limit(self) -> None:
         """Drop the least wanted where drafters are larger than their files."""
         excess = self._in_memory() - self._limit_bytes
-        for place in reversed(self._places):
-            if excess > 0 and place.bytes and place.drafter is not None:
-                excess -= place.bytes
-                self._drop(place)
+        for slot in reversed(self._slots):
+            if excess > 0 and slot.bytes and slot.drafter is not None:
+                excess -= slot.bytes
+                self._drop(slot)
 
-    def _drop(self, place: _Place) -> None:
-        if place.drafter is not None:
-            self._left.append((weakref.ref(place.drafter), place.bytes))
-            place.drafter = None
+    def _drop(self, slot: _Slot) -> None:
+        if slot.drafter is not None:
+            self._left.append((weakref.ref(slot.drafter), slot.bytes))
+            slot.drafter = None
 
     def _in_memory(self) -> int:
         self._left = [(left, size) for left, size in self._left if left() is not None]
-        return sum(place.bytes for place in self._places if place.drafter) + sum(size for _, size in self._left)
+        return sum(slot.bytes for slot in self._slots if slot.drafter) + sum(size for _, size in self._left)
 
-    def _too_large(self, place: _Place) -> str:
-        if place.bytes <= self._limit_bytes:
+    def _too_large(self, slot: _Slot) -> str:
+        if slot.bytes <= self._limit_bytes:
             return ""
-        taken = f"{place.member.name} takes {place.bytes / 1e6:.1f} MB"
+        taken = f"{slot.member.name} takes {slot.bytes / 1e6:.1f} MB"
         return f"{taken}; raise --drafter-memory, which is {self._limit_bytes / 1e6:g}"
 
-    def _first(self) -> _Place | None:
-        return next((place for place in self._places if not place.error), None)
+    def _first(self) -> _Slot | None:
+        return next((slot for slot in self._slots if not slot.error), None)
 
-    def _steered(self) -> _Place | None:
+    def _steered(self) -> _Slot | None:
         """Return the first drafter that takes steering vectors; None: there is none, or a version of it is on trial.
 
         Both versions draft unsteered then, so that their hits compare.
         """
-        taking = [place for place in self._places if place.member.steering is not None]
-        tried = any(ON_TRIAL in place.member.name for place in taking)
+        taking = [slot for slot in self._slots if slot.member.steering is not None]
+        tried = any(ON_TRIAL in slot.member.name for slot in taking)
         return taking[0] if taking and not tried else None
 
     def _note_begun(self) -> None:
         first = self._first()
-        if first is None and self._places:
-            self.error = self._places[-1].error
+        if first is None and self._slots:
+            self.error = self._slots[-1].error
         if not self.begun.done() and (self._closed or first is None or first.drafter is not None):
             self.begun.set_result(None)
 
@@ -333,21 +332,20 @@ class ComingDrafter:
 
     steering: SteeringShape | None = None
 
-    def __init__(self, place: _Place) -> None:
-        self.name, self.version = place.member.id
-        self._place = place
+    def __init__(self, slot: _Slot) -> None:
+        self.name, self.version = slot.member.id
+        self._slot = slot
 
     def open(self, rule: ProposalRule) -> ComingPrefix:
-        """Begin a prefix that the drafter reads once it is there."""
-        return ComingPrefix(self._place, rule)
+        return ComingPrefix(self._slot, rule)
 
 
 class ComingPrefix(TokenPrefix):
     """Prefix of a drafter that may still load; proposes nothing."""
 
-    def __init__(self, place: _Place, rule: ProposalRule) -> None:
+    def __init__(self, slot: _Slot, rule: ProposalRule) -> None:
         super().__init__()
-        self._place = place
+        self._slot = slot
         self._rule = rule
 
     def follow(self, rule: ProposalRule) -> None:
@@ -365,12 +363,12 @@ class ComingPrefix(TokenPrefix):
         Raises:
             Unavailable: it cannot be loaded.
         """
-        if not wait and not self._place.decided.is_set():
+        if not wait and not self._slot.decided.is_set():
             return self
-        self._place.decided.wait()
-        drafter = self._place.drafter
+        self._slot.decided.wait()
+        drafter = self._slot.drafter
         if drafter is None:
-            raise Unavailable(self._place.error or f"the drafter {self._place.member.name} is gone")
+            raise Unavailable(self._slot.error or f"the drafter {self._slot.member.name} is gone")
         state = drafter.open(self._rule)
         state.extend(self.tokens)
         if self.tokens:

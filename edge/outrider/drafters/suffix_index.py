@@ -60,11 +60,6 @@ class SuffixIndex:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return self.tokens.nbytes + len(self._bytes) + self._sorted.nbytes
-
     def longest(self, text: Sequence[int], min_length: int) -> Match | None:
         """Return the newest place at which most of the longest matches of the end of `text` go on alike.
 

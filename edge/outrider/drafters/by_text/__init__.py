@@ -1,7 +1,6 @@
 """Drafters with another tokenizer than the target's: any drafter for any target, by text.
 
-vocabulary    a tokenizer as the bytes of its tokens, and text as tokens with the places where they end
-reencoding    tokens of a growing text, of which only the last are encoded again
+vocabulary    a tokenizer as the bytes of its tokens; tokens of a growing text, of which only the last are encoded again
 text_noise    the target's noise for a drafter's tokens, and the choice among them
 text_drafter  `TextDrafter`: target tokens to text, to the drafter's tokens, and back
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.drafters.by_text.reencoding import LOOK_BACK, Reencoding
 from outrider.drafters.by_text.text_noise import TextRule, TokenGroups
-from outrider.drafters.by_text.vocabulary import Vocabulary, begins_character, whole_characters
+from outrider.drafters.by_text.vocabulary import LOOK_BACK, Reencoding, Vocabulary, begins_character, whole_characters
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState, TokenPrefix, check_scorable
 from outrider.proto.errors import ModelRefused
@@ -47,7 +46,6 @@ class TextDrafter:
         self.groups = TokenGroups(target, own)
 
     def open(self, rule: ProposalRule) -> TextState:
-        """Begin an empty prefix."""
         return TextState(self, rule)
 
 
@@ -78,13 +76,11 @@ class TextState(TokenPrefix):
         self._stale = True  # tokens were appended or cut that are not our own proposals
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append known tokens; computes nothing yet."""
         for token in tokens:
             self._append(int(token))
         self._stale = self._stale or bool(len(tokens))
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
         if length < self.length:
             self._stale = True
         super().truncate(length)
@@ -99,7 +95,6 @@ class TextState(TokenPrefix):
         self._forget_drafts()
 
     def close(self) -> None:
-        """Give the memory back."""
         super().close()
         self._inner.close()
 

@@ -73,7 +73,7 @@ class TokenGroups:
         return self._first_pieces[token]
 
     def first_piece_of(self, text: bytes) -> int:
-        """Return the target's token that a text begins with; -1: there is none."""
+        """Return the target's token that a text begins with; -1: there is none, or no text."""
         return self._target.first_piece(text)
 
 
@@ -92,14 +92,8 @@ class TextRule(ProposalRule):
     What the sampling says of single target tokens (bias, penalties, allowed ones) is nothing to a drafter's tokens.
     """
 
-    def __init__(self, rule: ProposalRule, groups: TokenGroups | None, drafter: Vocabulary) -> None:
-        """Make the rule.
-
-        Args:
-            rule: the session's, for the target's tokens.
-            groups: the target's tokens by drafter tokens; None: choose without noise.
-            drafter: the drafter's vocabulary.
-        """
+    def __init__(self, rule: ProposalRule, groups: TokenGroups, drafter: Vocabulary) -> None:
+        """Make the rule from the session's, which is for the target's tokens."""
         s = rule.sampling
         plain = Sampling(temperature=s.temperature, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
         super().__init__(plain, prompt_length=0)
@@ -142,42 +136,47 @@ class TextRule(ProposalRule):
             tokens, log_q = tokens[kept], log_q[kept]
         if self.sampling.temperature != 1 or self._truncates:
             log_q = log_q - np.logaddexp.reduce(log_q)
-        if self.sampling.temperature == 0 or self._groups is None:
+        if self.sampling.temperature == 0:
             index, perturbed = 0, float(np.exp(log_q[0]))
         else:
-            index, perturbed = self._draw_by_text(tokens, log_q, self._groups)
+            index, perturbed = self._draw_by_text(tokens, log_q)
         token, q = int(tokens[index]), min(1.0, float(np.exp(log_q[index])))
         if not self._drafter.piece(token):
             return NO_PROPOSAL
         return DraftToken(token, q, min(1.0, perturbed))
 
+    @property
+    def _first(self) -> dict[int, Places]:
+        """Places of the target's tokens by the first of their drafter tokens."""
+        return self._groups.children(())[1]
+
     def _agrees(self, piece: bytes) -> bool:
         """Return whether a token is text, and such as the known text begins with or goes on."""
         return bool(piece) and (piece.startswith(self._pending) or self._pending.startswith(piece))
 
-    def _draw_by_text(self, tokens: np.ndarray, log_q: np.ndarray, groups: TokenGroups) -> tuple[int, float]:
+    def _draw_by_text(self, tokens: np.ndarray, log_q: np.ndarray) -> tuple[int, float]:
         """Return the index of the token to take among those of log_q [K], and its perturbed probability."""
         if self._pending:
-            return _winner(log_q + self._noise_after_pending(tokens, groups))
+            return _winner(log_q + self._noise_after_pending(tokens))
         if self._held is None:
             return 0, float(np.exp(log_q[0]))
         if not self._held:
-            return _winner(log_q + self._noise_at(self._position, groups.children(())[1], tokens, groups))
-        return self._draw_within(self._held, tokens, log_q, groups)
+            return _winner(log_q + self._noise_at(self._position, self._first, tokens))
+        return self._draw_within(self._held, tokens, log_q)
 
-    def _draw_within(self, held: Path, tokens: np.ndarray, log_q: np.ndarray, groups: TokenGroups) -> tuple[int, float]:
+    def _draw_within(self, held: Path, tokens: np.ndarray, log_q: np.ndarray) -> tuple[int, float]:
         """Draw whether the target token of `held` goes on or ends there, and the token that goes on or comes next."""
-        itself, after = groups.children(held)
+        itself, after = self._groups.children(held)
         goes_on = np.array([token in after for token in tokens.tolist()], dtype=bool)
         if not goes_on.any():
-            return _winner(log_q + self._noise_at(self._position + 1, groups.children(())[1], tokens, groups))
+            return _winner(log_q + self._noise_at(self._position + 1, self._first, tokens))
         value = np.full(len(tokens), -np.inf)
-        value[goes_on] = log_q[goes_on] + self._noise_at(self._position, after, tokens[goes_on], groups)
+        value[goes_on] = log_q[goes_on] + self._noise_at(self._position, after, tokens[goes_on])
         ends = ~goes_on
         if not ends.any() or itself[0] == itself[1]:
             return _winner(value)
-        next_value = log_q[ends] + self._noise_at(self._position + 1, groups.children(())[1], tokens[ends], groups)
-        end_noise = float(self._group_noise(self._position, [itself], groups)[0])
+        next_value = log_q[ends] + self._noise_at(self._position + 1, self._first, tokens[ends])
+        end_noise = float(self._group_noise(self._position, [itself])[0])
         ending = float(np.logaddexp.reduce(log_q[ends])) + end_noise
         best, perturbed = _winner(np.append(value[goes_on], ending))
         if best < goes_on.sum():
@@ -185,38 +184,32 @@ class TextRule(ProposalRule):
         chosen, share = _winner(next_value)
         return int(np.flatnonzero(ends)[chosen]), perturbed * share
 
-    def _noise_at(self, position: int, after: dict[int, Places], tokens: np.ndarray, groups: TokenGroups) -> np.ndarray:
+    def _noise_at(self, position: int, after: dict[int, Places], tokens: np.ndarray) -> np.ndarray:
         """Return the noise [K] of drafter tokens that begin a target token, or go on with one, at `position`."""
         listed = tokens.tolist()
         grouped = [index for index, token in enumerate(listed) if token in after]
-        noise = np.full(len(listed), MEAN_GUMBEL)
+        pieces = [-1 if token in after else self._groups.first_piece(token) for token in listed]
+        noise = self._noise_of_pieces(position, pieces)
         if grouped:
-            noise[grouped] = self._group_noise(position, [after[listed[index]] for index in grouped], groups)
-        longer = [index for index, token in enumerate(listed) if token not in after]
-        self._set_first_pieces(noise, longer, [groups.first_piece(listed[index]) for index in longer], position)
+            noise[grouped] = self._group_noise(position, [after[listed[index]] for index in grouped])
         return noise
 
-    def _noise_after_pending(self, tokens: np.ndarray, groups: TokenGroups) -> np.ndarray:
+    def _noise_after_pending(self, tokens: np.ndarray) -> np.ndarray:
         """Return the noise [K] of drafter tokens that begin with known text: that of the first piece after it."""
-        known = len(self._pending)
-        rests = [self._drafter.piece(token)[known:] for token in tokens.tolist()]
-        noise = np.full(len(rests), MEAN_GUMBEL)
-        longer = [index for index, rest in enumerate(rests) if rest]
-        self._set_first_pieces(noise, longer, [groups.first_piece_of(rests[index]) for index in longer], self._position)
+        rests = (self._drafter.piece(token)[len(self._pending) :] for token in tokens.tolist())
+        return self._noise_of_pieces(self._position, [self._groups.first_piece_of(rest) for rest in rests])
+
+    def _noise_of_pieces(self, position: int, pieces: Sequence[int]) -> np.ndarray:
+        """Return the noise [K] of the target's tokens `pieces` [K], and its mean where there is no such token (-1)."""
+        noise = np.full(len(pieces), MEAN_GUMBEL)
+        known = [index for index, piece in enumerate(pieces) if piece >= 0]
+        if known:
+            noise[known] = self._gumbel(position, np.array([pieces[index] for index in known], dtype=np.int64))
         return noise
 
-    def _set_first_pieces(
-        self, noise: np.ndarray, indices: Sequence[int], pieces: Sequence[int], position: int
-    ) -> None:
-        """Write the noise of the target's tokens `pieces` to `noise` [K] at `indices`, where there are such tokens."""
-        known = [(index, piece) for index, piece in zip(indices, pieces, strict=True) if piece >= 0]
-        if known:
-            at, wanted = zip(*known, strict=True)
-            noise[list(at)] = self._gumbel(position, np.array(wanted, dtype=np.int64))
-
-    def _group_noise(self, position: int, places: Sequence[Places], groups: TokenGroups) -> np.ndarray:
+    def _group_noise(self, position: int, places: Sequence[Places]) -> np.ndarray:
         """Return the noise of groups of target tokens at `position`, one for each of `places` [n]."""
-        members = [groups.members(each) for each in places]
+        members = [self._groups.members(each) for each in places]
         firsts = np.cumsum([0, *(len(ids) for ids, _ in members[:-1])])
         log_common = np.concatenate([each for _, each in members])
         values = log_common + self._gumbel(position, np.concatenate([ids for ids, _ in members]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outrider.drafters import DrafterCache, DrafterPackage, RetrievalDrafter
-from outrider.drafters.cache import Fetch
+from outrider.drafters.packages import Fetch
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import BROKEN, RETRIEVAL, DrafterSearch, own_member
 from outrider.drafters.shelf import DrafterShelf, Member
