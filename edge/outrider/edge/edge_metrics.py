@@ -70,45 +70,6 @@ _GAUGES = {
 }
 
 
-class _Counted:
-    """Metrics that are counted while texts are decoded."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.verified = SpeculationMetrics(registry)
-        self.texts = self._counter("texts", "Texts that have ended, by why.", "finished_reason")
-        self.losses = self._counter("stream_losses", "Streams lost or refused, by error.", "error")
-        self.sheds = self._counter("sheds", "Refusals because a verifier or coordinator was full.")
-        self.decoding = self._counter("decoding_seconds", "From the first to the newest commit, summed over texts.")
-        self.cloud_streaming = self._counter(
-            "cloud_streaming_seconds",
-            "What plain cloud streaming would have taken for the same commits: one target step a token (estimate).",
-        )
-        self.first_token = self._histogram(
-            "outrider:time_to_first_token_seconds", "From the beginning of a text to its first token."
-        )
-        self.phase = self._histogram(
-            "outrider:edge_phase_seconds",
-            "Phases of a round trip: draft (making the tokens of one message), uplink and downlink (half each of what "
-            "the link took), queue (patience, co-scheduled and other sessions), verify (the target step).",
-            "phase",
-        )
-        self.round_trip = self._histogram(
-            "outrider:edge_round_trip_seconds",
-            "From sending a draft message to the commit that echoes it, without the time that the verifier held it.",
-        )
-        self.draft_token = self._histogram("outrider:edge_draft_token_seconds", "Time to draft one token.")
-        self.window = self._histogram(
-            "outrider:edge_window_tokens", "Drafted tokens in flight when a commit comes in.", buckets=TOKENS
-        )
-
-    def _counter(self, name: str, meaning: str, *more: str) -> Counter:
-        return Counter(f"outrider:edge_{name}", meaning, (*_LABELS, *more), registry=self._registry)
-
-    def _histogram(self, name: str, meaning: str, *more: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(name, meaning, (*_LABELS, *more), registry=self._registry, buckets=buckets)
-
-
 class _Series:
     """Metrics of all texts with one target and one drafter.
 
@@ -119,23 +80,23 @@ class _Series:
         speedup: estimated speed-up over cloud streaming in the newest commits; None: not known yet.
     """
 
-    def __init__(self, counted: _Counted, model: str, drafter: str) -> None:
+    def __init__(self, metrics: EdgeMetrics, model: str, drafter: str) -> None:
         self.labels = (model, drafter)
-        self.verified = counted.verified.labels(PART, *self.labels)
-        self.sheds = counted.sheds.labels(*self.labels)
-        self.first_token = counted.first_token.labels(*self.labels)
-        self.round_trip = counted.round_trip.labels(*self.labels)
-        self.draft_token = counted.draft_token.labels(*self.labels)
-        self.window = counted.window.labels(*self.labels)
+        self.verified = metrics.verified.labels(PART, *self.labels)
+        self.sheds = metrics.sheds.labels(*self.labels)
+        self.first_token = metrics.first_token.labels(*self.labels)
+        self.round_trip = metrics.round_trip.labels(*self.labels)
+        self.draft_token = metrics.draft_token.labels(*self.labels)
+        self.window = metrics.window.labels(*self.labels)
         self.draft, self.uplink, self.queue, self.verify, self.downlink = (
-            counted.phase.labels(*self.labels, phase) for phase in _PHASES
+            metrics.phase.labels(*self.labels, phase) for phase in _PHASES
         )
         self.ended: dict[str, float] = dict.fromkeys(_FROM_STATISTICS, 0)
         self.missing = 0
         self.failed = 0
-        self._counted = counted
-        self._decoding = counted.decoding.labels(*self.labels)
-        self._cloud_streaming = counted.cloud_streaming.labels(*self.labels)
+        self._metrics = metrics
+        self._decoding = metrics.decoding.labels(*self.labels)
+        self._cloud_streaming = metrics.cloud_streaming.labels(*self.labels)
         self._recent_decoding_s = 0.0
         self._recent_cloud_s = 0.0
 
@@ -151,12 +112,10 @@ class _Series:
         self._recent_cloud_s = self._recent_cloud_s * _RECENT + cloud_s
 
     def lose(self, kind: str) -> None:
-        """Count a stream that was lost or refused."""
-        self._counted.losses.labels(*self.labels, kind).inc()
+        self._metrics.losses.labels(*self.labels, kind).inc()
 
     def end(self, reason: str, statistics: EdgeStatistics, *, failed: bool) -> None:
-        """Count a text that has ended."""
-        self._counted.texts.labels(*self.labels, reason).inc()
+        self._metrics.texts.labels(*self.labels, reason).inc()
         self.failed += failed
         for name in _FROM_STATISTICS:
             self.ended[name] += getattr(statistics, name)
@@ -214,13 +173,11 @@ class SessionObserver(Observer):
         self._series.missing += self.missing
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
-        """Time a drafting job."""
         self._drafting_s += ended - began
         if tokens:
             self._series.draft_token.observe((ended - began) / tokens)
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
-        """Note when drafts go."""
         if isinstance(frame, Draft):
             self._sent_at.append(at)
             if frame.tokens:
@@ -230,7 +187,6 @@ class SessionObserver(Observer):
             self._reads_prompt = True
 
     def received(self, frame: CloudFrame, at: float) -> None:
-        """Count a commit."""
         match frame:
             case Commit():
                 self._count(frame, at)
@@ -242,13 +198,11 @@ class SessionObserver(Observer):
                 self._series.lose("Goaway")
 
     def lost(self, error: OutriderError, at: float) -> None:  # noqa: ARG002 - the base's
-        """Count a lost or refused stream."""
         self._series.lose(type(error).__name__)
         if isinstance(error, ResourceExhausted):
             self._series.sheds.inc()
 
     def ended(self, done: Done | None, at: float) -> None:  # noqa: ARG002 - the base's
-        """Count the text that has ended."""
         if self.machine is None:
             return
         if done is not None and done.error is not None:
@@ -315,7 +269,32 @@ class EdgeMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._counted = _Counted(self.registry)
+        self.verified = SpeculationMetrics(self.registry)
+        self.texts = self._counter("texts", "Texts that have ended, by why.", "finished_reason")
+        self.losses = self._counter("stream_losses", "Streams lost or refused, by error.", "error")
+        self.sheds = self._counter("sheds", "Refusals because a verifier or coordinator was full.")
+        self.decoding = self._counter("decoding_seconds", "From the first to the newest commit, summed over texts.")
+        self.cloud_streaming = self._counter(
+            "cloud_streaming_seconds",
+            "What plain cloud streaming would have taken for the same commits: one target step a token (estimate).",
+        )
+        self.first_token = self._histogram(
+            "outrider:time_to_first_token_seconds", "From the beginning of a text to its first token."
+        )
+        self.phase = self._histogram(
+            "outrider:edge_phase_seconds",
+            "Phases of a round trip: draft (making the tokens of one message), uplink and downlink (half each of what "
+            "the link took), queue (patience, co-scheduled and other sessions), verify (the target step).",
+            "phase",
+        )
+        self.round_trip = self._histogram(
+            "outrider:edge_round_trip_seconds",
+            "From sending a draft message to the commit that echoes it, without the time that the verifier held it.",
+        )
+        self.draft_token = self._histogram("outrider:edge_draft_token_seconds", "Time to draft one token.")
+        self.window = self._histogram(
+            "outrider:edge_window_tokens", "Drafted tokens in flight when a commit comes in.", buckets=TOKENS
+        )
         self._series: dict[tuple[str, str], _Series] = {}
         self._live: dict[SessionObserver, _Series] = {}
         self.registry.register(self)
@@ -324,17 +303,22 @@ class EdgeMetrics(Collector):
         """Return one for `client.generate(..., observer=...)`; the request's id is for logs, and is never a label."""
         return SessionObserver(self, request_id)
 
+    def _counter(self, name: str, meaning: str, *more: str) -> Counter:
+        return Counter(f"outrider:edge_{name}", meaning, (*_LABELS, *more), registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str, *more: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, meaning, (*_LABELS, *more), registry=self.registry, buckets=buckets)
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return body and content type of `/metrics`: OpenMetrics where the Accept header asks for it."""
         return exposition(self.registry, accept)
 
     def join(self, observer: SessionObserver, subject: Subject) -> _Series:
-        """Return the series of a text that begins."""
         key = (subject.model, subject.drafter)
         if key not in self._series and len(self._series) >= MAX_SERIES:
             key = ("other", "other")
         if key not in self._series:
-            self._series[key] = _Series(self._counted, *key)
+            self._series[key] = _Series(self, *key)
         self._live[observer] = self._series[key]
         return self._series[key]
 
@@ -343,11 +327,9 @@ class EdgeMetrics(Collector):
         self._live.pop(observer, None)
 
     def describe(self) -> Iterator[Metric]:
-        """Name the metrics that follow from statistics, without values."""
         return iter(_families().values())
 
     def collect(self) -> Iterator[Metric]:
-        """Show the metrics that follow from the statistics of texts, whether being decoded or ended."""
         families = _families()
         live = list(self._live.items())
         for series in list(self._series.values()):

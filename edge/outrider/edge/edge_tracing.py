@@ -72,16 +72,6 @@ class _Message:
     drafting_until: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Commit with its time in monotonic seconds, the link's time, and the message that it was first to echo."""
-
-    commit: Commit
-    at: float
-    link_s: float
-    message: _Message | None
-
-
 class _TracedObserver(Observer):
     def __init__(self, tracer: Any, span: Span, inner: Observer) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -99,7 +89,7 @@ class _TracedObserver(Observer):
         self._drafting: tuple[float, float] | None = None  # jobs since the newest message
         self._opening_at = 0.0
         self._link_s = 0.0
-        self._waiting: list[_Arrived] = []
+        self._waiting: list[tuple[Commit, float, float, _Message | None]] = []
         self._commits = 0
 
     # --- events ---
@@ -166,18 +156,18 @@ class _TracedObserver(Observer):
             self._link_s = max(0.0, at - message.sent_at - commit.timing.hold_s)
         self._commits += 1
         if self._commits <= MAX_COMMITS:
-            self._waiting.append(_Arrived(commit, at, self._link_s, message))
+            self._waiting.append((commit, at, self._link_s, message))
         if len(self._waiting) >= AT_ONCE:
             self._make_spans()
 
     def _make_spans(self) -> None:
-        for arrived in self._waiting:
-            self._make_spans_of(arrived)
+        for waiting in self._waiting:
+            self._make_spans_of(*waiting)
         self._waiting.clear()
 
-    def _make_spans_of(self, arrived: _Arrived) -> None:
-        commit, message = arrived.commit, arrived.message
-        committed_at = arrived.at - arrived.link_s / 2
+    def _make_spans_of(self, commit: Commit, at: float, link_s: float, message: _Message | None) -> None:
+        """Make the spans of a commit that came at `at`, over a link that took `link_s`; first to echo `message`."""
+        committed_at = at - link_s / 2
         step_from = committed_at - commit.timing.verify_s
         queued_from = step_from - commit.timing.queue_s
         about = {
@@ -188,14 +178,14 @@ class _TracedObserver(Observer):
             "outrider.accepted_here": commit.accepted_here,
         }
         if message is not None:
-            landed_at = message.sent_at + arrived.link_s / 2
+            landed_at = message.sent_at + link_s / 2
             step_from = max(step_from, landed_at)  # else the message came while the step ran
             queued_from = landed_at
             self._make_span("draft", message.drafting_from, message.drafting_until, about)
             self._make_span("flight", message.sent_at, landed_at, about)
         self._make_span("queue", queued_from, step_from, about)
         self._make_span("verify", step_from, committed_at, about)
-        self._make_span("downlink", committed_at, arrived.at, about)
+        self._make_span("downlink", committed_at, at, about)
 
     def _make_span(self, name: str, began: float, ended: float, about: dict[str, int]) -> None:
         span = self._tracer.start_span(name, self._context, attributes=about, start_time=self._ns(began))

@@ -38,16 +38,13 @@ class FixedShare:
     1, fixed share in its uniform form: w_i = (1 - share) w_i + share / K. So no expert ever falls back by more than
     ln(K / share), which is what a change of domain has to make up.
 
-    The loss of a token is the time that an expert needs for it: a whole round where one ends, nothing within one, over
-    the longest round of any. Its mean is E[T]/E[N] exactly: with the shared noise a hit is a fixed bit of the position,
-    so the rounds of one drafter over a text that does not depend on who drafts are no estimate. A round takes the hits
-    up to the first miss, whose token is the target's own, or all its drafts and one token more. Where the target does
-    not wait, it writes the first `lead` tokens after a miss alone, a step for each; rounds begin after them, if all of
-    these were hits.
+    The loss of a token is the time that an expert needs for it, over the longest round of any: a whole round where one
+    ends, nothing within one, so that its mean is E[T]/E[N]. A round takes the hits up to the first miss, whose token is
+    the target's own, or all its drafts and one token more. Where the target does not wait, it writes the first `lead`
+    tokens after a miss alone, a step for each; rounds begin after them, if all of these were hits.
 
     Experts read a token at different times; all pay for it together, once the last has read it. An expert whose hits
-    are not known sleeps: it pays what the others do on average, so that its share of the weight stays as it is (Freund,
-    Schapire, Singer and Warmuth 1997, figure 1).
+    are not known sleeps: it pays what the others do on average (Freund, Schapire, Singer and Warmuth 1997, figure 1).
 
     Attributes:
         arms: number of experts.
@@ -153,21 +150,19 @@ def _scaled_awake(weights: Sequence[float], factors: Sequence[float]) -> list[fl
 class Leader(Selector):
     """The expert of the greatest weight (Cesa-Bianchi and Lugosi 2006, section 2.2, in place of their weighted mean).
 
-    The weights are `FixedShare`'s: for each drafter the evidence that it is the fastest now, in seconds of real and
-    counterfactual rounds. Nothing is tried out and nothing is drawn. A switch costs what any loss does, so the leader
-    takes over when the evidence for it is more than eta * switch_s / longest round.
+    Nothing is tried out and nothing is drawn. A switch costs what any loss does, so the leader takes over when the
+    evidence for it is more than eta * switch_s / longest round.
 
     Attributes:
         experts: experts with their weights.
         stride: uncomputed tokens from which on an idle arm catches up: a pass over a few costs a drafter hardly more
-            than one over a single token, and evidence that old still counts.
+            than one over a single token.
         doubt: nats below the best weight for each further stride that an arm waits, up to four: it will not overtake
             within few tokens, and catching up takes energy.
         prior: [arms] acceptance of each in the fleet; empty: not known, and the first arm begins.
         prior_tokens: tokens of evidence that the prior counts for.
         subject: nats of weight for every nat a token by which a drafter falls short of the best at the prompt's end,
-            where the prompt's subject shows before there is any text. A mixture of the drafters as models of the prompt
-            would have one for each of its tokens (Bayes); but to know a prompt is not yet to know the target.
+            where the prompt's subject shows before there is any text.
         max_subject: nats that a drafter loses by it at most.
     """
 
@@ -180,9 +175,7 @@ class Leader(Selector):
     subject: float = 6.0
     max_subject: float = 3.0
     shortfall: list[float] = field(init=False, default_factory=list)
-    _shares: list[float] = field(
-        init=False
-    )  # of the best weight, from which on an arm catches up, by its unread tokens
+    _shares: list[float] = field(init=False)  # of the best weight, by unread tokens: an arm with more catches up
 
     def __post_init__(self) -> None:
         if len(self.prior) not in (0, self.experts.arms):
@@ -264,14 +257,12 @@ def block_divergence(outcome: RoundOutcome) -> float:
     """Return a round's reward, MetaSD's block divergence, estimated from the drafts' own probabilities.
 
     For a target p and a drafter q at one prefix, TV = sum |p - q| / 2, and k drafts, it is 1/k sum_j (1 - TV_j). Of a
-    draft x ~ q, min(1, p(x) / q(x)) has the mean 1 - TV: sum_x q min(1, p/q) = sum_x min(p, q). So the mean over all
-    drafts of a block is unbiased, along the drafter's own chain. The mean over the verified ones is not, since a block
-    is cut short where agreement was low; their sum is, by optional stopping. With shared noise a draft is accepted
-    when both sides draw the same token, which has a chance of its own, between (1 - TV) / (1 + TV) and 1 - TV: there
-    block divergence ranks drafters, but promises more than E[N].
+    draft x ~ q, min(1, p(x) / q(x)) has the mean 1 - TV, so the mean over all drafts of a block is unbiased. The mean
+    over the verified ones is not, since a block is cut short where agreement was low. With shared noise a draft is
+    accepted with a chance between (1 - TV) / (1 + TV) and 1 - TV: block divergence ranks drafters there, but promises
+    more than E[N].
 
-    Where probabilities are not known the share of verified drafts that were accepted stands in for them: one coin for
-    each chance, with more scatter.
+    Where probabilities are not known the share of verified drafts that were accepted stands in for them.
     """
     if outcome.agreement == outcome.agreement:  # not NaN
         return outcome.agreement
@@ -282,13 +273,10 @@ def block_divergence(outcome: RoundOutcome) -> float:
 class MetaSdUcb(Selector):
     """MetaSD-UCB (arXiv 2604.05417): tries every arm once, then takes the one worth most at its reward's upper bound.
 
-    mean_i + strength * sqrt(2 ln t / n_i) over the rounds so far: UCB1 of Auer et al. 2002 with an exploration
-    strength. Regret grows with ln t where drafters do not change. UCB1 has strength 1, for rewards scattered over all
-    of [0, 1]; these are less so, and need less.
-
-    The paper ranks by the bound itself, as if all drafters were equally fast and switches were free. Here it is an
-    acceptance, whose E[N]/E[T] ranks. Seconds of a round are known for each arm before it is chosen, so only E[N] is
-    learned, and a link that changes is a new view, not a new lesson.
+    The bound is mean_i + strength * sqrt(2 ln t / n_i) over the rounds so far: UCB1 of Auer et al. 2002, whose strength
+    of 1 is for rewards scattered over all of [0, 1]. The paper ranks by the bound itself, as if all drafters were
+    equally fast and switches were free. Here it is an acceptance, whose E[N]/E[T] ranks: only E[N] is learned, since
+    the seconds of a round are known for each arm before it is chosen.
 
     Attributes:
         arms: number of drafters.
@@ -333,14 +321,7 @@ class MetaSdUcb(Selector):
 
 
 def default_selector(arms: int, prior: tuple[float, ...] = ()) -> Selector:
-    """Return `Leader`, on hit traces the fastest selector on a mix of domains and where one changes midway.
-
-    Where nothing ever changes MetaSD-UCB ends up ahead of it: staying ready for a change has a small price.
-
-    Args:
-        arms: number of drafters.
-        prior: [arms] acceptance of each in the fleet; empty: not known.
-    """
+    """Return `Leader`, on hit traces the fastest selector on a mix of domains and where one changes midway."""
     return Leader(experts=FixedShare(arms=arms), prior=prior)
 
 
@@ -362,7 +343,6 @@ def selector_named(name: str) -> MakeSelector:
         ConfigError: there is none.
     """
     if name not in SELECTORS:
-        raise ConfigError(
-            f"{name!r} is none of {', '.join(SELECTORS)}{did_you_mean(name, SELECTORS)}", field="selector"
-        )
+        near = did_you_mean(name, SELECTORS)
+        raise ConfigError(f"{name!r} is none of {', '.join(SELECTORS)}{near}", field="selector")
     return SELECTORS[name]
