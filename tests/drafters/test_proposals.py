@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from scripted_drafters import ScriptedDrafter
 
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.proposals import NO_PROPOSAL
-from outrider.proto.errors import Internal, InvalidArgument
+from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
-from outrider.proto.types import DraftToken, Sampling, token_ids
+from outrider.proto.types import Sampling, token_ids
 
 VOCAB = 12
 
@@ -246,44 +246,6 @@ def test_penalties_count_earlier_tokens_of_the_same_block():
         assert len(proposed) == 6
         assert (set(proposed) == {1}) == repeats
         assert proposed[0] == 1
-
-
-def test_a_scripted_drafter_follows_its_script_by_position_or_by_prefix():
-    rule = ProposalRule(Sampling())
-    by_position = ScriptedDrafter((9, 8, 7, 6)).open(rule)
-    by_position.extend((5,))
-    assert token_ids(by_position.propose(2)) == (8, 7)
-    assert token_ids(by_position.propose(5)) == (6,)
-    by_position.truncate(2)
-    assert by_position.propose(1) == (DraftToken(7, 0.9),)
-    by_prefix = ScriptedDrafter(lambda prefix: sum(prefix) % 10).open(rule)
-    by_prefix.extend((1, 2))
-    assert token_ids(by_prefix.propose(3)) == (3, 6, 2)
-    np.testing.assert_allclose(by_prefix.score((4, 9)), np.log([0.9, 0.1]), atol=1e-3)
-    assert by_prefix.length == 7
-
-
-def test_garbage_depends_on_seed_and_position_only():
-    rule = ProposalRule(Sampling())
-    state, other = GarbageDrafter(50, seed=1).open(rule), GarbageDrafter(50, seed=1).open(rule)
-    state.extend((1, 2, 3))
-    other.extend((3, 2))
-    whole = token_ids(state.propose(20))
-    assert token_ids(other.propose(21))[1:] == whole
-    assert len(set(whole)) > 10
-    assert max(whole) < 50
-    state.truncate(3)
-    assert token_ids(state.propose(20)) == whole
-    assert token_ids(GarbageDrafter(50, seed=2).open(rule).propose(20)) != whole
-
-
-def test_a_failing_drafter_drafts_first_and_then_breaks():
-    state = FailingDrafter(3, ScriptedDrafter(range(100))).open(ProposalRule(Sampling()))
-    assert token_ids(state.propose(2)) == (0, 1)
-    assert token_ids(state.propose(2)) == (2,)
-    with pytest.raises(Internal):
-        state.propose(1)
-    assert state.length == 3
 
 
 def test_the_first_token_cannot_be_scored_and_truncation_never_grows():

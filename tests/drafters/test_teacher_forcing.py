@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from scripted_drafters import ScriptedDrafter
 from tiny_drafter import (
     CONTEXT,
     GREEDY,
@@ -26,7 +26,7 @@ from tiny_drafter import (
 from outrider.drafters import NgramDrafter, ProposalRule, find_package
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
 from outrider.drafters.protocol import TokenPrefix
-from outrider.proto.errors import Internal, InvalidArgument, UnknownToken
+from outrider.proto.errors import InvalidArgument, UnknownToken
 from outrider.proto.types import DraftToken, Sampling, token_ids
 
 SAMPLINGS = {
@@ -190,30 +190,6 @@ def test_nothing_is_forced_after_an_empty_prefix_or_on_an_unknown_token(plain):
         state.propose_forced((1, VOCAB))
     assert state.length == 2
     assert state.propose_forced(()) == ()
-
-
-def test_forced_proposals_of_scripted_drafters_follow_their_script():
-    scripted = ScriptedDrafter((9, 8, 7)).open(GREEDY)
-    scripted.extend((5,))
-    forced = scripted.propose_forced((8, 1, 1))
-    assert token_ids(forced) == (8, 7, -1)
-    assert [draft.confidence for draft in forced[:2]] == [0.9, 0.9]
-    assert np.isnan([forced[2].confidence, *(draft.perturbed_probability for draft in forced)]).all()
-    garbage = GarbageDrafter(50, seed=1).open(GREEDY)
-    garbage.extend((5,))
-    proposed = token_ids(garbage.propose(6))
-    garbage.truncate(1)
-    assert token_ids(garbage.propose_forced((0,) * 6)) == proposed
-    assert garbage.length == 7
-
-
-def test_a_broken_drafter_cannot_be_forced():
-    state = FailingDrafter(2, ScriptedDrafter(range(100))).open(GREEDY)
-    state.extend((5,))
-    assert token_ids(state.propose_forced((8, 8))) == (1, 2)
-    state.propose(2)
-    with pytest.raises(Internal):
-        state.propose_forced((1,))
 
 
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
