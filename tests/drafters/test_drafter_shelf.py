@@ -28,8 +28,8 @@ from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage
 from outrider.drafters.search import BROKEN, DrafterSearch, on_trial_here
 from outrider.drafters.shelf import Member, give_back, own_bytes
-from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Outcome, examination
+from outrider.edge import Client, EdgeConfig, examination
+from outrider.edge.examination import Outcome
 from outrider.edge.pool.preparation import Preparation, Ready
 from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import (

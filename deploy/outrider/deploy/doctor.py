@@ -14,7 +14,7 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge_options import DoctorSettings
 from outrider.deploy.credentials import api_key
 from outrider.edge import EdgeConfig
-from outrider.edge.doctor import Finding, Outcome, examine
+from outrider.edge.examination import Finding, Outcome, examine
 from outrider.proto.release import release
 
 STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "bold red", Outcome.SKIPPED: "dim"}

@@ -10,8 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from outrider.edge.doctor import Finding, Outcome, connection_check
-from outrider.edge.doctor.connection_check import Endpoint, failed_by
+from outrider.edge import examination
+from outrider.edge.examination import Endpoint, Finding, Outcome, failed_by
 from outrider.edge.link.security import Security
 from outrider.proto import errors
 from outrider.proto.plumbing.tls import ClientTls
@@ -48,12 +48,12 @@ def test_the_time_to_retry_is_part_of_the_remedy() -> None:
 
 async def test_ports_take_connections_or_not(small_server) -> None:
     async with small_server() as address:
-        assert (await connection_check.connect_port(at(address))).outcome is Outcome.OK
-    unknown = await connection_check.connect_port(at("no-such-host.invalid:1"))
+        assert (await examination.connect_port(at(address))).outcome is Outcome.OK
+    unknown = await examination.connect_port(at("no-such-host.invalid:1"))
     assert unknown.outcome is Outcome.FAILED
     assert "no-such-host.invalid" in unknown.message
     assert "--coordinator" in unknown.remedy
-    bad = await connection_check.connect_port(at("127.0.0.1:1"))
+    bad = await examination.connect_port(at("127.0.0.1:1"))
     assert bad.outcome is Outcome.FAILED
     assert "nothing listens" in bad.message
     assert "outrider coordinator" in bad.remedy
@@ -61,12 +61,12 @@ async def test_ports_take_connections_or_not(small_server) -> None:
 
 async def test_a_service_serves_drains_or_is_another(small_server) -> None:
     async with small_server() as address:
-        assert (await connection_check.time_answers(at(address))).outcome is Outcome.OK
-        other = await connection_check.time_answers(at(address, service="another.service" * 10))
+        assert (await examination.time_answers(at(address))).outcome is Outcome.OK
+        other = await examination.time_answers(at(address, service="another.service" * 10))
         assert other.outcome is Outcome.FAILED
         assert "--verifier" in other.remedy
     async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
-        draining = await connection_check.time_answers(at(address))
+        draining = await examination.time_answers(at(address))
     assert draining.outcome is Outcome.FAILED
     assert "NOT_SERVING" in draining.message
 
@@ -77,7 +77,7 @@ async def test_a_server_without_grpc_is_named() -> None:
         writer.close()
 
     async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
-        found = await connection_check.time_answers(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        found = await examination.time_answers(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
     assert found.outcome is Outcome.FAILED
     assert "no gRPC" in found.message
 
@@ -96,7 +96,7 @@ def credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.Se
 def inspected(small_server, shown: grpc.ServerCredentials | None, tls: ClientTls | None) -> Finding:
     async def main() -> Finding:
         async with small_server(credentials=shown) as address:
-            return await connection_check.inspect_tls(at(address, tls))
+            return await examination.inspect_tls(at(address, tls))
 
     return asyncio.run(main())
 
@@ -174,11 +174,11 @@ def test_a_file_that_holds_no_certificate_is_named(small_server, tmp_path) -> No
 
 
 def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> None:
-    monkeypatch.setattr(connection_check, "CALLS", 3)
+    monkeypatch.setattr(examination, "CALLS", 3)
 
     async def measured(delay_s: float) -> Finding:
         async with small_server(delay_s=delay_s) as address:
-            return await connection_check.time_answers(at(address))
+            return await examination.time_answers(at(address))
 
     assert asyncio.run(measured(0.0)).outcome is not Outcome.FAILED
     long = asyncio.run(measured(0.3))

@@ -10,8 +10,8 @@ import pytest
 from other_tokenizer import byte_tokenizer, with_tokenizer
 
 from outrider.drafters.packages import FAMILY, find_package
-from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Finding, Outcome, examination, examine
+from outrider.edge import Client, EdgeConfig, examination
+from outrider.edge.examination import Finding, Outcome, examine
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.testing import word_tokenizer, write_keys
