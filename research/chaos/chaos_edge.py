@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from outrider.edge.link.attempts import Attempts
-from outrider.edge.link.silence_guard import ANSWER_WITHIN_S
+from outrider.edge.decoding import ANSWER_WITHIN_S, Attempts
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules, SilenceWatch, Silent
 from outrider.proto.session import (

@@ -237,7 +237,7 @@ async def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_a
             for _ in range(20):
                 await client.report(text(hits(0.9), hits(0.4, drafter="tiny-drafter")))
                 await client.report(text(hits(0.2), prompt=PROSE, link=4))
-            lease = await code.lease("s1", ())
+            lease = await code.lease(LeaseRequest("tiny", "s1"))
             rates = {prior.drafter: prior.acceptance for prior in lease.prior.drafters}
             assert rates == {"general": pytest.approx(0.9, abs=0.03), "tiny-drafter": pytest.approx(0.4, abs=0.01)}
             assert tuple(route.prior(TextFeatures(CODE, 2)).values()) == lease.prior.drafters

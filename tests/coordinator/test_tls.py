@@ -18,7 +18,7 @@ from outrider.coordinator.cluster import StaticCluster, VerifierInfo, VerifierSt
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.certs import Issued, issue
 from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
-from outrider.edge.link.link import Channels, lease_metadata
+from outrider.edge.link.link import Channels
 from outrider.edge.link.routes import CoordinatorRoute
 from outrider.edge.link.security import Security
 from outrider.proto import codec
@@ -227,11 +227,10 @@ async def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordi
         cluster.verifiers["a"] = ready("a", address=address, tls=True, tls_name="verifier.example")
         await call.until(lambda: call.server.service.verifiers)
         client = CoordinatorClient(call.address, security=secured(issued, server_name="localhost"))
-        lease = await CoordinatorRoute(client, "tiny", "").lease("s1", ())
+        lease = await CoordinatorRoute(client, "tiny", "").lease(LeaseRequest("tiny", "s1"))
         assert (lease.address, lease.tls, lease.tls_name) == (call.address, True, "localhost")
         channels = Channels(client.security)
-        opening = (lease.address, EdgeStatistics(), lease_metadata(lease), lease.tls_name)
-        stream = channels.open_stream(*opening)
+        stream = channels.open_stream(lease, EdgeStatistics())
         stream.send(Cancel("only a frame"))
         assert await anext(stream.frames()) == OPENED
         await channels.close_stream(stream)
@@ -245,7 +244,7 @@ async def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log
     async with coordinating(ScriptedCluster(ready("a", tls=True)), relay=True) as call:
         lease = await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
         channels = Channels()
-        stream = channels.open_stream(call.address, EdgeStatistics(), lease_metadata(lease))
+        stream = channels.open_stream(replace(lease, address=call.address, tls=False), EdgeStatistics())
         stream.send(Cancel("only a frame"))
         with pytest.raises(Unavailable):
             await anext(stream.frames())

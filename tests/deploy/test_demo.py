@@ -15,7 +15,7 @@ from outrider.deploy.commands.decode_options import BuiltInPrompts
 from outrider.deploy.demo import ComparedTexts
 from outrider.drafters import DrafterShelf
 from outrider.edge import Completion
-from outrider.edge.pool.preparation import Ready
+from outrider.edge.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, FinishReason
 

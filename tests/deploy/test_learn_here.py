@@ -16,7 +16,7 @@ from outrider.deploy.daemon import _learning
 from outrider.deploy.local import learn_here
 from outrider.deploy.local.learn_here import HereTrainer, LearningHere
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.pool.own_learning import OwnLearning, OwnText
+from outrider.edge.client import OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
@@ -29,7 +29,7 @@ def client() -> Client:
 
 def learner() -> LearningHere:
     parent = SimpleNamespace(target="reference", version="1", tokenizer_sha256="ab" * 32)
-    own: Any = SimpleNamespace(parent=parent, trainer=None)
+    own: Any = SimpleNamespace(learnable=parent, trainer=None)
     return LearningHere(own, cpu_share=0.5, folder=None, logs={})
 
 
@@ -43,7 +43,7 @@ def test_an_edge_learns_only_where_it_is_asked_to() -> None:
     made = client()
     learning = _learning(parse([*EDGE, "--learn-here", "--learn-here-folder", "~/x", "--learn-cpu-share", "0.2"]), made)
     assert learning is not None
-    assert made.own_learning.trainer is learning
+    assert made.trainer == learning.take
     assert (learning._folder, learning._cpu_share) == (Path("~/x").expanduser(), 0.2)
 
 
@@ -88,7 +88,7 @@ def test_the_oldest_texts_give_way_where_too_many_wait(monkeypatch: pytest.Monke
 def test_a_text_without_prompt_or_drafter_to_teach_is_passed_over() -> None:
     learning = learner()
     learning.take(OwnText("s", (1, 2, 3), 0, Sampling(), 0))
-    learning._learning.parent = None  # type: ignore[misc]
+    learning._client.learnable = None  # type: ignore[misc]
     learning.take(text())
     assert not learning._waiting
 
@@ -110,7 +110,7 @@ def test_the_edge_drafts_with_what_its_trainer_says_or_with_the_parent_again(mon
             version = next(said, "")
             self.info = {"version": version, "folder": {"1": "parent"}.get(version, f"learned/{version}")}
             if not version:
-                own.parent = None
+                own.learnable = None
 
     drafted: list[str] = []
 
@@ -120,9 +120,9 @@ def test_the_edge_drafts_with_what_its_trainer_says_or_with_the_parent_again(mon
     monkeypatch.setattr(learn_here, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(learn_here, "_TrainerProcess", Process)
     parent = SimpleNamespace(name="general", version="1", folder=Path("parent"))
-    own: Any = SimpleNamespace(parent=parent, trainer=None, draft_with=draft_with)
+    own: Any = SimpleNamespace(learnable=parent, trainer=None, draft_with=draft_with)
     learning = LearningHere(own, cpu_share=0.5, folder=Path("learned"), logs={})
-    asyncio.run(learning._learn_from(own.parent, Path("learned")))
+    asyncio.run(learning._learn_from(own.learnable, Path("learned")))
     assert drafted == ["learned/v1", "learned/v2", "parent"]
 
 
@@ -138,10 +138,10 @@ def test_the_edge_drafts_with_what_its_trainer_says_or_with_the_parent_again(mon
 )
 def test_texts_under_a_grammar_or_bias_are_not_handed_over(free: dict[str, Any]) -> None:
     taken: list[OwnText] = []
-    learning = OwnLearning(None)  # type: ignore[arg-type]
-    learning.trainer = SimpleNamespace(take=taken.append)
+    made = client()
+    made.trainer = taken.append
     machine: Any = SimpleNamespace(sampling=Sampling(**free), transcript=[1, 2, 3], prompt_length=2)
-    learning.ended(SimpleNamespace(decode=str), "s", machine)  # type: ignore[arg-type]
+    made._teach(SimpleNamespace(decode=str), "s", machine)  # type: ignore[arg-type]
     assert [each.tokens for each in taken] == ([] if free else [(1, 2, 3)])
 
 

@@ -26,18 +26,17 @@ from outrider.drafters import DrafterCache, DrafterShelf, NgramDrafter, embedded
 from outrider.drafters import shelf as shelf_module
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage
-from outrider.drafters.search import BROKEN, DrafterSearch, on_trial_here
+from outrider.drafters.search import DrafterSearch, on_trial_here
 from outrider.drafters.shelf import Member, give_back, own_bytes
 from outrider.edge import Client, EdgeConfig, examination
 from outrider.edge.examination import Outcome
-from outrider.edge.pool.preparation import Preparation, Ready
+from outrider.edge.preparation import Preparation, Ready
 from outrider.proto.drafter_format import SteeringShape
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
     ModelRefused,
     NotFound,
-    OutriderError,
     TokenizerMismatch,
     Unavailable,
 )
@@ -723,7 +722,3 @@ def test_a_client_takes_several_drafters_and_closes_their_shelf(tmp_path):
         return open_names
 
     assert asyncio.run(names()) == "one,two"
-
-
-def test_errors_of_a_drafter_are_errors_of_outrider():
-    assert all(issubclass(kind, OutriderError | OSError) for kind in BROKEN)

@@ -120,10 +120,10 @@ class ScriptedChannels:
         self.eos_tokens: tuple[int, ...] = ()
         self.connection = Connection(None, lambda: self.connection)  # type: ignore[arg-type]
 
-    def connect(self, address: str, tls_name: str | None) -> None:
+    def connect(self, lease: Lease) -> None:
         pass
 
-    def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> ScriptedStream:
+    def open_stream(self, lease: Lease, statistics: EdgeStatistics, *_: object) -> ScriptedStream:
         return ScriptedStream(self, statistics)
 
     async def described(self, lease: Lease, within_s: float) -> Lease:
@@ -135,7 +135,7 @@ class ScriptedChannels:
     def retire(self, address: str, connection: Connection) -> None:
         pass
 
-    async def renew(self, address: str, tls_name: str | None = None) -> None:
+    async def renew(self, lease: Lease) -> None:
         raise Unavailable("there is no other verifier")
 
     async def close(self) -> None:

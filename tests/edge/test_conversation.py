@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 
 import pytest
 from scripted_cloud import EOS, scripted_client
-from scripted_drafters import FailingDrafter, GarbageDrafter, ScriptedDrafter
 
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import find_package
 from outrider.edge import Client, Conversation, EdgeConfig, SyncConversation, Tokens, Transcript
-from outrider.edge.event_stream import collect, stream_events
-from outrider.edge.text import TextStream
+from outrider.edge.decoding import Decoding
 from outrider.proto.errors import DeadlineExceeded, InvalidArgument
-from outrider.proto.session import Done, EdgeStatistics, Emit
 from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, token_ids
 
 TEXT = tuple(range(300, 340)) * 3
@@ -66,37 +62,7 @@ def test_the_onnx_drafter_keeps_its_cache_when_the_rule_changes(general):
     assert runs == [3], "the two new tokens, and its own that it had not read yet"
 
 
-@pytest.mark.parametrize(
-    "drafter", [ScriptedDrafter(lambda prefix: 5), GarbageDrafter(50), FailingDrafter(9, NgramDrafter())]
-)
-def test_the_fakes_follow_any_rule(drafter):
-    state = drafter.open(ProposalRule(GREEDY))
-    state.extend((1, 2, 1, 2, 1))
-    state.follow(ProposalRule(DRAWN))
-    assert len(state.propose(2)) == 2
-
-
 # === events =====================================================================================================
-
-
-class Stopped:
-    """A `Decoding` of which only the end matters."""
-
-    def __init__(self) -> None:
-        self.machine = type("Machine", (), {"statistics": EdgeStatistics()})()
-        self.reasons: list[FinishReason] = []
-
-    def stop(self, reason: FinishReason) -> None:
-        self.reasons.append(reason)
-
-
-async def emitted(*items: Emit | Done, closed: list[bool]) -> AsyncGenerator[Emit | Done]:
-    try:
-        for item in items:
-            yield item
-        await asyncio.sleep(60)
-    finally:
-        closed.append(True)
 
 
 @pytest.fixture(scope="module")
@@ -106,53 +72,60 @@ def tokenizer(tokenizer_file):
     return Tokenizer.from_file(str(tokenizer_file))
 
 
-def collected(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadline_s: float | None = None):
-    closed: list[bool] = []
-    decoding = Stopped()
+def completed(tokenizer_file, tokens: Sequence[int], sizes: Sequence[int] = (), prompt=(3, 4, 5, 6), **options):
+    client, channels = scripted_client(tokenizer_file)
+    channels.script, channels.sizes = lambda _: [CommittedToken(token) for token in tokens], sizes
 
     async def main():
-        text = TextStream(tokenizer, stop)
-        events = stream_events(decoding, emitted(*items, closed=closed), text, time.monotonic(), deadline_s)
-        return await collect(events)
+        async with client:
+            return await client.complete(prompt, **options)
 
-    try:
-        return asyncio.run(main()), decoding
-    finally:
-        assert closed == [True]
+    return asyncio.run(main())
 
 
-def test_a_completion_has_its_prompts_length_its_provenance_and_its_end(tokenizer):
+def test_a_completion_has_its_prompts_length_its_provenance_and_its_end(tokenizer, tokenizer_file):
     tokens = tuple(tokenizer.encode("one two three").ids)
-    items = [
-        Emit(4, tuple(map(CommittedToken, tokens[:1], (-1.0,))), (False,)),
-        Emit(5, tuple(map(CommittedToken, tokens[1:])), (True,) * (len(tokens) - 1)),
-    ]
-    completion, decoding = collected(tokenizer, [*items, Done(FinishReason.EOS)])
+    completion = completed(tokenizer_file, (*tokens, EOS), sizes=(1, len(tokens)))
     assert completion.prompt_tokens == 4
-    assert (completion.text, completion.ids) == ("one two three", tokens)
+    assert (completion.text, completion.ids) == ("one two three", (*tokens, EOS))
     assert completion.provenance[:2] == (Provenance.TARGET, Provenance.DRAFT)
-    assert (completion.finish_reason, decoding.reasons) == (FinishReason.EOS, [])
+    assert completion.finish_reason is FinishReason.EOS
 
 
-def test_tokens_after_the_one_that_completes_a_stop_string_are_dropped(tokenizer):
+def test_tokens_after_the_one_that_completes_a_stop_string_are_dropped(tokenizer, tokenizer_file):
     tokens = tuple(tokenizer.encode("one two three four five").ids)
-    items = [
-        Emit(4, tuple(map(CommittedToken, tokens)), (False,) * len(tokens)),
-        Emit(4 + len(tokens), tuple(map(CommittedToken, tokens)), (False,) * len(tokens)),
-    ]
-    completion, decoding = collected(tokenizer, [*items, Done(FinishReason.STOP_STRING)], stop=("thre",))
+    sizes = (len(tokens), len(tokens))
+    completion = completed(tokenizer_file, tokens * 9, sizes, stop=("thre",), max_tokens=4 * len(tokens))
     assert completion.text == "one two "
     assert completion.ids == tokens[: len(completion.tokens)]
     assert tokenizer.decode(completion.ids).startswith("one two thre")
     assert "thre" not in tokenizer.decode(completion.ids[:-1])
-    assert decoding.reasons == [FinishReason.STOP_STRING]
+    assert completion.finish_reason is FinishReason.STOP_STRING
 
 
-def test_a_deadline_and_an_error_end_a_text_and_close_its_source(tokenizer):
+def test_a_deadline_ends_a_text_that_is_there_but_is_taken_too_late(tokenizer_file):
+    async def main():
+        client, channels = scripted_client(tokenizer_file)
+        channels.script, channels.paced = lambda _: [CommittedToken(10)] * 40, False
+        async with client:
+            async for _ in client.generate([3], max_tokens=30, deadline_s=0.5):
+                await asyncio.sleep(0.2)
+
     with pytest.raises(DeadlineExceeded):
-        collected(tokenizer, [], deadline_s=0.01)
-    with pytest.raises(InvalidArgument, match="bad"):
-        collected(tokenizer, [Done(None, InvalidArgument("bad"))])
+        asyncio.run(main())
+
+
+async def test_a_defect_of_the_loop_ends_the_text_and_every_turn_after_it(tokenizer_file, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    client, channels = scripted_client(tokenizer_file)
+    channels.script = lambda _: [CommittedToken(10)] * 9
+    async with client, client.conversation(max_tokens=4) as talk:
+        monkeypatch.setattr(Decoding, "_receive", broken)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                await talk.complete([3, 4])
 
 
 def test_a_turn_or_text_that_begins_inside_a_character_shows_the_whole_of_it(tokenizer, tokenizer_file):

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
-from outrider.edge.pool.text_drafters import DrafterStates
+from outrider.edge.drafter_states import DrafterStates
 from outrider.proto.session import CatchUpJob, DraftJob
 from outrider.proto.types import DraftToken, Sampling
 

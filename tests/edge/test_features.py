@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, reported_hits
+from outrider.edge.features import MIN_COMPARED, PromptClass, link_class, prompt_class, reported_hits
 from outrider.proto.drafter_format import trial_name
 from outrider.proto.policy import Measurements
 from outrider.proto.session import DrafterCounts
@@ -152,11 +150,6 @@ def test_a_round_trip_that_is_no_number_has_no_class():
 def test_classes_fit_what_the_contract_has_room_for():
     assert max(PromptClass) < PROMPT_CLASSES <= 16
     assert link_class(float("inf")) < LINK_CLASSES
-
-
-def test_features_are_two_small_numbers_and_no_text():
-    features = TextFeatures.of(CODE[0], 0.03)
-    assert dataclasses.asdict(features) == {"prompt_class": PromptClass.CODE, "link_class": 3}
 
 
 def test_counts_of_too_few_tokens_stay_at_the_edge():

@@ -14,7 +14,7 @@ from outrider.drafters import NgramDrafter
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Open
+from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Lease, Open
 
 TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 6))
 PROMPT = (5, 6, 7, 8) * 8
@@ -65,7 +65,7 @@ class WatchfulChannels(ScriptedChannels):
         self.streams: list[WatchfulStream] = []
         self.script = lambda _: TEXT
 
-    def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> WatchfulStream:
+    def open_stream(self, lease: Lease, statistics: EdgeStatistics, *_: object) -> WatchfulStream:
         return WatchfulStream(self, statistics)
 
 
@@ -136,7 +136,7 @@ async def test_drafts_bear_the_name_and_version_of_their_drafter(tokenizer_file:
     client, channels = scripted_client(tokenizer_file, drafter="ngram")
     channels.script = lambda _: tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
     async with client:
-        await client.collect((5,), client.generate((5, 6, 7, 8) * 8, max_tokens=64, observer=listening))
+        await client.complete((5, 6, 7, 8) * 8, max_tokens=64, observer=listening)
     first, *others = [(draft.drafter, draft.drafter_version) for draft in listening.drafts]
     assert first == ("ngram", NgramDrafter.version)
     assert set(others) <= {("", "")}

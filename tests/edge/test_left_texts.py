@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -13,11 +13,11 @@ from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client
+from outrider.edge.drafter_states import DrafterStates
 from outrider.edge.link.routes import Route
-from outrider.edge.pool.text_drafters import DrafterStates
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.policy.suspicion import SilenceRules
-from outrider.proto.types import CommittedToken, Lease, Open, Opened
+from outrider.proto.types import CommittedToken, Lease, LeaseRequest, Open, Opened
 
 TOKENS = tuple(range(10, 16))
 QUICK = SilenceRules(quiet_s=0.02, min_s=0.1, opening_s=0.3)
@@ -32,10 +32,10 @@ class Coordinator(Route):
         self.allowed = asyncio.Event()
         self.given_back = asyncio.Event()
 
-    async def lease(self, session: str, *_: object, suspected: bool = False, **__: object) -> Lease:
+    async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
         self.asked.set()
         await self.allowed.wait()
-        self.log.append("suspected" if suspected else "leased")
+        self.log.append("suspected" if request.suspected else "leased")
         return Lease(b"", "scripted", "127.0.0.1:1", 600.0, "tiny", "")
 
     async def give_back(self, session: str) -> None:
@@ -52,11 +52,11 @@ class Channels(ScriptedChannels):
         self.route = route
         self.mute = mute
 
-    def open_stream(self, address: str, statistics: Any, *_: object) -> ScriptedStream:
+    def open_stream(self, lease: Lease, statistics: Any, *_: object) -> ScriptedStream:
         self.route.log.append("opened")
         return MuteStream(self, statistics) if self.mute else ScriptedStream(self, statistics)
 
-    async def renew(self, address: str, tls_name: str | None = None) -> None:
+    async def renew(self, lease: Lease) -> None:
         pass
 
 

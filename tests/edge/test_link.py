@@ -92,6 +92,10 @@ async def connected() -> AsyncIterator[tuple[Verifier, Channels]]:
         await verifier.server.stop(None)
 
 
+def at(address: str) -> Lease:
+    return Lease(b"", "v", address, 60.0, "tiny", "")
+
+
 async def answered(stream: Stream) -> None:
     """The stream is up: a frame has been answered."""
     stream.send(Cancel())
@@ -106,13 +110,13 @@ async def reaches(connection: Connection, wanted: grpc.ChannelConnectivity) -> N
 
 async def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
     async with connected() as (verifier, channels):
-        first = channels.open_stream(verifier.address, EdgeStatistics())
+        first = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(first)
-        beside = channels.open_stream(verifier.address, EdgeStatistics())
+        beside = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(beside)
         await channels.close_stream(first)
         await channels.close_stream(beside)
-        after = channels.open_stream(verifier.address, EdgeStatistics())
+        after = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(after)
         await channels.close_stream(after)
         assert len(verifier.peers) == 3
@@ -148,11 +152,11 @@ async def test_a_verifier_without_a_coordinator_says_its_context_where_it_can(sa
 
 async def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
     async with connected() as (verifier, channels):
-        first = channels.open_stream(verifier.address, EdgeStatistics())
+        first = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(first)
         channels.retire(verifier.address, first.connection)
         await channels.close_stream(first)
-        second = channels.open_stream(verifier.address, EdgeStatistics())
+        second = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(second)
         await channels.close_stream(second)
         assert len(set(verifier.peers)) == 2
@@ -160,19 +164,19 @@ async def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
 
 async def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects() -> None:
     async with connected() as (verifier, channels):
-        lost = channels.open_stream(verifier.address, EdgeStatistics())
-        going_on = channels.open_stream(verifier.address, EdgeStatistics())
+        lost = channels.open_stream(at(verifier.address), EdgeStatistics())
+        going_on = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(lost)
         await answered(going_on)
         channels.retire(verifier.address, lost.connection)
         await channels.close_stream(lost)
         await answered(going_on)
-        following = channels.open_stream(verifier.address, EdgeStatistics())
+        following = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(following)
         channels.retire(verifier.address, going_on.connection)  # of the old connection: the new one stays
         await channels.close_stream(going_on)
         await answered(following)
-        beside = channels.open_stream(verifier.address, EdgeStatistics())
+        beside = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(beside)
         for stream in (following, beside):
             await channels.close_stream(stream)
@@ -186,7 +190,7 @@ async def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff(
         await verifier.server.stop(None)
         address = f"127.0.0.1:{free_port()}"
         for _ in range(4):
-            lost = channels.open_stream(address, EdgeStatistics())
+            lost = channels.open_stream(at(address), EdgeStatistics())
             lost.send(Cancel())
             with pytest.raises(Unavailable):
                 await anext(lost.frames())
@@ -194,7 +198,7 @@ async def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff(
             await channels.close_stream(lost)
         again = Verifier(address)
         await again.server.start()
-        stream = channels.open_stream(address, EdgeStatistics())
+        stream = channels.open_stream(at(address), EdgeStatistics())
         await answered(stream)
         await channels.close_stream(stream)
         await again.server.stop(None)
@@ -203,8 +207,8 @@ async def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff(
 async def test_bytes_are_counted_for_each_text_separately() -> None:
     async with connected() as (verifier, channels):
         busy, idle = EdgeStatistics(), EdgeStatistics()
-        first = channels.open_stream(verifier.address, busy)
-        second = channels.open_stream(verifier.address, idle)
+        first = channels.open_stream(at(verifier.address), busy)
+        second = channels.open_stream(at(verifier.address), idle)
         await answered(first)
         assert busy.uplink_bytes > 0
         assert busy.downlink_bytes >= len(codec.encode_cloud_frame(OPENED))
@@ -215,14 +219,14 @@ async def test_bytes_are_counted_for_each_text_separately() -> None:
 
 async def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake() -> None:
     async def text(channels: Channels, address: str) -> Connection:
-        stream = channels.open_stream(address, EdgeStatistics())
+        stream = channels.open_stream(at(address), EdgeStatistics())
         await answered(stream)
         await channels.close_stream(stream)
         return stream.connection
 
     async with connected() as (verifier, channels):
         address = verifier.address
-        first = channels.open_stream(address, EdgeStatistics())
+        first = channels.open_stream(at(address), EdgeStatistics())
         await answered(first)
         assert first.connection.successor is None
         first.connection.receive(CONNECTION_WINDOW_BYTES // 2)
@@ -245,17 +249,17 @@ async def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_han
 async def test_a_used_up_connection_carries_texts_until_its_successor_stands() -> None:
     async with connected() as (verifier, channels):
         address = verifier.address
-        first = channels.open_stream(address, EdgeStatistics())
+        first = channels.open_stream(at(address), EdgeStatistics())
         await answered(first)
         old = first.connection
         nobody = grpc.aio.insecure_channel("127.0.0.1:1")
         old.renew = lambda: Connection(nobody, old.renew)
         old.receive(CONNECTION_WINDOW_BYTES)
-        second = channels.open_stream(address, EdgeStatistics())
+        second = channels.open_stream(at(address), EdgeStatistics())
         await answered(second)
         assert second.connection is old
         channels.retire(address, old)  # lost: its successor, made over the same link, is not trusted
-        third = channels.open_stream(address, EdgeStatistics())
+        third = channels.open_stream(at(address), EdgeStatistics())
         await answered(third)
         assert third.connection not in (old, old.successor)
         for stream in (first, second, third):
@@ -266,11 +270,11 @@ async def test_a_used_up_connection_carries_texts_until_its_successor_stands() -
 
 async def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
     async with connected() as (verifier, channels):
-        channels.connect(verifier.address)
-        channels.connect(verifier.address)
+        channels.connect(at(verifier.address))
+        channels.connect(at(verifier.address))
         connection = channels._by_address[verifier.address]
         await reaches(connection, grpc.ChannelConnectivity.READY)
-        stream = channels.open_stream(verifier.address, EdgeStatistics())
+        stream = channels.open_stream(at(verifier.address), EdgeStatistics())
         assert stream.connection is connection
         await answered(stream)
         await channels.close_stream(stream)
@@ -280,12 +284,12 @@ async def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff()
     async with connected() as (verifier, channels):
         await verifier.server.stop(None)
         address = f"127.0.0.1:{free_port()}"
-        channels.connect(address)
+        channels.connect(at(address))
         in_vain = channels._by_address[address]
         await reaches(in_vain, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
         again = Verifier(address)
         await again.server.start()
-        stream = channels.open_stream(address, EdgeStatistics())
+        stream = channels.open_stream(at(address), EdgeStatistics())
         assert stream.connection is not in_vain
         await answered(stream)
         await channels.close_stream(stream)
@@ -310,7 +314,7 @@ async def test_a_draft_that_meets_the_streams_end_hides_neither_commit_nor_error
 ) -> None:
     verifier, channels = Ending(error), Channels()
     await verifier.server.start()
-    stream = channels.open_stream(verifier.address, EdgeStatistics())
+    stream = channels.open_stream(at(verifier.address), EdgeStatistics())
     frames = stream.frames()
     stream.send(Cancel())
     assert await anext(frames) == OPENED
@@ -333,7 +337,7 @@ async def test_a_draft_that_meets_the_streams_end_hides_neither_commit_nor_error
 
 async def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None:
     async with connected() as (verifier, channels):
-        stream = channels.open_stream(verifier.address, EdgeStatistics())
+        stream = channels.open_stream(at(verifier.address), EdgeStatistics())
         await answered(stream)
         channels.retire(verifier.address, stream.connection)
         closing = asyncio.create_task(channels.close_stream(stream))

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.edge.pool.kept_answers import KeptAnswers
-from outrider.edge.pool.local_texts import LocalFiles, LocalTexts
+from outrider.edge.local_texts import KeptAnswers, LocalFiles, LocalTexts
 from outrider.proto.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from outrider.drafters.shelf import Member
 from outrider.edge import Client
 from outrider.proto.errors import DataLoss, NotFound, TokenizerMismatch
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CloudFrame, CommittedToken, Open
+from outrider.proto.types import CloudFrame, CommittedToken, Lease, Open
 
 PROMPT = (5, 6, 7, 8) * 8
 TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
@@ -101,7 +101,7 @@ class GatedChannels(ScriptedChannels):
         self.opens.append(frame)
         return TEXT
 
-    def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> GatedStream:
+    def open_stream(self, lease: Lease, statistics: EdgeStatistics, *_: object) -> GatedStream:
         return GatedStream(self, statistics)
 
 

@@ -8,9 +8,8 @@ import random
 import pytest
 
 from outrider.edge.features import TextFeatures
-from outrider.edge.link.routes import CoordinatorRoute, DirectRoute
+from outrider.edge.link.routes import PREFIX_LENGTHS, CoordinatorRoute, DirectRoute, prefix_key, text_prefixes
 from outrider.edge.link.security import Security
-from outrider.edge.prefixes import PREFIX_LENGTHS, prefix_key, text_prefixes
 from outrider.proto.types import MAX_PREFIXES, MAX_TOKEN_ID, Lease, LeaseRequest
 
 KEY = prefix_key("secret", "tiny", "ab" * 32)
@@ -51,7 +50,7 @@ def test_a_lease_is_asked_for_by_hashes_of_whom_the_text_is_for() -> None:
     client = Asked()
     route = CoordinatorRoute(client, "tiny", "ab" * 32)  # type: ignore[arg-type]
     for isolation in (b"", b"alice", b"bob"):
-        asyncio.run(route.about(TextFeatures(), isolation).lease("s", (), TEXT))
+        asyncio.run(route.about(TextFeatures(), isolation).lease(LeaseRequest("tiny", "s"), TEXT))
     found = [request.prefixes for request in client.requests]
     assert found[0] == text_prefixes(TEXT, KEY)
     assert len({hash_ for prefixes in found for hash_ in prefixes}) == 3 * MAX_PREFIXES
@@ -80,5 +79,5 @@ def test_a_key_a_model_and_a_tokenizer_have_hashes_of_their_own() -> None:
 )
 def test_the_next_address_was_not_lost_or_else_was_lost_longest_ago(lost, next_one) -> None:
     route = DirectRoute(("a:1", "b:1", "c:1"), "tiny", "")
-    lease = asyncio.run(route.lease("s", tuple(f"{name}:1" for name in lost)))
+    lease = asyncio.run(route.lease(LeaseRequest("tiny", "s", avoid=tuple(f"{name}:1" for name in lost))))
     assert lease.address == next_one

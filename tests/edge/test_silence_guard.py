@@ -15,7 +15,18 @@ from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import Unavailable
 from outrider.proto.policy.suspicion import ReopenBudget, SilenceRules
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CloudFrame, Commit, CommittedToken, EdgeFrame, FinishReason, Open, Opened, Ping, Pong
+from outrider.proto.types import (
+    CloudFrame,
+    Commit,
+    CommittedToken,
+    EdgeFrame,
+    FinishReason,
+    Lease,
+    Open,
+    Opened,
+    Ping,
+    Pong,
+)
 
 TOKENS = tuple(range(10, 30))
 QUICK = SilenceRules(quiet_s=0.02, min_s=0.1, opening_s=0.3)
@@ -70,13 +81,13 @@ class Cloud(ScriptedChannels):
         self.behave: Callable[[Stream, list[CloudFrame]], None] = lambda stream, frames: stream.say(*frames)
         self.pinged: Callable[[Stream, Ping], None] = lambda stream, ping: None
 
-    def open_stream(self, address: str, statistics: Any, *_: object) -> Stream:
-        self.streams.append(Stream(self, address, statistics))
+    def open_stream(self, lease: Lease, statistics: Any, *_: object) -> Stream:
+        self.streams.append(Stream(self, lease.address, statistics))
         return self.streams[-1]
 
-    async def renew(self, address: str, tls_name: str | None = None) -> None:
-        self.checked.append(address)
-        if address not in self.answering:
+    async def renew(self, lease: Lease) -> None:
+        self.checked.append(lease.address)
+        if lease.address not in self.answering:
             raise Unavailable("does not answer")
 
 
@@ -94,7 +105,7 @@ def text_through(tokenizer, arrange: Callable[[Cloud], None], addresses=("a", "b
         client = Client(config, route=route)
         cloud = client._channels = Cloud()  # type: ignore[assignment]
         if "budget" in options:
-            client._history.budget = options["budget"]
+            client._budget = options["budget"]
         arrange(cloud)
         try:
             done = await asyncio.wait_for(client.complete([3, 4], max_tokens=len(TOKENS), ignore_eos=True), 60)

@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.edge.features import PromptClass, TextFeatures
+from outrider.edge.features import (
+    MAX_KEPT,
+    MIN_TRIALS,
+    FleetPrior,
+    FleetPriors,
+    OwnTexts,
+    PromptClass,
+    TextFeatures,
+    TextKind,
+)
 from outrider.edge.link.routes import DirectRoute
-from outrider.edge.warm_start import MAX_KEPT, MIN_TRIALS, FleetPrior, FleetPriors, OwnTexts, TextKind
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import DrafterPrior, DraftingPrior, Lease, LeaseRequest
 

@@ -12,9 +12,8 @@ import pytest
 from outrider.drafters import NgramDrafter
 from outrider.drafters.search import DrafterSearch
 from outrider.drafters.shelf import Member, loaded_member
-from outrider.edge import EdgeConfig
-from outrider.edge.pool import preparation
-from outrider.edge.pool.preparation import Preparation
+from outrider.edge import EdgeConfig, preparation
+from outrider.edge.preparation import Preparation
 from outrider.proto.errors import Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease

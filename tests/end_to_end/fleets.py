@@ -19,7 +19,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease
-from outrider.proto.types import EdgeFrame, Lease
+from outrider.proto.types import EdgeFrame, Lease, LeaseRequest
 
 SECRET = b"a secret of the whole fleet"
 
@@ -82,19 +82,9 @@ class LeasedRoute(DirectRoute):
 
     api_key = ""
 
-    async def lease(
-        self,
-        session: str,
-        avoid: tuple[str, ...],
-        transcript: Sequence[int] = (),
-        precision: str = "",
-        epoch: int = 0,
-        context_length: int = 0,
-        *,
-        suspected: bool = False,
-    ) -> Lease:
-        lease = await super().lease(session, avoid, transcript, precision, epoch, context_length, suspected=suspected)
-        claim = LeaseClaim("v", "tiny", session, time.time() + 60, self.api_key, epoch=epoch)
+    async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
+        lease = await super().lease(request, transcript)
+        claim = LeaseClaim("v", "tiny", request.session, time.time() + 60, self.api_key, epoch=request.epoch)
         return replace(lease, token=sign_lease(claim, SECRET))
 
 

@@ -10,6 +10,7 @@ import pytest
 from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
+from outrider.edge.event_stream import collect
 from outrider.proto.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -67,12 +68,9 @@ async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving,
         deadline_s = 0.25
         while not got:  # a busy machine has no token before it
             deadline_s *= 2
+            events = client.generate(PROMPT, max_tokens=2000, deadline_s=deadline_s)
             with pytest.raises(DeadlineExceeded, match="deadline_s"):
-                await client.collect(
-                    PROMPT,
-                    client.generate(PROMPT, max_tokens=2000, deadline_s=deadline_s),
-                    lambda event: got.extend(event.ids),
-                )
+                await collect(events, lambda event: got.extend(event.ids))
 
 
 async def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:

@@ -331,7 +331,7 @@ async def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_wi
         await as_elsewhere(TURNS[2], None, 6)
 
 
-# === without async ======================================================================================
+# === without async ===============================================================================
 
 
 async def test_the_synchronous_twin_has_conversations_too(verifiers, clients, tokenizer_file) -> None:

@@ -74,7 +74,7 @@ async def test_no_key_of_a_daemon_finds_what_another_has_asked_or_is_learned_fro
         share_texts=True,
     )
     client, texts = Client(edge), Texts()
-    client.own_learning.trainer = texts
+    client.trainer = texts.take
     daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", api_keys=keys), client)
     url = await daemon.start()
     try:
@@ -107,8 +107,8 @@ async def test_a_mark_of_an_edge_adds_to_the_api_key_of_its_lease_and_never_repl
     try:
         async with Client(edge, route=route) as client:
             for route.api_key, mark in (("one", b""), ("one", b"m"), ("two", b"m"), ("two", b""), ("one", b"m")):
-                events = client.generate(PROMPT, max_tokens=4, tenant=Tenant(mark))
-                found.append((await client.collect(PROMPT, events)).statistics.cached_tokens)
+                text = await client.complete(PROMPT, max_tokens=4, tenant=Tenant(mark))
+                found.append(text.statistics.cached_tokens)
     finally:
         await server.stop(0)
     assert found == [0, 0, 0, 0, len(PROMPT) - 1]

@@ -39,7 +39,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def learning(client: Client, folder: Path | None, **changes: Any) -> AsyncIterator[LearningHere]:
-    made = LearningHere(client.own_learning, cpu_share=1.0, folder=folder, logs={}, **changes)
+    made = LearningHere(client, cpu_share=1.0, folder=folder, logs={}, **changes)
     task = asyncio.create_task(made.run())
     try:
         yield made
@@ -142,19 +142,19 @@ async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_co
     write_adapter_package(parent.folder, good, matrices, sequence=1, learned_from=LearnedFrom(1, 1, {}))
 
     async with serving() as address, edge(address, drafter="general") as client:
-        own, named = client.own_learning, DraftingVersions()
-        assert own.parent is not None
+        named = DraftingVersions()
+        assert client.learnable is not None
         plain = await texts(client, 0, 4, named)
         assert named.versions == {parent.version}
         await until(lambda: len(reports) == 4)
         assert {each.drafter_version for each in reports} == {parent.version}
         reports.clear()
-        assert own.parent.version == parent.version
-        await own.draft_with(good)
+        assert client.learnable.version == parent.version
+        await client.draft_with(good)
         version = load_package(good).version
         assert client.drafter is not None
         assert client.drafter.version == version != parent.version
-        assert own.parent.version == parent.version, "what learns next has the same parent"
+        assert client.learnable.version == parent.version, "what learns next has the same parent"
         named = DraftingVersions()
         assert await texts(client, 0, 4, named) == plain
         assert named.versions == {version}
@@ -165,14 +165,14 @@ async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_co
         content = path.read_bytes()
         write_tensors(path, {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16)})
         with pytest.raises(OutriderError, match="adapter"):
-            await own.draft_with(good)
+            await client.draft_with(good)
         path.write_bytes(content)
         bad = without_numbers(good, tmp_path / "bad")
-        await own.draft_with(bad)
+        await client.draft_with(bad)
         assert "not finite" in caplog.text
         assert client.drafter.version == version, "the one before stays"
         reports.clear()
-        await own.draft_with(parent.folder)  # the version was retired
+        await client.draft_with(parent.folder)  # the version was retired
         assert client.drafter.version == parent.version
         named = DraftingVersions()
         assert await texts(client, 0, 4, named) == plain

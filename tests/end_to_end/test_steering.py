@@ -102,11 +102,7 @@ def edge(address, target, drafter, **config):
 async def texts_of(client, observer=None):
     """(tokens, statistics) of every prompt and sampling."""
     found = await asyncio.gather(
-        *(
-            client.collect(prompt, client.generate(prompt, sampling, observer=observer))
-            for prompt in PROMPTS
-            for sampling in SAMPLINGS
-        )
+        *(client.complete(prompt, sampling, observer=observer) for prompt in PROMPTS for sampling in SAMPLINGS)
     )
     return [(completion.ids, completion.statistics) for completion in found]
 
@@ -163,7 +159,7 @@ def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
     async def main():
         async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
             monkeypatch.setattr(OnnxState, "steer", steer)
-            return await client.collect(PROMPTS[0], client.generate(PROMPTS[0], SAMPLINGS[0], observer=frames))
+            return await client.complete(PROMPTS[0], SAMPLINGS[0], observer=frames)
 
     completion = asyncio.run(main())
     tokens = torch.tensor([*PROMPTS[0], *completion.ids])

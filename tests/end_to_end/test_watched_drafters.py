@@ -13,11 +13,10 @@ from poisoned import BAD_VERSION, HEAD, without_numbers
 
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
-from outrider.edge import Client, Completion
+from outrider.edge import Client, Completion, preparation
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
 from outrider.edge.link.control_client import CoordinatorClient
-from outrider.edge.pool import preparation
 from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
 

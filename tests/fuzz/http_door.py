@@ -27,7 +27,7 @@ from outrider.edge.daemon.http_server import Daemon, HttpProtocol, _Http
 from outrider.edge.daemon.messages import COUNT_TOKENS
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.link.routes import DirectRoute
-from outrider.edge.pool.preparation import Ready
+from outrider.edge.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash

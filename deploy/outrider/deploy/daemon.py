@@ -86,6 +86,4 @@ def _learning(given: Given, client: Client) -> LearningHere | None:
     from outrider.deploy.local.learn_here import LearningHere, check_packages
 
     check_packages()
-    return LearningHere(
-        client.own_learning, cpu_share=asked.learn_cpu_share, folder=asked.learn_here_folder, logs=given.logging
-    )
+    return LearningHere(client, cpu_share=asked.learn_cpu_share, folder=asked.learn_here_folder, logs=given.logging)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from outrider.deploy.commands.edge_options import MarkSettings
 from outrider.edge import Client, Completion, Finished, Provenance, Sampling, Tokens
+from outrider.edge.event_stream import collect
 
 DRAFT_STYLE = "green"
 TARGET_STYLE = "bold"
@@ -65,8 +66,7 @@ class LiveText:
         """Decode a prompt and print `shown` on a terminal, the text, a newline, and a line of metrics."""
         if self._console.is_terminal:
             self._console.print(shown, style="dim", end="", markup=False, soft_wrap=True)
-        events = client.generate(prompt, sampling, stop=stop)
-        completion = await client.collect(prompt, events, self.show)
+        completion = await collect(client.generate(prompt, sampling, stop=stop), self.show)
         self.summarise(completion)
         return completion
 

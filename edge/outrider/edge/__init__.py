@@ -20,8 +20,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.edge.client import Client
-    from outrider.edge.conversation import Conversation, Transcript
+    from outrider.edge.client import Client, Conversation, Transcript
     from outrider.edge.edge_config import EdgeConfig
     from outrider.edge.event_stream import Completion, Event, Finished, Tokens
     from outrider.edge.request import Tenant
@@ -49,9 +48,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "outrider.edge.client": ("Client",),
+    "outrider.edge.client": ("Client", "Conversation", "Transcript"),
     "outrider.edge.edge_config": ("EdgeConfig",),
-    "outrider.edge.conversation": ("Conversation", "Transcript"),
     "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.request": ("Tenant",),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),

@@ -1,4 +1,10 @@
-"""Loop of an edge: draft, send, apply commits, as the instructions of the session machine say."""
+"""Loop of an edge: draft, send, apply commits, as the instructions of the session machine say.
+
+A stream whose verifier is silent is left only once another place to go to has answered over a connection of its own.
+Where the whole link stands still, or there is no other verifier, nothing answers, and the stream stays: its session is
+still there when the verifier wakes. A verifier whose connection alone is dead answers over the new one, and is opened
+again.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +20,15 @@ from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.link.attempts import Attempts
-from outrider.edge.link.link import Channels, Stream, lease_metadata
+from outrider.edge.drafter_states import DrafterStates, TextDrafters, name_of
+from outrider.edge.event_stream import Event, Finished, Tokens, within
+from outrider.edge.link.link import Channels, Stream
 from outrider.edge.link.routes import Route
-from outrider.edge.link.silence_guard import SilenceGuard
-from outrider.edge.pool.text_drafters import DrafterStates, TextDrafters, name_of
+from outrider.edge.text import TextStream
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.policy.suspicion import ReopenBudget
+from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget
 from outrider.proto.session import (
     CatchUpJob,
     Disconnected,
@@ -42,7 +48,22 @@ from outrider.proto.session import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Lease, Opened, Pong, Sampling
+from outrider.proto.session.silence import SilenceWatch, Silent
+from outrider.proto.types import (
+    CloudFrame,
+    EdgeFrame,
+    FinishReason,
+    Lease,
+    LeaseRequest,
+    Opened,
+    Pong,
+    Provenance,
+    Sampling,
+    token_ids,
+)
+
+MAX_AVOIDED = 16  # verifiers that a lease request names
+ANSWER_WITHIN_S = 2.0  # of another verifier; longer where answers usually take long
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +105,69 @@ class Observer:
         """Note a frame that came."""
 
 
+class Attempts:
+    """Attempts of one text to reach verifiers, one stream after the other; its shell opens and closes the streams.
+
+    Attributes:
+        reopen: when to open the next stream, as the machine says; None: it has not said that.
+    """
+
+    def __init__(self, machine: EdgeSession) -> None:
+        self.reopen: Reopen | None = None
+        self._machine = machine
+        self._lost: list[str] = []
+
+    @property
+    def avoid(self) -> tuple[str, ...]:
+        """Verifiers that were just lost, the newest last."""
+        return tuple(self._lost[-MAX_AVOIDED:])
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a text to open streams for."""
+        return not self._machine.done
+
+    @property
+    def stays(self) -> bool:
+        """Whether to read on from the stream that the verifier has answered."""
+        return self._machine.connected and self.reopen is None
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds from the end of a stream to the next attempt."""
+        return self.reopen.after_s if self.reopen is not None else 0.0
+
+    def begin(self) -> None:
+        self.reopen = None
+
+    def answered(self) -> None:
+        """Note that the verifier has answered the Open."""
+        if self._machine.connected:  # else its terms were refused
+            self._lost.clear()
+
+    def failed(self, verifier: str) -> None:
+        """Note that a stream to `verifier` broke, was refused or left while a text ran."""
+        self._lost = [*(name for name in self._lost if name != verifier), verifier]
+
+
 class Decoding:
     """Text being decoded: a session machine with its stream, its drafters and the thread that drafts.
 
     `run` decodes all of it. A conversation has `turn` after `turn`, with `begin_turn` between them, and `aclose`.
+
+    Args:
+        machine: the session.
+        route: where verifiers are found.
+        subject: names of the session, its target and its drafter.
+        channels: connections to verifiers.
+        observer: sees what happens and when.
+        drafters: drafters of the text, or of its first turn.
+        thread: where they draft.
+        open_timeout_s: limit of a verifier's first answer, in seconds.
+        measured: measurements of texts of such sampling.
+        on_opened: called with a verifier's answer to an Open.
+        on_ended: called once for each text or turn, with this decoding and the seconds that it took.
+        budget: budget of all texts here for leaving silent verifiers, with the rules of silence.
     """
 
     def __init__(
@@ -99,62 +179,111 @@ class Decoding:
         channels: Channels,
         observer: Observer,
         drafters: TextDrafters,
-        rule: ProposalRule,
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
         measured: SharedMeasurements,
         on_opened: Callable[[Opened], None],
+        on_ended: Callable[[Decoding, float], None],
         budget: ReopenBudget,
     ) -> None:
         self.machine = machine
-        self._on_opened = on_opened
-        self._measured = measured
-        self._route = route
-        self._channels = channels
-        self._observer = observer
-        self._subject = subject
         self.session = subject.session
         self.has = drafters
-        self._states = DrafterStates(rule)
-        self._eos_tokens = rule.eos_tokens  # of the target, once a verifier has named them
+        self._route = route
+        self._subject = subject
+        self._channels = channels
+        self._observer = observer
         self._thread = thread
         self._open_timeout_s = open_timeout_s
+        self._measured = measured
+        self._on_opened = on_opened
+        self._on_ended = on_ended
+        self._budget = budget
+        self._eos_tokens = frozenset[int]()  # of the target, once a verifier has named them
+        self._states = DrafterStates(self._rule())
         self._stream: Stream | None = None
         self._attempts = Attempts(machine)
-        self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
-        self._begun = asyncio.Event()
-        self._guard = SilenceGuard(machine, route, channels, subject.session, self._begun, budget)
+        self._answers = AnswerLaw()  # of this session's verifiers so far
+        self._silence: SilenceWatch | None = None  # of the stream that is open
         self._place: Lease | None = None  # where to go, if known already
+        self._begun = asyncio.Event()  # set when a turn begins
+        self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
+        self._emitted: asyncio.Queue[Emit | Done | BaseException] = asyncio.Queue()
         self._stopped_by: FinishReason | None = None
 
-    def run(self) -> AsyncGenerator[Emit | Done]:
-        """Yield committed tokens as they come, and at last Done; leaving early cancels the text everywhere."""
-        return self._items(self.aclose)
+    def run(self, text: TextStream, began: float, deadline: float | None) -> AsyncGenerator[Event]:
+        """Yield the events of the whole text; leaving early cancels it everywhere.
 
-    def turn(self) -> AsyncGenerator[Emit | Done]:
-        """Run the first turn or the one that `begin_turn` began; the session stays where it is kept."""
-        return self._items(self._cancel)
+        Args:
+            text: makes text of tokens; the decoding stops where it sees a stop string.
+            began: monotonic time of the text's beginning, in seconds.
+            deadline: monotonic time by which it must end, in seconds; None: no limit.
 
-    async def _items(self, leave: Callable[[], Awaitable[None]]) -> AsyncGenerator[Emit | Done]:
+        Raises:
+            DeadlineExceeded: the time is over; what came until then has been yielded.
+            OutriderError: the text cannot be finished anywhere.
+        """
+        return self._events(text, began, deadline, self.aclose)
+
+    def turn(self, text: TextStream, began: float, deadline: float | None) -> AsyncGenerator[Event]:
+        """Yield the events of the first turn or the one that `begin_turn` began, like `run`; the session stays."""
+        return self._events(text, began, deadline, self._cancel)
+
+    async def _events(
+        self, text: TextStream, began: float, deadline: float | None, leave: Callable[[], Awaitable[None]]
+    ) -> AsyncGenerator[Event]:
         self._observer.began(self._subject, self.machine, time.monotonic())
         if not self._tasks:
             self._handle(Started())
             self._tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._run_jobs())]
+            for task in self._tasks:
+                task.add_done_callback(self._pass_defect_on)
         done: Done | None = None
+        reported = False
+        first_token_s = 0.0
         try:
             while done is None:
-                item = await self._next_emitted()
+                item = await within(self._emitted.get(), deadline)
+                if isinstance(item, BaseException):
+                    raise item
                 if isinstance(item, Done):
-                    item = done = item if self._stopped_by is None else Done(self._stopped_by)
-                yield item
+                    done = item if self._stopped_by is None else Done(self._stopped_by)
+                elif not text.stopped:  # else it was on its way when the stop string was seen
+                    first_token_s = first_token_s or time.monotonic() - began
+                    event = _tokens_event(item, text)
+                    if text.stopped:
+                        self._stopped_by = FinishReason.STOP_STRING
+                        self._handle(StopRequested(FinishReason.STOP_STRING))
+                    yield event
+            if done.error is not None:
+                raise done.error
+            rest = text.finish()
+            reason = FinishReason.STOP_STRING if text.stopped else done.finish or FinishReason.CANCELLED
+            seconds, reported = time.monotonic() - began, True
+            self._on_ended(self, seconds)
+            yield Finished(
+                reason,
+                rest,
+                self.machine.statistics,
+                seconds,
+                first_token_s,
+                text.stopped_by,
+                self.machine.prompt_length,
+            )
         finally:
             at = time.monotonic()
             try:
                 await leave()
             finally:
                 self._observer.ended(done, at)
+                if not reported:
+                    self._on_ended(self, time.monotonic() - began)
+
+    def _pass_defect_on(self, task: asyncio.Task[None]) -> None:
+        """Have whoever waits for the text get a defect of one of its tasks."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._emitted.put_nowait(error)
 
     async def _cancel(self) -> None:
         self._handle(StopRequested())
@@ -188,8 +317,11 @@ class Decoding:
             kept = {name_of(drafter) for drafter in others.drafters}
             self._thread.submit(self._states.close, kept)  # after a job that may still run there
         self._emitted = asyncio.Queue()
+        for task in self._tasks:
+            if task.done():
+                self._pass_defect_on(task)
         self._stopped_by = None
-        self._make_rule()
+        self._states.rule = self._rule()
         if self._stream is not None:
             self._stream.statistics = self.machine.statistics
         self._apply(instructions)
@@ -218,26 +350,6 @@ class Decoding:
             with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
                 self._thread.submit(self._states.close)  # after a job that may still run there
             await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def stop(self, finish: FinishReason) -> None:
-        """End the text from this side; Done with `finish` follows, also where the verifier ended the text meanwhile."""
-        self._stopped_by = finish
-        self._handle(StopRequested(finish))
-
-    async def _next_emitted(self) -> Emit | Done:
-        """Return the next item; raise a defect of one of the tasks instead of waiting for ever."""
-        getting = asyncio.create_task(self._emitted.get())
-        running = [task for task in self._tasks if not task.done()]
-        try:
-            await asyncio.wait([getting, *running], return_when=asyncio.FIRST_COMPLETED)
-            while not getting.done():
-                for task in self._tasks:
-                    if task.done() and task.exception() is not None:
-                        task.result()
-                await asyncio.wait([getting], timeout=0.05)
-            return getting.result()
-        finally:
-            getting.cancel()  # without effect where it is done
 
     # --- draft ---
 
@@ -310,22 +422,18 @@ class Decoding:
         avoid = attempts.avoid
         lease, self._place = self._place, None
         if lease is None:
-            lease = await self._route.lease(
-                self.session, avoid, machine.transcript, machine.precision, machine.next_epoch, machine.needed_context
-            )
+            lease = await self._route.lease(self._lease_request(avoid), machine.transcript)
         if not attempts.wanted:  # the turn was left meanwhile, and its end reported before the lease came
             await self._route.give_back(self.session)
             return
         attempts.begin()  # this stream is also for a turn that has begun meanwhile
-        metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *lease_metadata(lease))
-        tls_name = lease.tls_name if lease.tls else None
-        stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
+        stream = self._stream = self._channels.open_stream(lease, machine.statistics, self._observer.metadata)
         expected = stream.connection.opened
         if expected is not None:
             self._follow_terms(expected)
         self._handle(StreamReady(lease.token, expected))
         receiving = asyncio.create_task(self._receive_all(stream, lease))
-        guarding = asyncio.create_task(self._guard.find_another(stream, lease, avoid))
+        guarding = asyncio.create_task(self._find_another(stream, lease, avoid))
         broken = True
         try:
             await asyncio.wait([receiving, guarding], return_when=asyncio.FIRST_COMPLETED)
@@ -342,6 +450,18 @@ class Decoding:
                 attempts.failed(lease.verifier)
                 if not stream.refused:
                     self._channels.retire(lease.address, stream.connection)
+
+    def _lease_request(self, avoid: tuple[str, ...], *, suspected: bool = False) -> LeaseRequest:
+        machine = self.machine
+        return LeaseRequest(
+            self._subject.model,
+            self.session,
+            avoid=avoid,
+            precision=machine.precision,
+            epoch=machine.next_epoch,
+            suspected=suspected,
+            context_length=machine.needed_context,
+        )
 
     async def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
@@ -363,8 +483,10 @@ class Decoding:
             self._receive(await anext(frames))
 
     def _receive(self, frame: CloudFrame) -> None:
-        self._guard.hear(frame)
-        self._observer.received(frame, time.monotonic())
+        now = time.monotonic()
+        if self._silence is not None:
+            self._silence.hear(frame, now)
+        self._observer.received(frame, now)
         self._handle(frame)
         if isinstance(frame, Opened):
             self._on_opened(frame)
@@ -376,10 +498,65 @@ class Decoding:
         """Propose no EOS of the verifier's target where `min_tokens` forbids it."""
         self._eos_tokens = frozenset(terms.eos_tokens)
         if self.machine.sampling.min_tokens and self._eos_tokens != self._states.rule.eos_tokens:
-            self._make_rule()
+            self._states.rule = self._rule()
 
-    def _make_rule(self) -> None:
+    def _rule(self) -> ProposalRule:
         machine = self.machine
-        self._states.rule = ProposalRule(
+        return ProposalRule(
             machine.sampling, prompt_length=machine.prompt_length, runners_up=RUNNERS_UP, eos_tokens=self._eos_tokens
         )
+
+    # --- leave a silent verifier ---
+
+    async def _find_another(self, stream: Stream, lease: Lease, avoid: tuple[str, ...]) -> Lease:
+        """Watch `stream`, just opened by `lease`, until it is to be left; return the lease of where to go."""
+        machine, opened_at = self.machine, time.monotonic()
+        watch = self._silence = SilenceWatch(self._answers, self._budget.rules, opened_at)
+        while True:
+            if machine.done:  # an idle session is not watched
+                self._begun.clear()
+                await self._begun.wait()
+                watch.resume(time.monotonic())
+            await asyncio.sleep(max(0.0, watch.next_look - time.monotonic()))
+            if machine.done:
+                continue
+            word = watch.look(time.monotonic(), machine.round_trip_s)
+            if isinstance(word, Silent):
+                if not word.again:
+                    machine.statistics.suspected += 1
+                    line = "verifier %s is silent for %.1f s, %.1f s are usual at most; looking for another"
+                    where = about(self.session, lease.verifier)
+                    log.info(line, lease.verifier, word.silence_s, word.bound_s, extra=where)
+                found = await self._another(word, lease, avoid, opened_at)
+                now = time.monotonic()
+                if machine.done:  # the turn was left meanwhile, and its end reported before the lease came
+                    await self._route.give_back(self.session)
+                elif watch.silent and found is not None:
+                    self._budget.take(lease.verifier, opened_at, now)
+                    machine.statistics.reopened += 1
+                    return found
+                watch.postpone(now)
+            elif word is not None:
+                stream.send(word)
+
+    async def _another(self, word: Silent, lease: Lease, avoid: tuple[str, ...], opened_at: float) -> Lease | None:
+        """Return a lease of a verifier that answers now; None: none does, or suspicion has cost enough already."""
+        if not self._budget.allows(lease.verifier, opened_at, time.monotonic()):
+            return None
+        avoid = (*(name for name in avoid if name != lease.verifier), lease.verifier)
+        try:
+            async with asyncio.timeout(max(ANSWER_WITHIN_S, word.bound_s)):
+                found = await self._route.lease(self._lease_request(avoid, suspected=True), self.machine.transcript)
+                await self._channels.renew(found)
+                return found
+        except (OutriderError, TimeoutError) as error:
+            log.debug("no other verifier answers: %r", error)
+            return None
+
+
+def _tokens_event(item: Emit, text: TextStream) -> Tokens:
+    """Return the event of emitted tokens, as far as a stop string lets them be part of the text."""
+    pieces = text.push(token_ids(item.tokens))
+    n = len(pieces)
+    provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
+    return Tokens(item.start, item.tokens[:n], provenance, pieces, item.prompt)

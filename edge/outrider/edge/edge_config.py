@@ -202,7 +202,6 @@ class EdgeConfig(Settings):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names in `drafter`."""
         return tuple(name.strip() for name in self.drafter.split(","))
 
     @property

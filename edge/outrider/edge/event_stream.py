@@ -1,4 +1,4 @@
-"""Events that a generation yields as they come, deadlines, and whole texts."""
+"""Events of a text, as they come and as a whole, and its deadline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from outrider.edge.decoding import Decoding
-from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded
-from outrider.proto.session import Done, EdgeStatistics, Emit
+from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, FinishReason, Provenance, TokenFacts, token_ids
 
 T = TypeVar("T")
@@ -45,7 +43,6 @@ class Tokens:
 
     @property
     def text(self) -> str:
-        """Text of all pieces."""
         return "".join(self.pieces)
 
 
@@ -60,6 +57,7 @@ class Finished:
         seconds: time from `generate` to now.
         first_token_s: time from `generate` to the first token, in seconds.
         stop_string: the stop string that ended it; None: another reason did.
+        prompt_tokens: number of tokens before the text.
     """
 
     reason: FinishReason
@@ -68,6 +66,7 @@ class Finished:
     seconds: float
     first_token_s: float
     stop_string: str | None = None
+    prompt_tokens: int = 0
 
 
 Event = Tokens | Finished
@@ -93,46 +92,8 @@ class Completion:
         return token_ids(self.tokens)
 
 
-async def stream_events(
-    decoding: Decoding, items: AsyncGenerator[Emit | Done], text: TextStream, began: float, deadline_s: float | None
-) -> AsyncGenerator[Event]:
-    """Yield the events of a text; leaving early closes its items.
-
-    Args:
-        decoding: the text's decoding, which is stopped where `text` sees a stop string.
-        items: committed tokens of `decoding`, and at last Done.
-        text: makes text of tokens.
-        began: monotonic time of the text's beginning, in seconds.
-        deadline_s: allowed seconds from there on; None: no limit.
-
-    Raises:
-        DeadlineExceeded: the time is over; what came until then has been yielded.
-        OutriderError: the text cannot be finished anywhere.
-    """
-    first_token_s = 0.0
-    async with aclosing(_until(items, None if deadline_s is None else began + deadline_s)) as timed:
-        async for item in timed:
-            if isinstance(item, Emit) and text.stopped:
-                continue  # it was on its way when the stop string was seen
-            if isinstance(item, Emit):
-                first_token_s = first_token_s or time.monotonic() - began
-                event = _tokens_event(item, text)
-                if text.stopped:
-                    decoding.stop(FinishReason.STOP_STRING)
-                yield event
-            elif item.error is not None:
-                raise item.error
-            else:
-                rest = text.finish()
-                reason = FinishReason.STOP_STRING if text.stopped else item.finish or FinishReason.CANCELLED
-                seconds = time.monotonic() - began
-                yield Finished(reason, rest, decoding.machine.statistics, seconds, first_token_s, text.stopped_by)
-                return
-
-
 async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], None] = lambda _: None) -> Completion:
     """Return the whole text; `on_event` sees each event as it comes."""
-    positions: list[int] = []
     tokens: list[CommittedToken] = []
     provenance: list[Provenance] = []
     text = ""
@@ -142,13 +103,12 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
             on_event(event)
             text += event.text
             if isinstance(event, Tokens):
-                positions.append(event.position)
                 tokens += event.tokens
                 provenance += event.provenance
                 prompt = prompt or event.prompt
             else:
                 return Completion(
-                    prompt_tokens=positions[0] if positions else 0,
+                    prompt_tokens=event.prompt_tokens,
                     tokens=tuple(tokens),
                     provenance=tuple(provenance),
                     text=text,
@@ -161,29 +121,15 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
     raise AssertionError("a text ends with Finished or an error")
 
 
-async def within(waited_for: Awaitable[T], seconds: float | None) -> T:
-    """Wait for a result; raises `DeadlineExceeded` after `seconds`, or never where that is None."""
+async def within(waited_for: Awaitable[T], deadline: float | None) -> T:
+    """Wait for a result; raises `DeadlineExceeded` at the monotonic time `deadline`, or never where that is None."""
+    if deadline is None:
+        return await waited_for
     try:
-        async with asyncio.timeout(seconds):
-            return await waited_for
+        async with asyncio.timeout(deadline - time.monotonic()):
+            result = await waited_for
+            if time.monotonic() >= deadline:  # what was there already has not waited
+                raise TimeoutError
+            return result
     except TimeoutError as error:
         raise DeadlineExceeded("the time allowed for the whole text is over", field="deadline_s") from error
-
-
-async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> AsyncGenerator[Emit | Done]:
-    """Yield the same items, or raise `DeadlineExceeded` once the monotonic clock passes `until`."""
-    async with aclosing(items):
-        while True:
-            left_s = None if until is None else max(0.0, until - time.monotonic())
-            try:
-                yield await within(anext(items), left_s)
-            except StopAsyncIteration:
-                return
-
-
-def _tokens_event(item: Emit, text: TextStream) -> Tokens:
-    """Return the event of emitted tokens, as far as a stop string lets them be part of the text."""
-    pieces = text.push(token_ids(item.tokens))
-    n = len(pieces)
-    provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
-    return Tokens(item.start, item.tokens[:n], provenance, pieces, item.prompt)

@@ -1,5 +1,6 @@
-"""Prompts in tokens: a long one is encoded away from the event loop, and refused before it costs much if it cannot fit.
+"""Prompts and predictions in tokens.
 
+A long prompt is encoded away from the event loop, and refused before it costs much if it cannot fit.
 A tokenizer takes about 5 us and 400 bytes a character. So what a text may have at all is counted in characters, and a
 text that may still be too long is encoded in slices first, which ends as soon as they have too many tokens.
 """
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tokenizers import Tokenizer
 
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.proto.errors import PromptTooLong
 from outrider.proto.types import Lease, Opened, require, require_text, require_tokens
 
@@ -21,6 +23,11 @@ IN_THREAD = 4096  # characters; shorter texts are encoded sooner than a thread t
 SLICE = 1 << 16  # characters; longer texts are encoded one at a time, which bounds the memory
 FITTING = 2  # contexts: what has more tokens fits nowhere; less than that is for the verifier to refuse
 FIELD = "open.prompt"
+PREDICTION = "prediction"  # the field
+MAX_PREDICTED_TOKENS = 1 << 17
+MAX_PREDICTED_CHARACTERS = 8 * MAX_PREDICTED_TOKENS
+Prediction = str | Sequence[int] | SuffixIndex | None
+"""Text, token ids of the target's tokenizer, or what `indexed_prediction` made of one of them; None: not known."""
 
 _long_texts = ThreadPoolExecutor(1, thread_name_prefix="outrider-prompt")
 
@@ -101,3 +108,33 @@ def encode(tokenizer: Tokenizer, text: str, *, special: bool) -> tuple[int, ...]
     """Return the token ids of a text of any length, in this thread; other threads run meanwhile."""
     # Of a batch: unlike a single text's, its encoding lets go of Python, and leaves out where each token came from.
     return tuple(tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+
+async def indexed_prediction(tokenizer: Tokenizer, prediction: Prediction) -> SuffixIndex | None:
+    """Return the index of a text that is expected, for drafts; None where it is empty.
+
+    Raises:
+        InvalidArgument: it is neither text nor token ids, is too long, or has a token that the tokenizer does not know.
+    """
+    if prediction is None or isinstance(prediction, SuffixIndex):
+        return prediction
+    prediction = checked(prediction, PREDICTION)
+    _check_length(prediction)
+    if len(prediction) < IN_THREAD:
+        return _index(tokenizer, prediction)
+    return await asyncio.to_thread(_index, tokenizer, prediction)
+
+
+def _check_length(prediction: str | tuple[int, ...]) -> None:
+    is_text = isinstance(prediction, str)
+    limit, unit = (MAX_PREDICTED_CHARACTERS, "characters") if is_text else (MAX_PREDICTED_TOKENS, "tokens")
+    require(len(prediction) <= limit, PREDICTION, f"has {len(prediction)} {unit}; {limit} at most")
+
+
+def _index(tokenizer: Tokenizer, prediction: str | tuple[int, ...]) -> SuffixIndex | None:
+    tokens = encode(tokenizer, prediction, special=False) if isinstance(prediction, str) else prediction
+    _check_length(tokens)
+    vocab_size = tokenizer.get_vocab_size()
+    known = all(0 <= token < vocab_size for token in tokens)
+    require(known, PREDICTION, f"has a token that is not in 0..{vocab_size - 1}")
+    return SuffixIndex([np.array(tokens, dtype=np.uint32)]) if tokens else None

@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from outrider.edge.client import Client
-from outrider.edge.conversation import Conversation, Transcript
+from outrider.edge.client import Client, Conversation, Transcript
 from outrider.edge.edge_config import EdgeConfig
 from outrider.edge.event_stream import Completion, Event
 from outrider.proto.types import Sampling

@@ -19,7 +19,7 @@ from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.link.routes import DirectRoute
-from outrider.edge.pool.preparation import Ready
+from outrider.edge.preparation import Ready
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.status import VersionStatus

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from outrider.edge import prompts
 from outrider.edge.daemon.body_reading import MAX_BYTES, checked
 from outrider.edge.daemon.http_errors import ApiError
 from outrider.edge.daemon.http_server import MAX_HEADER_BYTES
@@ -23,8 +24,7 @@ from outrider.edge.daemon.schema import (
     ChatRequest,
     CompletionRequest,
 )
-from outrider.edge.pool import prediction
-from outrider.edge.pool.prediction import indexed_prediction
+from outrider.edge.prompts import indexed_prediction
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import MAX_GRAMMAR_BYTES, MAX_STOP_TOKENS, Grammar, GrammarKind, Sampling
 
@@ -81,11 +81,13 @@ def test_a_grammar_and_stop_tokens_have_their_size_at_most() -> None:
     assert caught.value.field == "sampling.stop_tokens"
 
 
-@pytest.mark.parametrize(("unit", "limit"), [("x", prediction.MAX_CHARACTERS), ((3,), prediction.MAX_TOKENS)])
+@pytest.mark.parametrize(
+    ("unit", "limit"), [("x", prompts.MAX_PREDICTED_CHARACTERS), ((3,), prompts.MAX_PREDICTED_TOKENS)]
+)
 def test_a_prediction_is_as_long_as_it_may_be(unit, limit) -> None:
-    tokenizer = SimpleNamespace(get_vocab_size=lambda: 8)
-    ready: Any = SimpleNamespace(encode=lambda given, **_: (3,) if given[0] == "x" else given, tokenizer=tokenizer)
-    assert asyncio.run(indexed_prediction(ready, unit * limit)) is not None
+    encoding = SimpleNamespace(ids=[3])
+    tokenizer: Any = SimpleNamespace(get_vocab_size=lambda: 8, encode_batch_fast=lambda *_, **__: [encoding])
+    assert asyncio.run(indexed_prediction(tokenizer, unit * limit)) is not None
     with pytest.raises(InvalidArgument, match=f"{limit} at most") as caught:
-        asyncio.run(indexed_prediction(ready, unit * (limit + 1)))
+        asyncio.run(indexed_prediction(tokenizer, unit * (limit + 1)))
     assert caught.value.field == "prediction"

@@ -24,14 +24,14 @@ from outrider.cloud.learning.lesson_record import record_of_text
 from outrider.cloud.learning.trainer_settings import OWN, TrainerSettings
 from outrider.deploy.process.child import Child, answer_requests
 from outrider.deploy.process.termination import temporary_folder
+from outrider.drafters.packages import DrafterPackage
+from outrider.edge.client import Client, OwnText
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.extras import lacking
 from outrider.proto.salts import salted
 
 if TYPE_CHECKING:
     from outrider.cloud.learning.trainer_actor import TrainerActor
-    from outrider.drafters.packages import DrafterPackage
-    from outrider.edge.pool.own_learning import OwnLearning, OwnText
 
 NEEDED = ("torch", "transformers", "onnx", "safetensors")
 LOOK_EVERY_S = 2.0
@@ -70,10 +70,8 @@ class LearningHere:
     Training may take `cpu_share` of one core. Without a `folder`, what is learned is forgotten when `run` ends.
     """
 
-    def __init__(
-        self, learning: OwnLearning, *, cpu_share: float, folder: Path | None, logs: Mapping[str, str]
-    ) -> None:
-        self._learning = learning
+    def __init__(self, client: Client, *, cpu_share: float, folder: Path | None, logs: Mapping[str, str]) -> None:
+        self._client = client
         self._cpu_share = cpu_share
         self._folder = folder.expanduser() if folder is not None else None
         self._logs = {"log_level": "", "log_format": "text"} | dict(logs)
@@ -83,11 +81,11 @@ class LearningHere:
         """Number of texts that were dropped since the trainer was behind."""
         self.info: dict[str, Any] = {}
         """Values that the trainer has said last."""
-        learning.trainer = self
+        client.trainer = self.take
 
     def take(self, text: OwnText) -> None:
         """Let a text wait for the trainer; the oldest give way where too many wait."""
-        parent = self._learning.parent
+        parent = self._client.learnable
         if parent is None:
             return
         try:
@@ -118,7 +116,7 @@ class LearningHere:
             if folder is None:
                 folder = stack.enter_context(temporary_folder("outrider-learn-here-"))
             while True:
-                while (parent := self._learning.parent) is None:  # noqa: ASYNC110 - nothing tells when it is there
+                while (parent := self._client.learnable) is None:  # noqa: ASYNC110 - nothing tells when it is there
                     await asyncio.sleep(LOOK_EVERY_S)
                 try:
                     await self._learn_from(parent, folder)
@@ -139,11 +137,11 @@ class LearningHere:
         drafts_with = parent.version
         async with _TrainerProcess(begin) as process:
             log.info("training %s@%s from this edge's texts", parent.name, parent.version)
-            while (now := self._learning.parent) is not None and now.version == parent.version:
+            while (now := self._client.learnable) is not None and now.version == parent.version:
                 self.info = process.info
                 if process.info["version"] != drafts_with:
                     drafts_with = process.info["version"]
-                    await self._learning.draft_with(Path(process.info["folder"]))
+                    await self._client.draft_with(Path(process.info["folder"]))
                     if drafts_with == parent.version:
                         log.warning("drafting without what was trained here, which hit less")
                     else:

@@ -16,7 +16,7 @@ from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.chat.template import TemplateSource
 from outrider.edge.client import Client
 from outrider.edge.daemon.http_errors import ApiError
-from outrider.edge.pool.preparation import Ready
+from outrider.edge.preparation import Ready
 from outrider.edge.tool_calls.formats import AUTO, FORMATS, ToolFormat, format_of, knows_tools
 from outrider.proto.address import split_address
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable

@@ -19,7 +19,7 @@ from outrider.edge.daemon.schema import (
     ToolChoice,
 )
 from outrider.edge.event_stream import Event, Tokens
-from outrider.edge.pool.prediction import indexed_prediction
+from outrider.edge.prompts import indexed_prediction
 from outrider.edge.tool_calls.call_grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.formats import ToolFormat
 from outrider.edge.tool_calls.parts import CallParser
@@ -147,7 +147,7 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
         parsed = _with_tools(parsed, tools)
     if request.prediction is None:
         return parsed
-    return replace(parsed, prediction=await indexed_prediction(served.ready, request.prediction.content))
+    return replace(parsed, prediction=await indexed_prediction(served.ready.tokenizer, request.prediction.content))
 
 
 async def parse_completion(request: CompletionRequest, served: Served) -> ParsedRequest:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from outrider.edge.features import FleetPriors
 from outrider.edge.link.security import Security
-from outrider.edge.warm_start import FleetPriors
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import DeadlineExceeded, ResourceExhausted, Unavailable
@@ -48,7 +48,6 @@ class CoordinatorClient:
         self._retired: set[asyncio.Task[None]] = set()
 
     async def open_lease(self, request: LeaseRequest) -> Lease:
-        """Ask where to decode."""
         lease = await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease)
         self.priors.learn(request, lease)
         self.newest_lease = lease
@@ -75,7 +74,6 @@ class CoordinatorClient:
             raise from_rpc_error(error) from error
 
     async def report(self, report: SessionReport) -> None:
-        """Report the statistics of a finished session."""
         await self._call("ReportSession", codec.encode_report(report), codec.decode_nothing)
 
     async def status(self) -> ClusterStatus:
@@ -89,7 +87,6 @@ class CoordinatorClient:
         return await self._call("Drain", codec.encode_drain(verifier), codec.decode_drained)
 
     async def close(self) -> None:
-        """Close the channel."""
         if self._open is not None:
             await self._open.close()
         await asyncio.gather(*self._retired)

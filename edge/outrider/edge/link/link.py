@@ -146,11 +146,6 @@ class Connection:
             self.successor = self.renew()
 
 
-def lease_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
-    """Return the lease for whoever answers before the first frame; empty where there is none."""
-    return ((LEASE_METADATA, lease.token),) if lease.token else ()
-
-
 class Channels:
     """One connection to each verifier, kept between texts and renewed in time: a new text waits for no handshake."""
 
@@ -160,43 +155,35 @@ class Channels:
         self._by_address: dict[str, Connection] = {}
         self._retired: list[Connection] = []
 
-    def connect(self, address: str, tls_name: str | None = None) -> None:
-        """Begin the handshake with a verifier before a text needs it; the arguments are those of `open_stream`.
+    def connect(self, lease: Lease) -> Connection:
+        """Return the connection to a lease's verifier; a new one begins its handshake, before a text needs it.
 
         Raises:
             ConfigError: it speaks TLS and the edge does not, or the other way round beyond this machine.
         """
-        connection = self._by_address.get(address)
+        connection = self._by_address.get(lease.address)
         if connection is not None and not connection.streams and connection.has_failed:
-            self.retire(address, connection)
-        if address not in self._by_address:
-            self._by_address[address] = self._new(address, tls_name)
+            self.retire(lease.address, connection)
+        if lease.address not in self._by_address:
+            self._by_address[lease.address] = self._new(lease)
+        return self._by_address[lease.address]
 
     def open_stream(
-        self,
-        address: str,
-        statistics: EdgeStatistics,
-        metadata: tuple[tuple[str, str | bytes], ...] = (),
-        tls_name: str | None = None,
+        self, lease: Lease, statistics: EdgeStatistics, metadata: tuple[tuple[str, str | bytes], ...] = ()
     ) -> Stream:
-        """Begin a stream to the verifier at `address`; connecting happens in the background.
-
-        Args:
-            address: host:port.
-            statistics: counts the bytes.
-            metadata: metadata of the call.
-            tls_name: name that its certificate must have; empty: the host of `address`; None: it speaks plain text.
+        """Begin a stream to a lease's verifier, which connects in the background; `statistics` count its bytes.
 
         Raises:
-            ConfigError: it speaks TLS and the edge does not, or the other way round beyond this machine.
+            ConfigError: as for `connect`.
         """
-        self.connect(address, tls_name)
-        connection = self._by_address[address]
+        connection = self.connect(lease)
         if connection.successor is not None and connection.successor.stands:
             successor, connection.successor = connection.successor, None
             successor.opened = connection.opened
-            self.retire(address, connection)
-            connection = self._by_address[address] = successor
+            self.retire(lease.address, connection)
+            connection = self._by_address[lease.address] = successor
+        if lease.token:  # for whoever answers before the first frame
+            metadata = (*metadata, (LEASE_METADATA, lease.token))
         connection.streams += 1
         method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
         return Stream(method(metadata=metadata), statistics, connection)
@@ -206,8 +193,7 @@ class Channels:
 
         They take no place there. What goes wrong is left for the next text to meet.
         """
-        self.connect(lease.address, lease.tls_name if lease.tls else None)
-        check = self._by_address[lease.address].channel.unary_unary(HEALTH_METHOD)
+        check = self.connect(lease).channel.unary_unary(HEALTH_METHOD)
         with suppress(grpc.aio.AioRpcError):
             await check(b"", timeout=within_s)  # an empty request asks for the health of all
 
@@ -216,8 +202,7 @@ class Channels:
 
         A verifier that asks for no leases reports to anybody.
         """
-        self.connect(lease.address, lease.tls_name if lease.tls else None)
-        report: Any = self._by_address[lease.address].channel.unary_unary(REPORT_METHOD)
+        report: Any = self.connect(lease).channel.unary_unary(REPORT_METHOD)
         try:
             said = json.loads(await report(b"{}", timeout=within_s))
             return replace(lease, context_length=int(said["context_length"]))
@@ -245,22 +230,20 @@ class Channels:
         if self._by_address.get(address) is connection:
             del self._by_address[address]
 
-    async def renew(self, address: str, tls_name: str | None = None) -> None:
+    async def renew(self, lease: Lease) -> None:
         """Connect to a verifier once more, have it answer that it serves, and use that connection from now on.
 
         Raises:
             Unavailable: it does not answer, or serves nobody now.
-            ConfigError: as for `open_stream`.
+            ConfigError: as for `connect`.
         """
-        connection = self._new(address, tls_name)
-        answer = b""
+        connection, address, answer = self._new(lease), lease.address, b""
         try:
             method: Any = connection.channel.unary_unary(HEALTH_METHOD)
             answer = await method(b"")
         except grpc.aio.AioRpcError as error:
-            raise Unavailable(
-                f"{address} does not answer: {explain(error.details() or '') or error.code().name}"
-            ) from error
+            why = explain(error.details() or "") or error.code().name
+            raise Unavailable(f"{address} does not answer: {why}") from error
         finally:
             if answer != HEALTHY:
                 await connection.channel.close()
@@ -271,17 +254,17 @@ class Channels:
         self._by_address[address] = connection
 
     async def close(self) -> None:
-        """End every connection."""
         connections = [*self._by_address.values(), *self._retired]
         connections += [connection.successor for connection in connections if connection.successor is not None]
         self._by_address, self._retired = {}, []
         for connection in connections:
             await connection.channel.close()
 
-    def _new(self, address: str, tls_name: str | None) -> Connection:
+    def _new(self, lease: Lease) -> Connection:
         """Return a connection that begins its handshake now."""
-        self._security.check_verifier(address, tls_name)
-        credentials = self._files.current() if self._files is not None and tls_name is not None else None
-        channel = open_channel(address, DECODING_OPTIONS, credentials, tls_name or "")
+        tls_name = lease.tls_name if lease.tls else None
+        self._security.check_verifier(lease.address, tls_name)
+        credentials = self._files.current() if self._files is not None and lease.tls else None
+        channel = open_channel(lease.address, DECODING_OPTIONS, credentials, tls_name or "")
         channel.get_state(try_to_connect=True)
-        return Connection(channel, partial(self._new, address, tls_name))
+        return Connection(channel, partial(self._new, lease))

@@ -1,45 +1,48 @@
-"""Routes to verifiers: through a coordinator's leases, or to addresses known beforehand."""
+"""Routes to verifiers: through a coordinator's leases, or to addresses known beforehand.
+
+A coordinator recognises texts that begin alike by hashes, to place them where their beginning is cached.
+
+With a lease's request an edge sends a 64-bit hash of the first 16, 22, 32, 45, ... tokens of the text so far: so few
+that a long text has some twenty, and so dense that two texts which share n tokens have a hash of 0.7 n of them in
+common. All are keyed by the edge's API key, whoever a daemon with keys of its own decodes for, the model and its
+tokenizer, so that hashes of two keys have nothing in common, as their KV pages have not. Where no key is asked for, all
+edges hash alike.
+
+What this reveals to a coordinator: which texts of one key begin alike, to within these lengths, and by the number of
+hashes about how long a text is. No token can be computed from a hash. But whoever has the key, and the coordinator is
+shown it with each call, can try a guessed beginning, whose first 16 tokens must be right, the next 6, and so on; a
+system prompt that is public is recognised so. The file of keys at a coordinator holds other hashes of them, which do
+not help. Against all of it an edge can decode without a coordinator.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
-from outrider.edge.features import TextFeatures
+import numpy as np
+
+from outrider.edge.features import FleetPrior, TextFeatures
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.security import Security
-from outrider.edge.prefixes import prefix_key, text_prefixes
-from outrider.edge.warm_start import FleetPrior
 from outrider.proto.errors import OutriderError
-from outrider.proto.types import Lease, LeaseRequest, SessionReport
+from outrider.proto.types import MAX_PREFIXES, Lease, LeaseRequest, SessionReport
+
+PREFIX_LENGTHS = tuple(int(16 * 2 ** (i / 2)) for i in range(MAX_PREFIXES))  # tokens
 
 
 class Route(ABC):
     """A way to find a verifier, again and again if need be; without a coordinator unless a subclass has one."""
 
     @abstractmethod
-    async def lease(
-        self,
-        session: str,
-        avoid: tuple[str, ...],
-        transcript: Sequence[int] = (),
-        precision: str = "",
-        epoch: int = 0,
-        context_length: int = 0,
-        *,
-        suspected: bool = False,
-    ) -> Lease:
+    async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
         """Return permission to decode.
 
         Args:
-            session: id of the session.
-            avoid: verifiers just lost, the newest last.
+            request: what the edge knows; the route adds what it was made for.
             transcript: [n] tokens of the text so far, prompt included.
-            precision: what the verifier should round by, which is checked when it answers; empty: anything.
-            epoch: streams that the session had before.
-            context_length: positions that the verifier should have, which is checked when it answers; 0: any number.
-            suspected: whether the last of `avoid` is silent, and is left only where there is another.
         """
 
     def expected(self) -> Lease | None:
@@ -75,23 +78,12 @@ class DirectRoute(Route):
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
 
-    async def lease(  # the protocol's
-        self,
-        session: str,  # noqa: ARG002
-        avoid: tuple[str, ...],
-        transcript: Sequence[int] = (),  # noqa: ARG002
-        precision: str = "",  # noqa: ARG002
-        epoch: int = 0,  # noqa: ARG002
-        context_length: int = 0,  # noqa: ARG002
-        *,
-        suspected: bool = False,  # noqa: ARG002
-    ) -> Lease:
+    async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:  # noqa: ARG002
         """Return the first address that is not to be avoided, or else the one lost longest ago."""
-        lost = {address: number for number, address in enumerate(avoid, 1)}
+        lost = {address: number for number, address in enumerate(request.avoid, 1)}
         return self._lease_of(min(self._addresses, key=lambda address: lost.get(address, 0)))
 
     def expected(self) -> Lease:
-        """Return the first address."""
         return self._lease_of(self._addresses[0])
 
     def _lease_of(self, address: str) -> Lease:
@@ -125,49 +117,28 @@ class CoordinatorRoute(Route):
         self._prefix_key = prefix_key(client.security.api_key, model, tokenizer_sha256, isolation)
 
     def about(self, features: TextFeatures, isolation: bytes = b"") -> CoordinatorRoute:
-        """Return another route over the same client."""
         return CoordinatorRoute(self._client, self._model, self._tokenizer_sha256, features, isolation)
 
     def prior(self, features: TextFeatures) -> FleetPrior:
-        """Return the prior of the newest leases."""
         return self._client.priors.of(self._model, features)
 
-    async def lease(
-        self,
-        session: str,
-        avoid: tuple[str, ...],
-        transcript: Sequence[int] = (),
-        precision: str = "",
-        epoch: int = 0,
-        context_length: int = 0,
-        *,
-        suspected: bool = False,
-    ) -> Lease:
+    async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
         """Ask the coordinator for a lease; where it relays, the address is its own."""
-        lease = await self._client.open_lease(
-            LeaseRequest(
-                model=self._model,
-                session=session,
-                tokenizer_sha256=self._tokenizer_sha256,
-                avoid=avoid,
-                prompt_class=self._features.prompt_class,
-                link_class=self._features.link_class,
-                prefixes=text_prefixes(transcript, self._prefix_key),
-                precision=precision,
-                epoch=epoch,
-                context_length=context_length,
-                suspected=suspected,
-            )
+        request = replace(
+            request,
+            model=self._model,
+            tokenizer_sha256=self._tokenizer_sha256,
+            prompt_class=self._features.prompt_class,
+            link_class=self._features.link_class,
+            prefixes=text_prefixes(transcript, self._prefix_key),
         )
-        return self._joined(lease)
+        return self._joined(await self._client.open_lease(request))
 
     def expected(self) -> Lease | None:
-        """Return the newest lease of any text."""
         newest = self._client.newest_lease
         return None if newest is None else self._joined(newest)
 
     def _joined(self, lease: Lease) -> Lease:
-        """Return the lease with the address to connect to."""
         if not lease.relayed:
             return lease
         security = self._client.security
@@ -183,3 +154,23 @@ class CoordinatorRoute(Route):
     async def give_back(self, session: str) -> None:
         """Report that no verifier took the session."""
         await self.report(SessionReport(session=session, model=self._model, verifier=""))
+
+
+def prefix_key(api_key: str, model: str, tokenizer_sha256: str, isolation: bytes = b"") -> bytes:
+    """Return the key of the hashes, 32 bytes, for texts whose Open has this `isolation`; an API key may be empty."""
+    parts = "\0".join((api_key, model, tokenizer_sha256, *([isolation.hex()] if isolation else [])))
+    return blake2b(parts.encode(), digest_size=32, person=b"outrider prefix").digest()
+
+
+def text_prefixes(transcript: Sequence[int], key: bytes) -> tuple[int, ...]:
+    """Return the hashes of the beginnings of `transcript` [n] that have one of `PREFIX_LENGTHS`, the shortest first."""
+    data = np.asarray(transcript[: PREFIX_LENGTHS[-1]], dtype="<u4").tobytes()
+    running = blake2b(digest_size=8, key=key)
+    found, done = [], 0
+    for length in PREFIX_LENGTHS:
+        if length > len(transcript):
+            break
+        running.update(data[4 * done : 4 * length])
+        found.append(int.from_bytes(running.copy().digest(), "little"))
+        done = length
+    return tuple(found)

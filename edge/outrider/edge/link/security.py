@@ -37,7 +37,6 @@ class Security:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of calls to the coordinator."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def check_coordinator(self, address: str) -> None:

@@ -21,8 +21,7 @@ from outrider.edge.edge_config import EdgeConfig, edge_of_this_process
 from outrider.edge.link.control_client import CoordinatorClient, file_fetcher
 from outrider.edge.link.link import Channels
 from outrider.edge.link.routes import CoordinatorRoute, DirectRoute, Route
-from outrider.edge.pool.kept_answers import KeptAnswers
-from outrider.edge.pool.local_texts import LocalFiles, LocalTexts
+from outrider.edge.local_texts import KeptAnswers, LocalFiles, LocalTexts
 from outrider.edge.prompts import FIELD, PromptEncoder, checked, encode
 from outrider.proto.drafter_format import ON_TRIAL
 from outrider.proto.errors import (
@@ -141,11 +140,10 @@ class Preparation:
                 if self._coordinator is not None and self._config.drafter != "none" and not self._drafters:
                     self._watching = asyncio.create_task(self._watch(self._coordinator, ready))
                 if (expected := ready.route.expected()) is not None:  # the first text waits for no handshake
-                    channels.connect(expected.address, expected.tls_name if expected.tls else None)
+                    channels.connect(expected)
             return self.ready
 
     async def load(self, channels: Channels) -> Ready:
-        """Find everything, and wait for the first drafter."""
         ready = await self.find(channels)
         await asyncio.wrap_future(ready.shelf.begun)
         return ready
@@ -238,7 +236,12 @@ class Preparation:
                 await asyncio.sleep(error.retry_after_s)
 
     def _fetch_tokenizer(self, lease: Lease) -> str:
-        return _read(leased_tokenizer(self._config, lease, self._cache), "tokenizer")
+        path = self._config.tokenizer
+        if path is None:
+            if lease.tokenizer is None:
+                raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
+            path = self._cache.ensure_file(lease.tokenizer, self._fetcher())
+        return _read(path, "tokenizer")
 
     def _fetch_chat_template(self, lease: Lease) -> str:
         path = self._config.chat_template
@@ -307,7 +310,6 @@ class Preparation:
         return members
 
     def _members(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
-        """Return the requested drafters, and the limit of their memory in bytes."""
         self._offers, config = offers, self._config
         copier = (RETRIEVAL,) if self._copies and RETRIEVAL not in config.drafters else ()
         edge = config.edge or edge_of_this_process()
@@ -323,20 +325,6 @@ class Preparation:
             parent = (own.name, own.parent)
             found = [own_member(own, config.threads) if member.id == parent else member for member in found]
         return found, limit_bytes
-
-
-def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> Path:
-    """Return the path of the config's own tokenizer, or else of the one that the lease names, fetched into `cache`.
-
-    Raises:
-        ConfigError: neither has one.
-        OutriderError: it cannot be fetched.
-    """
-    if config.tokenizer is not None:
-        return config.tokenizer.expanduser()
-    if lease.tokenizer is None:
-        raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
-    return cache.ensure_file(lease.tokenizer, file_fetcher(config.coordinator, security=config.security))
 
 
 def _read(path: Path, field: str) -> str:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.pool.kept_answers import KeptAnswers
 from outrider.proto.errors import ConfigError, OutriderError
 
 _PROBED_BYTES = 8192  # a file with a NUL among its first bytes is no text
 FIELD = "draft_from"
 MAX_BYTES = 8e6
+MAX_ANSWER_BYTES = 1e6
+_SUFFIX = ".tokens"
+_TOKEN = np.dtype("<u4")
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +118,80 @@ def _text(path: Path, limit_bytes: int) -> str:
         raise ConfigError(f"{path} is not UTF-8; convert it, or leave it out", field=FIELD) from error
 
 
+@dataclass(slots=True)
+class KeptAnswers:
+    """A folder of answers, one file each, readable by its owner alone; the oldest give way to new ones.
+
+    Attributes:
+        folder: where they are; made when the first one is kept.
+        tokenizer_sha256: hash of the tokenizer, whose answers have a folder of their own.
+        vocab_size: number of its tokens; a file with others is ignored.
+        limit_bytes: limit of all files of the tokenizer together.
+    """
+
+    folder: Path
+    tokenizer_sha256: str
+    vocab_size: int
+    limit_bytes: float = MAX_ANSWER_BYTES
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def keep(self, tokens: tuple[int, ...]) -> None:
+        """Write an answer; what is longer than the limit is kept in part, its end.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        content = np.array(tokens[-int(self.limit_bytes // _TOKEN.itemsize) :], dtype=_TOKEN).tobytes()
+        own = self._own
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = f"{time.time_ns():020d}-{os.getpid()}-{next(self._numbers)}"
+        part = own / f".{name}"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        part.rename(own / (name + _SUFFIX))
+        self._make_room()
+
+    def look(self) -> tuple[str, ...]:
+        """Return the names of the answers, the oldest first; an answer never changes."""
+        return tuple(path.name for path in self._paths())
+
+    def documents(self) -> list[np.ndarray]:
+        """Return the tokens [m] of all answers, the oldest first; one that has gone or is damaged is left out."""
+        read = (_tokens(path, int(self.limit_bytes)) for path in self._paths())
+        return [tokens for tokens in read if len(tokens) and int(tokens.max()) < self.vocab_size]
+
+    @property
+    def _own(self) -> Path:
+        return self.folder.expanduser() / self.tokenizer_sha256[:16]
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._own.glob(f"*{_SUFFIX}"))  # by time
+
+    def _make_room(self) -> None:
+        kept = 0
+        for path in reversed(self._paths()):
+            try:
+                kept += path.stat().st_size
+            except FileNotFoundError:  # another process made room too
+                continue
+            if kept > self.limit_bytes:
+                path.unlink(missing_ok=True)
+
+
+def _tokens(path: Path, limit_bytes: int) -> np.ndarray:
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit_bytes)
+    except OSError:
+        content = b""
+    return np.frombuffer(content[: len(content) // _TOKEN.itemsize * _TOKEN.itemsize], dtype=_TOKEN)
+
+
 class LocalTexts:
     """Indices over local files and kept answers, refreshed by one thread; every method is for any thread."""
 
     def __init__(self, files: LocalFiles | None, answers: KeptAnswers | None) -> None:
-        """Index nothing yet."""
         self._files = files
         self._answers = answers
         self._of_files: SuffixIndex | None = None
@@ -129,45 +202,11 @@ class LocalTexts:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Index everything now.
+        """Index what has changed.
 
         Raises:
             ConfigError: a file cannot be used; the message says which.
         """
-        self._refresh()
-
-    def sources(self) -> Sequence[SuffixIndex]:
-        """Return the indices of now, files first."""
-        return [index for index in (self._of_files, self._of_answers) if index is not None]
-
-    def refresh(self) -> None:
-        """Index in the background what has changed; return at once. What cannot be read now stays as it was."""
-        with self._lock:
-            if self._refreshing is None or self._refreshing.done():
-                self._refreshing = self._thread.submit(self._try_refresh)
-
-    def keep(self, tokens: Sequence[int]) -> None:
-        """Keep an answer where answers are kept, in the background."""
-        if self._answers is not None and tokens:
-            self._thread.submit(self._try_keep, self._answers, tuple(tokens))
-
-    def close(self) -> None:
-        """Finish what is under way, and end the thread."""
-        self._thread.shutdown()
-
-    def _try_keep(self, answers: KeptAnswers, tokens: tuple[int, ...]) -> None:
-        try:
-            answers.keep(tokens)
-        except OSError as error:
-            log.warning("an answer is not kept: %s", error)
-
-    def _try_refresh(self) -> None:
-        try:
-            self._refresh()
-        except (OutriderError, OSError) as error:
-            log.warning("drafting from local texts as they were: %s", error)
-
-    def _refresh(self) -> None:
         began = time.monotonic()
         files, answers = self._seen
         if self._files is not None and (now := self._files.look()) != files:
@@ -180,3 +219,31 @@ class LocalTexts:
             self._seen = files, answers
             tokens = sum(map(len, self.sources()))
             log.info("indexed %d local tokens in %.0f ms", tokens, 1e3 * (time.monotonic() - began))
+
+    def sources(self) -> Sequence[SuffixIndex]:
+        """Return the indices of now, files first."""
+        return [index for index in (self._of_files, self._of_answers) if index is not None]
+
+    def refresh(self) -> None:
+        """Index in the background what has changed; return at once. What cannot be read now stays as it was."""
+        with self._lock:
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = self._submit(self.load, "drafting from local texts as they were")
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """Keep an answer where answers are kept, in the background."""
+        if self._answers is not None and tokens:
+            self._submit(partial(self._answers.keep, tuple(tokens)), "an answer is not kept")
+
+    def close(self) -> None:
+        """Finish what is under way, and end the thread."""
+        self._thread.shutdown()
+
+    def _submit(self, do: Callable[[], None], otherwise: str) -> Future[None]:
+        def attempt() -> None:
+            try:
+                do()
+            except (OutriderError, OSError) as error:
+                log.warning("%s: %s", otherwise, error)
+
+        return self._thread.submit(attempt)

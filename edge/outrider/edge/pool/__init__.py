@@ -1,1 +1,0 @@
-"""The drafters of an edge: found, fetched, loaded, kept up to date; what they have learned of texts."""
