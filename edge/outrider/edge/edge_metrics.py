@@ -1,7 +1,7 @@
 """An edge's metrics for Prometheus: counted while texts are decoded, or read from their statistics at a scrape.
 
     metrics = EdgeMetrics()
-    async for event in client.generate(prompt, observer=metrics.observer(request_id)): ...
+    async for event in client.generate(prompt, observer=metrics.observer()): ...
     body, content_type = metrics.exposition(accept_header)
 
 A commit costs some ten microseconds. Labels are the target and the drafter, never a session, a request or a text.
@@ -137,8 +137,7 @@ class SessionObserver(Observer):
     simulation, where truth is known, it is within 3 %.
     """
 
-    def __init__(self, metrics: EdgeMetrics, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, metrics: EdgeMetrics) -> None:
         self.machine: EdgeSession | None = None
         self.accepted_of: dict[int, int] = {}  # verified steps by how many drafts they accepted
         self.decoding_s = 0.0
@@ -260,15 +259,12 @@ class SessionObserver(Observer):
 class EdgeMetrics(Collector):
     """Metrics of all texts whose observers it made. For one event loop; any thread may ask for the exposition.
 
-    Args:
-        registry: to be part of; None: one of its own, in `registry`, where others may add what they count.
-
-    Raises:
-        ValueError: the registry has these names already.
+    Attributes:
+        registry: registry of all these, where others may add what they count.
     """
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = registry or CollectorRegistry()
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
         self.verified = SpeculationMetrics(self.registry)
         self.texts = self._counter("texts", "Texts that have ended, by why.", "finished_reason")
         self.losses = self._counter("stream_losses", "Streams lost or refused, by error.", "error")
@@ -299,9 +295,9 @@ class EdgeMetrics(Collector):
         self._live: dict[SessionObserver, _Series] = {}
         self.registry.register(self)
 
-    def observer(self, request_id: str = "") -> SessionObserver:
-        """Return one for `client.generate(..., observer=...)`; the request's id is for logs, and is never a label."""
-        return SessionObserver(self, request_id)
+    def observer(self) -> SessionObserver:
+        """Return one for `client.generate(..., observer=...)`."""
+        return SessionObserver(self)
 
     def _counter(self, name: str, meaning: str, *more: str) -> Counter:
         return Counter(f"outrider:edge_{name}", meaning, (*_LABELS, *more), registry=self.registry)

@@ -75,12 +75,11 @@ class TextObserver(SessionObserver):
 
     Args:
         metrics: count the text.
-        request_id: for logs.
         on_lost: called with the error when a stream is lost or refused.
     """
 
-    def __init__(self, metrics: EdgeMetrics, request_id: str, on_lost: Callable[[OutriderError], None]) -> None:
-        super().__init__(metrics, request_id)
+    def __init__(self, metrics: EdgeMetrics, on_lost: Callable[[OutriderError], None]) -> None:
+        super().__init__(metrics)
         self.drafter = "none"
         self.max_verified = 0
         self._first_tokens = 0  # of the first commit, which no rate can count

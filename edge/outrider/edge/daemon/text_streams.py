@@ -171,7 +171,7 @@ class Generation:
         self._revoked: Callable[[], bool] = state["revoked"]
         self._first_token_s = 0.0  # 0: there is none yet
         self.request_id: str = state["request_id"]
-        self.observers = [TextObserver(service.metrics, self.request_id, service.cloud.lost) for _ in request.choices]
+        self.observers = [TextObserver(service.metrics, service.cloud.lost) for _ in request.choices]
 
     async def items(self, tickets: list[Ticket]) -> AsyncGenerator[Item]:
         """Yield (choice, event) of all texts, and count their tokens against `tickets`, [choices] or none.
