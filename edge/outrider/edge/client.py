@@ -28,7 +28,7 @@ from outrider.edge.decoding import Decoding, Observer, Subject
 from outrider.edge.drafter_states import TextDrafters
 from outrider.edge.edge_config import EdgeConfig, edge_of_this_process
 from outrider.edge.edge_tracing import Tracing
-from outrider.edge.event_stream import Completion, Event, Tokens, collect, within
+from outrider.edge.event_stream import Completion, Event, TextStream, Tokens, collect, within
 from outrider.edge.features import TOKENS_LOOKED_AT, OwnTexts, TextFeatures, TextKind, prompt_class, reported_hits
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.link import Channels
@@ -37,7 +37,6 @@ from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.prompts import Prediction, indexed_prediction
 from outrider.edge.request import ANYBODY, RequestOptions, Tenant, checked_sampling, checked_stop
 from outrider.edge.selectors import default_selector, selector_named
-from outrider.edge.text import TextStream
 from outrider.proto.drafter_format import ON_TRIAL, published_name
 from outrider.proto.errors import InvalidArgument, OutriderError
 from outrider.proto.policy import Window

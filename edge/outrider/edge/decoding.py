@@ -21,10 +21,9 @@ from outrider.drafters.protocol import Drafter
 from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.drafter_states import DrafterStates, TextDrafters, name_of
-from outrider.edge.event_stream import Event, Finished, Tokens, within
+from outrider.edge.event_stream import Event, Finished, TextStream, Tokens, within
 from outrider.edge.link.link import Channels, Stream
 from outrider.edge.link.routes import Route
-from outrider.edge.text import TextStream
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
