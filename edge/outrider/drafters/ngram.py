@@ -61,19 +61,17 @@ class NgramPlaces:
 
 
 class NgramDrafter:
-    """Drafter that proposes the continuation of the longest suffix that was seen before."""
+    """Drafter that proposes the continuation of the longest suffix that was seen before.
+
+    Args:
+        longest: tokens of the longest suffix looked up; shorter ones down to one token follow.
+        vocab_size: number of tokens that share the probability of the unseen; need not be exact.
+    """
 
     version = "1"
     steering = None
 
     def __init__(self, *, longest: int = 3, vocab_size: int = 1 << 16, name: str = "ngram") -> None:
-        """Make the drafter.
-
-        Args:
-            longest: tokens of the longest suffix looked up; shorter ones down to one token follow.
-            vocab_size: number of tokens that share the probability of the unseen; need not be exact.
-            name: name that the verifier sees.
-        """
         if longest < 1:
             raise InvalidArgument(f"{longest} is below 1; the suffix needs a token", field="ngram.longest")
         if vocab_size < 1:

@@ -86,16 +86,18 @@ def _translated(refusal: type[OutriderError], doing: str) -> Iterator[None]:
 
 
 class OnnxDrafter:
-    """A drafter package in ONNX Runtime on the CPU, shared by all sessions of the process."""
+    """A drafter package in ONNX Runtime on the CPU, shared by all sessions of the process, and tried once.
+
+    Args:
+        package: package from `load_package`, every hash checked.
+        threads: threads for one step of one session.
+        name: name among the drafters of an edge; empty: the package's.
+
+    Raises:
+        ModelRefused: the model does not keep the contract.
+    """
 
     def __init__(self, package: DrafterPackage, *, threads: int = 1, name: str = "") -> None:
-        """Load the model and try it once; ModelRefused where it does not keep the contract.
-
-        Args:
-            package: package from `load_package`, every hash checked.
-            threads: threads for one step of one session.
-            name: name among the drafters of an edge; empty: the package's.
-        """
         self.package = package
         self.name = name or package.name
         self.version = package.version

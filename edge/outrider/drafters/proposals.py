@@ -24,7 +24,14 @@ NO_PROPOSAL = DraftToken(-1)
 
 
 class ProposalRule:
-    """Rule by which one session turns candidates into a proposal; stateless, so one rule serves any drafter."""
+    """Rule by which one session turns candidates into a proposal; stateless, so one rule serves any drafter.
+
+    Args:
+        sampling: the session's parameters, the seed of the shared noise among them.
+        prompt_length: tokens of prompt, which presence and frequency penalties and `min_tokens` leave out.
+        runners_up: most tokens to name beside each proposal that would have been proposed next.
+        eos_tokens: ids that end a text of the target, as far as they are known; `min_tokens` forbids them.
+    """
 
     def __init__(
         self,
@@ -34,14 +41,6 @@ class ProposalRule:
         runners_up: int = 0,
         eos_tokens: Collection[int] = (),
     ) -> None:
-        """Make the rule.
-
-        Args:
-            sampling: the session's parameters, the seed of the shared noise among them.
-            prompt_length: tokens of prompt, which presence and frequency penalties and `min_tokens` leave out.
-            runners_up: most tokens to name beside each proposal that would have been proposed next.
-            eos_tokens: ids that end a text of the target, as far as they are known; `min_tokens` forbids them.
-        """
         self.sampling = sampling
         self.runners_up = runners_up
         self.eos_tokens = frozenset(eos_tokens)

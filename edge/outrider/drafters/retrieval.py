@@ -60,7 +60,14 @@ class _Cursor(NamedTuple):
 
 
 class RetrievalDrafter:
-    """Drafter that copies on from sources shared by texts and from the prediction of its own text."""
+    """Drafter that copies on from sources shared by texts and from the prediction of its own text.
+
+    Args:
+        sources: returns the documents of now, the most important first; the text itself comes before them. States ask
+            as they open and `follow`, in their threads.
+        prediction: one document that the text is expected to equal, before everything else.
+        vocab_size: number of tokens that share the probability of what is not proposed; need not be exact.
+    """
 
     name = "retrieval"
     version = "1"
@@ -73,14 +80,6 @@ class RetrievalDrafter:
         *,
         vocab_size: int = 1 << 16,
     ) -> None:
-        """Make the drafter.
-
-        Args:
-            sources: returns the documents of now, the most important first; the text itself comes before them. States
-                ask as they open and `follow`, in their threads.
-            prediction: one document that the text is expected to equal, before everything else.
-            vocab_size: number of tokens that share the probability of what is not proposed; need not be exact.
-        """
         self.sources = sources
         self.prediction = prediction
         self.vocab_size = vocab_size

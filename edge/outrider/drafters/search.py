@@ -64,8 +64,6 @@ class DrafterSearch:
 
     Args:
         offers: manifests that the coordinator offers.
-        cache: folder of downloaded files.
-        fetch: downloads one of them.
         threads: threads of ONNX Runtime for each drafter.
         edge: name of this edge, which decides what it tries; empty: it tries nothing.
         tokenizer_json: the target's tokenizer, by which drafters with another one draft by text; empty: they cannot.
@@ -96,12 +94,9 @@ class DrafterSearch:
             names: as `named` takes them; the first may be `all`, for all that fit, or `auto`, for all that fit of which
                 none but the first is steered: replayed over all links, a steered one among others gains nothing, and
                 its vectors cost bytes of every commit.
-            tokenizer_sha256: as in `named`.
+            tokenizer_sha256: the target's.
             limit_bytes: holds for several drafters. One alone has what it needs; with `auto` the first goes alone where
                 it would fill the memory for several.
-
-        Raises:
-            OutriderError, OSError: as `named`.
         """
         if names[0] not in ("all", "auto"):
             return self.named(names, tokenizer_sha256), limit_bytes if len(names) > 1 else math.inf
@@ -116,9 +111,7 @@ class DrafterSearch:
     def named(self, names: tuple[str, ...], tokenizer_sha256: str) -> list[Member]:
         """Return these drafters in order, without those that are broken or cannot be had now, which are logged.
 
-        Args:
-            names: names of drafters, or folders.
-            tokenizer_sha256: the target's; empty: the first package's.
+        An empty `tokenizer_sha256` stands for that of the first package.
 
         Raises:
             NotFound: nobody knows a name.

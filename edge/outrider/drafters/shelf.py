@@ -39,11 +39,8 @@ class Member:
     """A drafter that can be loaded.
 
     Attributes:
-        name: name in its manifest.
-        version: version in its manifest.
         bytes: size of its graphs on disk; 0: it takes no memory to speak of, and is loaded at once.
         load: loads it in any thread.
-        steering: shape of the steering vectors that it takes; None: none.
         package: its package, by the manifest; None: it needs none.
         by_text: whether it has another tokenizer than the target, and drafts by text.
     """
@@ -113,7 +110,7 @@ class DrafterShelf:
         in the background.
 
         Args:
-            members: drafters in the order of preference.
+            members: the drafters.
             limit_bytes: memory that drafters may hold together, without the caches of texts.
             error: reason why there are none.
 

@@ -157,11 +157,7 @@ class Decoding:
     Args:
         machine: the session.
         route: where verifiers are found.
-        subject: names of the session, its target and its drafter.
-        channels: connections to verifiers.
-        observer: sees what happens and when.
-        drafters: drafters of the text, or of its first turn.
-        thread: where they draft.
+        drafters: drafters of the text, or of its first turn, which draft in `thread`.
         open_timeout_s: limit of a verifier's first answer, in seconds.
         measured: measurements of texts of such sampling.
         on_opened: called with a verifier's answer to an Open.

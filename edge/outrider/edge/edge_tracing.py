@@ -34,11 +34,7 @@ MAX_COMMITS = 2000  # of one text that get spans; the session's span counts the 
 
 
 class Tracing:
-    """Maker of observers that turn into spans.
-
-    Args:
-        provider: OpenTelemetry's; it decides which sessions are sampled, and where spans go.
-    """
+    """Maker of observers that turn into spans; `provider` decides which sessions are sampled, and where spans go."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider

@@ -106,7 +106,6 @@ class Finding:
     Attributes:
         message: sentence about what was found, or why the check was skipped.
         remedy: sentence that names an option or a command; warnings and failures have one.
-        check: name of the check.
     """
 
     outcome: Outcome
@@ -194,12 +193,10 @@ class _Visit:
     """State of the checks so far: each adds what later ones need.
 
     Attributes:
-        findings: of the checks that were made.
         endpoints: servers under examination, by role; a lease adds `verifier`, which is the coordinator where that
             relays.
         plain: client without drafts; None: no session was tried.
         drafting: client with the drafter of the config.
-        opened: the verifier's answer to a session.
     """
 
     def __init__(self, config: EdgeConfig, report: Callable[[Finding], None]) -> None:

@@ -134,10 +134,7 @@ def reported_hits(
 ) -> tuple[DrafterHits, ...]:
     """Return hits of a text's drafters for a report: the most compared ones, none below `MIN_COMPARED` tokens.
 
-    Args:
-        counts: counts of the text by name of the drafter.
-        versions: versions of the drafters by name; a drafter without one is left out.
-        measured: measurements of the text, of which the time to draft a token is reported.
+    Counts and versions are by name of the drafter; one without a version is left out.
     """
     reported = [
         DrafterHits(

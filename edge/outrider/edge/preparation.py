@@ -97,7 +97,6 @@ class Preparation:
         drafters: replace the config's unless empty.
 
     Attributes:
-        ready: what was found; None: nothing yet.
         learnable: package of the first drafter that can learn, as others have it too; None: there is none yet.
     """
 
@@ -205,8 +204,12 @@ class Preparation:
         return ready
 
     def _found(self, route: Route, model: str, tokenizer_json: str, shelf: DrafterShelf, template: str) -> Ready:
-        tokenizer, sha256 = Tokenizer.from_str(tokenizer_json), tokenizer_hash(tokenizer_json)
-        texts = self._local_texts(tokenizer, sha256) if self._copies else None
+        tokenizer, sha256, config = Tokenizer.from_str(tokenizer_json), tokenizer_hash(tokenizer_json), self._config
+        texts = None
+        if self._copies:
+            files = LocalFiles(config.draft_from, tokenizer) if config.draft_from else None
+            folder, vocab_size = config.draft_answers, tokenizer.get_vocab_size()
+            texts = LocalTexts(files, None if folder is None else KeptAnswers(folder, sha256, vocab_size))
         return Ready(route, model, tokenizer, sha256, shelf, template, texts)
 
     @property
@@ -214,14 +217,6 @@ class Preparation:
         """Whether drafts are copied from texts of this machine."""
         config = self._config
         return config.drafter != "none" and bool(config.draft_from or config.draft_answers)
-
-    def _local_texts(self, tokenizer: Tokenizer, sha256: str) -> LocalTexts:
-        config, files, answers = self._config, None, None
-        if config.draft_from:
-            files = LocalFiles(config.draft_from, tokenizer)
-        if config.draft_answers is not None:
-            answers = KeptAnswers(config.draft_answers, sha256, tokenizer.get_vocab_size())
-        return LocalTexts(files, answers)
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """Return a lease, after waiting for as long as the coordinator promises one."""

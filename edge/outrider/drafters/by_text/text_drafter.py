@@ -23,8 +23,6 @@ class TextDrafter:
 
     Args:
         inner: drafter of the tokens of `own`.
-        own: the drafter's vocabulary.
-        target: the target's vocabulary.
         look_back: tokens before a seam that are encoded again; 0 for comparison.
 
     Raises:
