@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import AsyncGeneratorType, TracebackType
+from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
@@ -114,9 +114,7 @@ class Client:
         await self.prepare()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -584,9 +582,7 @@ class Conversation:
         await self._client.prepare()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

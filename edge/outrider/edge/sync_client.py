@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.edge.client import Client, Conversation, Transcript
@@ -15,6 +14,7 @@ from outrider.edge.event_stream import Completion, Event
 from outrider.proto.types import Sampling
 
 T = TypeVar("T")
+Events = Generator[Event]
 
 
 class _OnLoop:
@@ -23,9 +23,7 @@ class _OnLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -34,7 +32,7 @@ class _OnLoop:
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _iterate(self, events: AsyncGenerator[Event]) -> Generator[Event]:
+    def _iterate(self, events: AsyncGenerator[Event]) -> Events:
         """Yield the events, each taken when it is asked for; leaving early closes their source."""
         taking: Future[Event | None] | None = None
         try:
@@ -47,7 +45,7 @@ class _OnLoop:
 
 
 class SyncClient(_OnLoop):
-    """`Client` without async; a context manager."""
+    """`Client` without async, with the same arguments; a context manager."""
 
     def __init__(self, config: EdgeConfig) -> None:
         self._client = Client(config)
@@ -67,21 +65,16 @@ class SyncClient(_OnLoop):
         self._loop.close()
 
     def wake(self) -> None:
-        """Call `Client.wake`."""
         self._call(self._client.wake())
 
     def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion:
-        """Call `Client.complete`."""
         return self._call(self._client.complete(prompt, sampling, **options))
 
-    def generate(
-        self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any
-    ) -> Generator[Event]:
-        """Call `Client.generate`; closing the iterator cancels the text."""
+    def generate(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any) -> Events:
+        """Yield the events of `Client.generate`; closing the iterator cancels the text."""
         return self._iterate(self._client.generate(prompt, sampling, **options))
 
     def conversation(self, sampling: Sampling | None = None, **options: Any) -> SyncConversation:
-        """Call `Client.conversation`."""
         return SyncConversation(self._loop, self._client.conversation(sampling, **options))
 
 
@@ -97,24 +90,19 @@ class SyncConversation(_OnLoop):
         return self
 
     def close(self) -> None:
-        """Call `Conversation.close`."""
         self._call(self._talk.close())
 
     @property
     def transcript(self) -> Transcript:
-        """The conversation's transcript so far."""
         return self._talk.transcript
 
-    def say(
-        self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
-    ) -> Generator[Event]:
-        """Call `Conversation.say`; closing the iterator cancels the turn."""
+    def say(self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any) -> Events:
+        """Yield the events of `Conversation.say`; closing the iterator cancels the turn."""
         return self._iterate(self._talk.say(prompt, sampling, **options))
 
     def complete(
         self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
     ) -> Completion:
-        """Call `Conversation.complete`."""
         return self._call(self._talk.complete(prompt, sampling, **options))
 
 
