@@ -13,14 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from scripted_drafters import GarbageDrafter, ScriptedDrafter
-from tiny_drafter import (
-    GREEDY,
-    STEERING_MANIFEST,
-    TOKENIZER,
-    steering_graph,
-    tiny_graph,
-    write_package,
-)
+from tiny_drafter import GREEDY, STEERING_MANIFEST, TOKENIZER, steering_graph, tiny_graph, write_package
 
 from outrider.drafters import DrafterCache, DrafterShelf, NgramDrafter, embedded_packages, find_package
 from outrider.drafters import shelf as shelf_module
@@ -32,14 +25,7 @@ from outrider.edge import Client, EdgeConfig, examination
 from outrider.edge.examination import Outcome
 from outrider.edge.preparation import Preparation, Ready
 from outrider.proto.drafter_format import SteeringShape
-from outrider.proto.errors import (
-    ConfigError,
-    DataLoss,
-    ModelRefused,
-    NotFound,
-    TokenizerMismatch,
-    Unavailable,
-)
+from outrider.proto.errors import ConfigError, DataLoss, ModelRefused, NotFound, TokenizerMismatch, Unavailable
 from outrider.proto.plumbing.files import sha256_of
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
@@ -581,11 +567,7 @@ def test_a_folder_here_does_not_hide_a_drafter_of_its_name(offered, tmp_path, mo
     for name in ("far", "general"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    assert [one.name for one in offered.search.all(tokenizer_hash(WORD_TOKENIZER))] == [
-        "far",
-        "further",
-        "ngram",
-    ]
+    assert [one.name for one in offered.search.all(tokenizer_hash(WORD_TOKENIZER))] == ["far", "further", "ngram"]
     assert [one.name for one in offered.search.named(("far",), "")] == ["far"]
 
 

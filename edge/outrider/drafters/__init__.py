@@ -14,13 +14,7 @@ suffix_index  documents that are searched for the end of a text
 from __future__ import annotations
 
 from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.packages import (
-    DrafterCache,
-    DrafterPackage,
-    embedded_packages,
-    find_package,
-    load_package,
-)
+from outrider.drafters.packages import DrafterCache, DrafterPackage, embedded_packages, find_package, load_package
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
 from outrider.drafters.retrieval import RetrievalDrafter

@@ -121,12 +121,7 @@ def product_norm(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def write_adapter_package(
-    parent: Path,
-    folder: Path,
-    matrices: Mapping[str, LowRank],
-    *,
-    sequence: int,
-    learned_from: LearnedFrom,
+    parent: Path, folder: Path, matrices: Mapping[str, LowRank], *, sequence: int, learned_from: LearnedFrom
 ) -> Path:
     """Write the package of an adapter; it appears under its name whole, after everything was checked.
 

@@ -34,12 +34,7 @@ class ProposalRule:
     """
 
     def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        prompt_length: int = 0,
-        runners_up: int = 0,
-        eos_tokens: Collection[int] = (),
+        self, sampling: Sampling, *, prompt_length: int = 0, runners_up: int = 0, eos_tokens: Collection[int] = ()
     ) -> None:
         self.sampling = sampling
         self.runners_up = runners_up

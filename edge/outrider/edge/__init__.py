@@ -53,14 +53,7 @@ _MODULES = {
     "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.request": ("Tenant",),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
-    "outrider.proto.types": (
-        "CommittedToken",
-        "FinishReason",
-        "Grammar",
-        "GrammarKind",
-        "Provenance",
-        "Sampling",
-    ),
+    "outrider.proto.types": ("CommittedToken", "FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
 }
 
 

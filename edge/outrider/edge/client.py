@@ -86,13 +86,7 @@ class Client:
         drafters: replace the config's (tests, drafters of your own); among several one is selected as a chain begins.
     """
 
-    def __init__(
-        self,
-        config: EdgeConfig,
-        *,
-        route: Route | None = None,
-        drafters: Sequence[Drafter] = (),
-    ) -> None:
+    def __init__(self, config: EdgeConfig, *, route: Route | None = None, drafters: Sequence[Drafter] = ()) -> None:
         self.config = config
         self.trainer: Callable[[OwnText], None] | None = None
         self._coordinator: CoordinatorClient | None = None

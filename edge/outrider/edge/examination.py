@@ -34,14 +34,7 @@ from outrider.proto import codec, errors
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.plumbing.tls import (
-    PUBLIC,
-    ClientCredentials,
-    ClientTls,
-    certificate_names,
-    explain,
-    open_channel,
-)
+from outrider.proto.plumbing.tls import PUBLIC, ClientCredentials, ClientTls, certificate_names, explain, open_channel
 from outrider.proto.release import UNKNOWN, release
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.session import RetryRules

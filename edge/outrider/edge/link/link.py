@@ -32,12 +32,7 @@ from outrider.proto.types import CloudFrame, EdgeFrame, Lease, Opened
 
 LAST_WORDS_S = 0.2
 # gRPC reports a lost connection with one of these; a verifier's own error carries a detail.
-BROKEN = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.CANCELLED,
-)
+BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 _NO_MORE = b""  # no frame is empty
 
 
