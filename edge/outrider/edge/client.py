@@ -239,7 +239,7 @@ class Client:
         options = RequestOptions(logprobs, top_logprobs, request_id, prompt_logprobs, tenant)
         ready = await within(self.find(), deadline)
         tokens = await within(ready.encode_prompt(prompt, special=True), deadline)
-        frame = options.applied_to(self._open(ready, tokens, checked_sampling(sampling or Sampling(), overrides)))
+        frame = self._open(ready, tokens, checked_sampling(sampling or Sampling(), overrides), options)
         text = TextStream(ready.tokenizer, checked_stop(stop), shown, frame.sampling.min_tokens, tokens)
         decoding = self._begin(ready, frame, observer, await self._predicted(ready, prediction), tenant)
         async with aclosing(decoding.run(text, began, deadline)) as events:
@@ -315,20 +315,24 @@ class Client:
         index = await indexed_prediction(ready.tokenizer, prediction)
         return index if self.config.drafter != "none" else None
 
-    def _open(self, ready: Ready, prompt: tuple[int, ...], sampling: Sampling) -> Open:
-        config = self.config
+    def _open(self, ready: Ready, prompt: tuple[int, ...], sampling: Sampling, options: RequestOptions) -> Open:
+        config, session = self.config, uuid.uuid4().hex
         return Open(
             model=ready.model,
             tokenizer_sha256=ready.tokenizer_sha256,
             prompt=prompt,
             sampling=sampling,
-            session=uuid.uuid4().hex,
+            session=f"{options.request_id[:47]}-{session[:16]}" if options.request_id else session,
             patience=config.patience,
             window=config.window or 0,
             max_drafts=config.max_drafts,
             drafts_here=config.drafts_here,
-            logp=config.logprobs,
+            logp=config.logprobs and options.logprobs is not False,
+            logprobs=bool(options.logprobs) or options.top_logprobs > 0,
+            top_logprobs=options.top_logprobs,
+            prompt_logprobs=options.prompt_logprobs,
             trees=not config.chains,
+            isolation=options.tenant.isolation,
         )
 
     def _begin(
@@ -684,7 +688,7 @@ class Conversation:
         self, ready: Ready, start: int, prompt: tuple[int, ...], sampling: Sampling, prediction: SuffixIndex | None
     ) -> Decoding:
         client = self._client
-        frame = self._options.applied_to(client._open(ready, (*self._tokens, *prompt), sampling))
+        frame = client._open(ready, (*self._tokens, *prompt), sampling, self._options)
         if self._decoding is not None:
             others = client._other_drafters(ready, self._decoding, frame, prediction)
             if self._decoding.may_take(others, prediction):

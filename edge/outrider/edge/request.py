@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import MAX_TOP_LOGPROBS, NumberRange, Open, Sampling, require, require_text
+from outrider.proto.types import MAX_TOP_LOGPROBS, NumberRange, Sampling, require, require_text
 
 _TOP_LOGPROBS = NumberRange(0, MAX_TOP_LOGPROBS)
 
@@ -74,15 +74,3 @@ class RequestOptions:
         of_prompt = 0 if self.prompt_logprobs is None else self.prompt_logprobs
         require(_TOP_LOGPROBS.allows(of_prompt), "prompt_logprobs", message)
         require(self.logprobs is not False or not self.top_logprobs, "top_logprobs", "needs logprobs; leave them on")
-
-    def applied_to(self, frame: Open) -> Open:
-        """Return the frame that opens the session so."""
-        return replace(
-            frame,
-            session=f"{self.request_id[:47]}-{frame.session[:16]}" if self.request_id else frame.session,
-            logp=frame.logp and self.logprobs is not False,
-            logprobs=bool(self.logprobs) or self.top_logprobs > 0,
-            top_logprobs=self.top_logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            isolation=self.tenant.isolation,
-        )
