@@ -103,9 +103,10 @@ class OnnxDrafter:
         self.version = package.version
         self.steering = package.steering
         with _translated(ModelRefused, f"drafter {package.name}"):
-            self.session = _load(_graph(package), threads)
+            graph = package.model_path if package.adapter is None else merged_graph(package)
+            self.session = _load(graph, threads, package.name)
             steered = package.steering is not None
-            self._steering_session = _load(_checked(package.steering_path, self.name), 1) if steered else None
+            self._steering_session = _load(package.steering_path, 1, package.name) if steered else None
         self._check_graphs()
         self._try()
 
@@ -159,17 +160,10 @@ class OnnxDrafter:
             state.close()
 
 
-def _graph(package: DrafterPackage) -> str | bytes:
-    """Return the path of a package's graph, or the content of one with an adapter."""
-    return _checked(package.model_path, package.name) if package.adapter is None else merged_graph(package)
-
-
-def _checked(graph: Path, drafter: str) -> str:
-    read_graph_file(graph, drafter)  # ONNX Runtime would follow it to weights in other files
-    return str(graph)
-
-
-def _load(graph: str | bytes, threads: int) -> onnxruntime.InferenceSession:
+def _load(graph: Path | bytes, threads: int, drafter: str) -> onnxruntime.InferenceSession:
+    """Return a session of a graph, which is a file or the content of one."""
+    if isinstance(graph, Path):
+        read_graph_file(graph, drafter)  # ONNX Runtime would follow it to weights in other files
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
