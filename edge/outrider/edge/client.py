@@ -178,10 +178,8 @@ class Client:
             OutriderError: no verifier takes a text now.
         """
         ready = self._preparation.ready_now()
-        if self._coordinator is not None:
-            return await self._coordinator.inquire(ready.model, ready.tokenizer_sha256)
-        lease = await ready.route.lease(LeaseRequest(ready.model, "inquiry"))
-        if not ready.prompts.context_length:
+        lease = await ready.route.lease(LeaseRequest(ready.model, uuid.uuid4().hex, inquiry=True))
+        if self._coordinator is None and not ready.prompts.context_length:
             ready.prompts.meet(await self._channels.described(lease, DESCRIBED_WITHIN_S))
         return lease.address
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,12 +51,6 @@ class CoordinatorClient:
         self.priors.learn(request, lease)
         self.newest_lease = lease
         return lease
-
-    async def inquire(self, model: str, tokenizer_sha256: str) -> str:
-        """Return the host:port where a text would be decoded now; no slot is taken."""
-        request = LeaseRequest(model=model, session=uuid.uuid4().hex, tokenizer_sha256=tokenizer_sha256, inquiry=True)
-        lease = await self.open_lease(request)
-        return self.address if lease.relayed else lease.address
 
     async def list_drafters(self, tokenizer_sha256: str = "") -> tuple[DrafterManifest, ...]:
         """List all drafters, or those of one tokenizer."""
