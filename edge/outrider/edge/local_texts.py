@@ -192,11 +192,9 @@ class LocalTexts:
     """Indices over local files and kept answers, refreshed by one thread; every method is for any thread."""
 
     def __init__(self, files: LocalFiles | None, answers: KeptAnswers | None) -> None:
-        self._files = files
         self._answers = answers
-        self._of_files: SuffixIndex | None = None
-        self._of_answers: SuffixIndex | None = None
-        self._seen: tuple[object, object] = (None, None)  # versions of both when they were indexed
+        self._kinds = [texts for texts in (files, answers) if texts is not None]
+        self._read: dict[int, tuple[object, SuffixIndex]] = {}  # of each kind, its version and index
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-local-texts")
         self._refreshing: Future[None] | None = None
         self._lock = threading.Lock()
@@ -207,22 +205,19 @@ class LocalTexts:
         Raises:
             ConfigError: a file cannot be used; the message says which.
         """
-        began = time.monotonic()
-        files, answers = self._seen
-        if self._files is not None and (now := self._files.look()) != files:
-            self._of_files = SuffixIndex(self._files.documents())
-            files = now
-        if self._answers is not None and (kept := self._answers.look()) != answers:
-            self._of_answers = SuffixIndex(self._answers.documents())
-            answers = kept
-        if (files, answers) != self._seen:
-            self._seen = files, answers
+        began, read = time.monotonic(), dict(self._read)
+        for number, texts in enumerate(self._kinds):
+            version = texts.look()
+            if number not in read or read[number][0] != version:
+                read[number] = version, SuffixIndex(texts.documents())
+        if read != self._read:
+            self._read = read
             tokens = sum(map(len, self.sources()))
             log.info("indexed %d local tokens in %.0f ms", tokens, 1e3 * (time.monotonic() - began))
 
     def sources(self) -> Sequence[SuffixIndex]:
         """Return the indices of now, files first."""
-        return [index for index in (self._of_files, self._of_answers) if index is not None]
+        return [index for _, index in self._read.values()]
 
     def refresh(self) -> None:
         """Index in the background what has changed; return at once. What cannot be read now stays as it was."""

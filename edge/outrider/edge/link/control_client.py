@@ -112,12 +112,9 @@ class CoordinatorClient:
 
 def _plain(details: str) -> str:
     """Return gRPC's words, or plain ones for what they say most often."""
-    refused = "Connection refused" in details
-    return (
-        "nothing listens there; start `outrider up` or `outrider coordinator`, or check the address"
-        if refused
-        else details
-    )
+    if "Connection refused" in details:
+        return "nothing listens there; start `outrider up` or `outrider coordinator`, or check the address"
+    return details
 
 
 def file_fetcher(
