@@ -259,8 +259,7 @@ class _Visit:
         plain = self.plain = Client(replace(config, drafter="none", drafts_here=0))
         self.drafting = Client(config)
         await plain.prepare()
-        async for _ in plain.generate(PROMPT, max_tokens=1, observer=recorder):
-            pass
+        await plain.complete(PROMPT, max_tokens=1, observer=recorder)
         milliseconds = 1000 * (time.monotonic() - began)
         opened = self.opened = recorder.opened
         assert opened is not None  # noqa: S101 - a text came, and none does before Opened
