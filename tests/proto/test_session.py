@@ -153,7 +153,7 @@ scenarios = st.builds(
 )
 
 
-@settings(max_examples=900, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(scenario=scenarios)
 def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(scenario):
     frame, oracle = scenario.frame(), hashing_oracle(scenario.seed)
@@ -296,12 +296,7 @@ def test_whatever_an_edge_asks_for_a_step_begins_after_the_longest_patience(seco
         (open_frame(protocol_version=PROTOCOL_VERSION - 1), {}, UnsupportedProtocol, "open.protocol_version"),
         (open_frame(tokenizer_sha256="cd" * 32), {}, TokenizerMismatch, "open.tokenizer_sha256"),
         (open_frame(prompt=(1,) * 20), {"context_length": 20}, PromptTooLong, "open.prompt"),
-        (
-            open_frame(prompt=(1,) * 10, committed=(2,) * 10),
-            {"context_length": 20},
-            Unavailable,
-            "open.context_length",
-        ),
+        (open_frame(prompt=(1,) * 10, committed=(2,) * 10), {"context_length": 20}, Unavailable, "open.context_length"),
         (open_frame(prompt=(1,) * 10, committed=(2,), context_length=11), {}, InvalidArgument, "open.committed"),
         (open_frame(prompt=(8,)), {}, UnknownToken, "open.prompt"),
         (open_frame(committed=(1, 8)), {}, UnknownToken, "open.committed"),
@@ -309,12 +304,7 @@ def test_whatever_an_edge_asks_for_a_step_begins_after_the_longest_patience(seco
         (open_frame(sampling=Sampling(stop_tokens=(8,))), {}, UnknownToken, "sampling.stop_tokens"),
         (open_frame(sampling=Sampling(logit_bias=((8, 1.0),))), {}, UnknownToken, "sampling.bias_tokens"),
         (open_frame(committed=(1, 0)), {}, InvalidArgument, "open.committed"),
-        (
-            open_frame(committed=(1, 4), sampling=Sampling(stop_tokens=(4,))),
-            {},
-            InvalidArgument,
-            "open.committed",
-        ),
+        (open_frame(committed=(1, 4), sampling=Sampling(stop_tokens=(4,))), {}, InvalidArgument, "open.committed"),
     ],
 )
 def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame, changes, error, field):
@@ -807,12 +797,7 @@ def test_drafts_survive_by_what_their_confidence_has_been_worth():
 
 
 @pytest.mark.parametrize(
-    "commit",
-    [
-        Commit(3, committed(7), 0, 16),
-        Commit(4, committed(1, 5), 0, 16),
-        Commit(2, committed(2, 1), 0, 16),
-    ],
+    "commit", [Commit(3, committed(7), 0, 16), Commit(4, committed(1, 5), 0, 16), Commit(2, committed(2, 1), 0, 16)]
 )
 def test_a_commit_that_contradicts_the_transcript_ends_the_text_with_an_error(commit):
     edge = edge_session()
