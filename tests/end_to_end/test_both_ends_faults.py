@@ -196,12 +196,7 @@ async def test_a_text_goes_to_a_verifier_without_drafts_of_its_own_and_back(
         relay(one) as first,
         relay(two) as second,
         edge(
-            first.address,
-            second.address,
-            drafter="none",
-            drafts_here=2,
-            patience=UNTIL_DRAFTED,
-            retry=QUICKLY,
+            first.address, second.address, drafter="none", drafts_here=2, patience=UNTIL_DRAFTED, retry=QUICKLY
         ) as client,
     ):
         async for event in client.generate(prompt, LONG, observer=frames):
@@ -296,10 +291,7 @@ async def test_texts_end_while_every_thread_of_the_drafter_hangs(edge, prompts, 
             expected = [(await client.complete(text, WAYS["sampled"])).ids for text in (first, second)]
         async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
             frames = Frames()
-            texts = (
-                client.complete(first, WAYS["sampled"], observer=frames),
-                client.complete(second, WAYS["sampled"]),
-            )
+            texts = (client.complete(first, WAYS["sampled"], observer=frames), client.complete(second, WAYS["sampled"]))
             found = [each.ids for each in await asyncio.wait_for(asyncio.gather(*texts), 60)]
             assert found == expected
             assert served._engine.sessions.here is None

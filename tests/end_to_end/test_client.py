@@ -11,13 +11,7 @@ from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
 from outrider.edge.event_stream import collect
-from outrider.proto.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    NotFound,
-    OutriderError,
-    Unavailable,
-)
+from outrider.proto.errors import DeadlineExceeded, InvalidArgument, NotFound, OutriderError, Unavailable
 from outrider.proto.session import RetryRules
 from outrider.proto.types import DraftToken, Patience
 

@@ -22,11 +22,7 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.session import RetryRules
-from outrider.proto.types import (
-    Cancel,
-    Continue,
-    Open,
-)
+from outrider.proto.types import Cancel, Continue, Open
 
 PAGE = 16
 TURNS = ("def main(argv):\n", "\n# more of it\n", "class A:\n    pass\n")
@@ -274,10 +270,7 @@ async def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_n
 async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clients) -> None:
     async with verifiers(max_sessions=2) as (server,), clients(server) as client:
         observers = [SentFrames(), SentFrames()]
-        async with (
-            client.conversation(observer=observers[0]) as old,
-            client.conversation(observer=observers[1]) as new,
-        ):
+        async with client.conversation(observer=observers[0]) as old, client.conversation(observer=observers[1]) as new:
             for talk in (old, new):
                 await talk.complete("a", max_tokens=3)
                 await until(lambda: server.status().sessions == 0)
@@ -292,11 +285,7 @@ async def test_the_session_that_idles_longest_is_given_up_first(verifiers, clien
 @pytest.mark.parametrize("keep", [{"keep_s": 0.05}, {"keep_s": 0.0}], ids=["briefly", "never"])
 async def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(verifiers, clients, keep) -> None:
     frames = SentFrames()
-    async with (
-        verifiers(**keep) as (server,),
-        clients(server) as client,
-        client.conversation(observer=frames) as talk,
-    ):
+    async with verifiers(**keep) as (server,), clients(server) as client, client.conversation(observer=frames) as talk:
         for text in TURNS:
             await said_as_fresh(client, talk, text, max_tokens=5)
             await until(lambda: len(server._engine.sessions) == 0)

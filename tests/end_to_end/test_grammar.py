@@ -174,11 +174,7 @@ async def test_every_token_has_the_models_own_log_probability_also_under_a_gramm
 async def test_each_turn_of_a_conversation_has_its_own_grammar(serving, edge) -> None:
     answer = Sampling(max_tokens=6, grammar=Grammar(GrammarKind.REGEX, "yes|no|perhaps"))
 
-    async with (
-        serving() as address,
-        edge(address, drafter="general") as client,
-        client.conversation() as talk,
-    ):
+    async with serving() as address, edge(address, drafter="general") as client, client.conversation() as talk:
         said = []
         for prompt, sampling in (
             ("Is it so? ", answer),

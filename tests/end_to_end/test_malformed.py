@@ -320,12 +320,7 @@ async def test_bytes_that_are_no_grpc_are_shut_out(at: System) -> None:
         writer.transport.abort()
 
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    wrong = [
-        b"GET / HTTP/1.1\r\n\r\n",
-        preface,
-        *(preface + rng.randbytes(200) for _ in range(8)),
-        rng.randbytes(99),
-    ]
+    wrong = [b"GET / HTTP/1.1\r\n\r\n", preface, *(preface + rng.randbytes(200) for _ in range(8)), rng.randbytes(99)]
     async with canaries_sing(at):
         pairs = itertools.product((at.verifier, at.coordinator), wrong)
         await together((lambda pair=pair: one(*pair)) for pair in pairs)  # type: ignore[misc]

@@ -60,10 +60,7 @@ async def test_a_relayed_text_equals_the_direct_one_also_when_its_verifier_dies(
 
 
 async def test_cancelled_texts_free_their_sessions_behind_the_relay(tmp_path: Path) -> None:
-    async with (
-        fleet("a", relay=True, poll_s=0.2) as relaying,
-        relaying.client(tmp_path, drafter="ngram") as client,
-    ):
+    async with fleet("a", relay=True, poll_s=0.2) as relaying, relaying.client(tmp_path, drafter="ngram") as client:
         for _ in range(3):
             text = client.generate(PROMPT, max_tokens=500)
             await anext(text)

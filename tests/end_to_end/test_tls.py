@@ -149,10 +149,7 @@ async def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_un
 ) -> None:
     monkeypatch.setattr(metering, "REFILL", 0.001)
 
-    async with (
-        fleet(issued, verifier, api_keys=keys) as running,
-        Client(edge(issued, running, tmp_path)) as client,
-    ):
+    async with fleet(issued, verifier, api_keys=keys) as running, Client(edge(issued, running, tmp_path)) as client:
         whole = await client.complete(PROMPT, max_tokens=40)
         now_s = time.monotonic()
         meter = verifier._server._streams._meters.of("alice", TOKENS_PER_MINUTE, now_s)

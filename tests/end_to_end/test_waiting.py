@@ -55,11 +55,7 @@ async def by_daemon(client: Client) -> AsyncIterator[Ask]:
 
 @pytest.mark.parametrize(
     ("door", "places", "options"),
-    [
-        (by_daemon, 1, {}),
-        (by_client, 1, {"relay": True}),
-        (by_daemon, 4, {"relay": True, "relay_streams": 1}),
-    ],
+    [(by_daemon, 1, {}), (by_client, 1, {"relay": True}), (by_daemon, 4, {"relay": True, "relay_streams": 1})],
     ids=["daemon", "relay", "daemon and places of the relay"],
 )
 async def test_texts_that_wait_are_served_in_order_and_before_newcomers(

@@ -154,11 +154,9 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             tried, named_tried = await text(client)
             assert tried == alone
             assert set(named_tried) <= {("general", version) for version in published}
-            assert await states(control) == {
-                published[0]: "former",
-                BAD_VERSION: "retired",
-                published[1]: "current",
-            }, "a bad version does not stand in a later one's way"
+            assert await states(control) == {published[0]: "former", BAD_VERSION: "retired", published[1]: "current"}, (
+                "a bad version does not stand in a later one's way"
+            )
             (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
             assert third.texts == 1, "the edge has reported the hits of both on the text"
             assert {each.version: each.state for each in await client.versions()} == await states(control)
@@ -166,11 +164,7 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             await until(lambda: versions() == (published[0],))
             _, named = await text(client)
             assert set(named) == {("general", published[0])}
-            assert await states(control) == {
-                published[0]: "current",
-                BAD_VERSION: "retired",
-                published[1]: "retired",
-            }
+            assert await states(control) == {published[0]: "current", BAD_VERSION: "retired", published[1]: "retired"}
         reports = [report for report in (await control.status()).recent if report.drafter]
         said = [report.drafter_version for report in reports]
         assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"

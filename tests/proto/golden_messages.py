@@ -230,9 +230,7 @@ EXAMPLES = {
             64,
         )
     ),
-    "commit with entropies": _cloud(
-        t.Commit(9, (t.CommittedToken(7, None, t.TokenFacts(-0.5, 1, (), 0.75)),), 0, 64),
-    ),
+    "commit with entropies": _cloud(t.Commit(9, (t.CommittedToken(7, None, t.TokenFacts(-0.5, 1, (), 0.75)),), 0, 64)),
     "commit with drafts of the verifier's own": _cloud(
         t.Commit(
             9,

@@ -266,10 +266,7 @@ def test_a_new_rate_holds_from_the_next_admission():
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
-@given(
-    st.integers(1, 1000),
-    st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500)), min_size=1, max_size=30),
-)
+@given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500)), min_size=1, max_size=30))
 def test_spending_over_any_time_is_at_most_a_minutes_worth_the_rate_and_one_text(rate, texts):
     bucket, now_s, spent, largest = Bucket(rate, 0.0), 0.0, 0, 0
     for pause_s, tokens in texts:

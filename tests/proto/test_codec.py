@@ -64,10 +64,7 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
 )
 requests = st.builds(
-    t.SteeringRequest,
-    st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
-    st.sampled_from(t.SteeringPrecision),
-    counts,
+    t.SteeringRequest, st.from_regex(r"[0-9a-f]{12}", fullmatch=True), st.sampled_from(t.SteeringPrecision), counts
 )
 opens = st.builds(
     t.Open,
@@ -78,12 +75,7 @@ opens = st.builds(
     session=names,
     committed=tokens,
     lease=st.binary(max_size=40),
-    patience=st.none()
-    | st.builds(
-        t.Patience,
-        st.floats(0, allow_nan=False),
-        st.integers(1, (1 << 32) - 1),
-    ),
+    patience=st.none() | st.builds(t.Patience, st.floats(0, allow_nan=False), st.integers(1, (1 << 32) - 1)),
     drafting=st.booleans(),
     window=counts,
     max_drafts=counts,
@@ -531,13 +523,7 @@ def test_a_draft_of_four_tokens_takes_few_bytes():
 
 def test_a_commit_without_log_probabilities_takes_few_bytes():
     commit = t.Commit(
-        1000,
-        committed(17, 5000, 40_000),
-        2,
-        64,
-        timing=t.Timing(40, 0.02, 0.001, 0.03),
-        chain=3,
-        verified=8,
+        1000, committed(17, 5000, 40_000), 2, 64, timing=t.Timing(40, 0.02, 0.001, 0.03), chain=3, verified=8
     )
     assert len(codec.encode_cloud_frame(commit)) <= 40
 

@@ -114,10 +114,7 @@ class SteeredSimulation(CheckedSimulation):
 
     def __init__(self, frame, oracle, drafter, *, vectors, policy, **options):
         edge = Watched(
-            replace(frame, steering=REQUEST),
-            Window(16),
-            steering=DrafterSteering(RANK, policy),
-            job_tokens=lambda _: 8,
+            replace(frame, steering=REQUEST), Window(16), steering=DrafterSteering(RANK, policy), job_tokens=lambda _: 8
         )
         edge.vectors_show_position = vectors != "noise"
         super().__init__(frame, oracle, drafter, verifier=VERIFIER, edge=edge, **options)

@@ -107,8 +107,7 @@ def test_random_bytes_are_no_lease(token):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b"", b"not json", b"[]", b"null", b"{}", b'"x"', b'{"verifier": "v"}', b"\xff\xfe", b"[" * 100],
+    "body", [b"", b"not json", b"[]", b"null", b"{}", b'"x"', b'{"verifier": "v"}', b"\xff\xfe", b"[" * 100]
 )
 def test_a_signed_body_that_is_no_claim_is_refused(body):
     with pytest.raises(Unauthenticated):

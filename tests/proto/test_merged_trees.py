@@ -12,26 +12,9 @@ from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.likely_branches import OtherShares
 from outrider.proto.policy.selector import StaticSelector
-from outrider.proto.session import (
-    Drafted,
-    DraftJob,
-    EdgeSession,
-    Selection,
-    Send,
-    StreamReady,
-    TeacherForced,
-)
+from outrider.proto.session import Drafted, DraftJob, EdgeSession, Selection, Send, StreamReady, TeacherForced
 from outrider.proto.session.tree import Beside, DraftTree
-from outrider.proto.types import (
-    Branches,
-    Commit,
-    Draft,
-    DraftToken,
-    Opened,
-    Sampling,
-    Timing,
-    token_ids,
-)
+from outrider.proto.types import Branches, Commit, Draft, DraftToken, Opened, Sampling, Timing, token_ids
 from research.simulator.scripted import drafter_of, hashing_oracle
 from research.simulator.simulated_faults import Faults
 

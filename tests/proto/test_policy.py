@@ -448,9 +448,7 @@ ROUND_TRIPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.1, 0.2)
 
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.9, 0.95])
-def test_with_a_fast_drafter_the_plan_is_near_the_better_of_no_and_full_patience(
-    acceptance: float,
-) -> None:
+def test_with_a_fast_drafter_the_plan_is_near_the_better_of_no_and_full_patience(acceptance: float) -> None:
     for round_trip_s in ROUND_TRIPS:
         planned = seconds_per_token(patience_for, acceptance, round_trip_s, 0.0005)
         never = seconds_per_token(run_ahead, acceptance, round_trip_s, 0.0005)

@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.sequential import (
-    CLIP,
-    ERROR,
-    MAX_STAKE,
-    LossTest,
-    SignTest,
-    candidate_error,
-    class_margin,
-)
+from outrider.proto.policy.sequential import CLIP, ERROR, MAX_STAKE, LossTest, SignTest, candidate_error, class_margin
 
 CODE = 3
 Texts = Callable[[np.random.Generator, int], np.ndarray]

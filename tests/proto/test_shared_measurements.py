@@ -54,12 +54,7 @@ def events(edge: EdgeSession, seed: int) -> list[tuple[EdgeEvent, float]]:
     return [
         (
             Commit(
-                start + 3 * i,
-                committed(5, 6, 7),
-                0,
-                32,
-                verified=2,
-                timing=Timing(verify_s=rng.uniform(0.02, 0.05)),
+                start + 3 * i, committed(5, 6, 7), 0, 32, verified=2, timing=Timing(verify_s=rng.uniform(0.02, 0.05))
             ),
             1.0 + 0.1 * i + rng.uniform(0, 0.05),
         )

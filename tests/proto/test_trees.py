@@ -18,16 +18,7 @@ from outrider.proto.session import Drafted
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
-from outrider.proto.types import (
-    Branch,
-    Branches,
-    Commit,
-    Draft,
-    DraftToken,
-    Opened,
-    Sampling,
-    token_ids,
-)
+from outrider.proto.types import Branch, Branches, Commit, Draft, DraftToken, Opened, Sampling, token_ids
 from research.simulator.scripted import drafter_of, hashing_oracle
 from research.simulator.simulated_faults import Faults
 

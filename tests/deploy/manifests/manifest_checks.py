@@ -282,11 +282,7 @@ def hardening(documents: list[Document]) -> Iterator[str]:
 
 def _container_troubles(container: Document) -> Iterator[str]:
     security = container.get("securityContext", {})
-    wanted = {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    wanted = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     yield from (f"{name} is not {value}" for name, value in wanted.items() if security.get(name) != value)
     for kind in ("requests", "limits"):
         missing = {"cpu", "memory"} - set(container.get("resources", {}).get(kind, {}))

@@ -378,11 +378,7 @@ BROKEN = {
         hardening,
         "gets variables of Services",
     ),
-    "no limit": (
-        lambda d: _worker(d)["resources"].pop("limits"),
-        hardening,
-        "has no limits of cpu, memory",
-    ),
+    "no limit": (lambda d: _worker(d)["resources"].pop("limits"), hardening, "has no limits of cpu, memory"),
 }
 
 
