@@ -18,9 +18,7 @@ RESEARCH = Program(
         "way": Entry("trace the files that a drafted token passes through", f"{SETTINGS}:WAY"),
         "traces": Entry("record which drafts would hit, and replay them over any link"),
         "traces record": Entry(
-            "record a target's texts, and where drafters propose the same tokens",
-            f"{SETTINGS}:RECORD",
-            "traces_record",
+            "record a target's texts, and where drafters propose the same tokens", f"{SETTINGS}:RECORD", "traces_record"
         ),
         "traces replay": Entry(
             "simulate recorded drafters over any link, on a virtual clock", f"{SETTINGS}:REPLAY", "traces_replay"

@@ -34,9 +34,7 @@ class ReplaySettings(LinkListSettings):
     drafter: tuple[str, ...] = listed((), "recorded drafters to replay; not set: all")
     seed: int = option(0, "seed of the jitter", check=at_least(0))
     selector: tuple[str, ...] = listed(
-        (),
-        "static (each drafter alone), leader, hedge, metasd-bd; none named: windows as above",
-        group=SELECTORS,
+        (), "static (each drafter alone), leader, hedge, metasd-bd; none named: windows as above", group=SELECTORS
     )
     row: tuple[str, ...] = listed((), "domains to play, or mix; not set: all", group=SELECTORS)
     seeds: int = option(

@@ -69,12 +69,10 @@ class WrittenText:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens, p."""
         return len(self.request.prompt)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """[n] the text alone."""
         return self.transcript[self.prompt_length :]
 
     def __len__(self) -> int:

@@ -196,11 +196,9 @@ class StreamGuard:
         self._look_later(watch)
 
     def end(self) -> None:
-        """Guard nothing: the stream is left."""
         self._watch = None
 
     def hear(self, frame: CloudFrame) -> None:
-        """Note a frame of the stream."""
         if self._watch is not None:
             self._watch.hear(frame, self._clock.monotonic())
 
@@ -209,7 +207,6 @@ class StreamGuard:
         self._idle = True
 
     def resume(self) -> None:
-        """Watch again, since a turn begins."""
         if self._idle and self._watch is not None:
             self._idle = False
             self._watch.resume(self._clock.monotonic())
@@ -353,17 +350,14 @@ class Edge:
         return self._world.target_of(self.machine.sampling).token(prefix).id
 
     def note(self, *what: object) -> None:
-        """Add a line to the trace."""
         self._world.note(self.habits.session, *what)
 
     def session_has_ended(self) -> bool:
-        """Return whether the present text has ended at its verifier."""
         return self.call is not None and self.call.served is not None and self.call.served.has_ended
 
     # --- the user ---
 
     def begin(self) -> None:
-        """Ask for the first turn."""
         self.handle(Started())
         self._attempt()
 
@@ -413,7 +407,6 @@ class Edge:
             self._attempt()
 
     def close(self) -> None:
-        """End the session here and at the verifier."""
         if not self.dead:
             self.handle(StopRequested())
             self.over = True
@@ -502,7 +495,6 @@ class Edge:
             self._leave(broken=self.attempts.wanted)
 
     def broken(self, call: SimulatedCall, error: OutriderError) -> None:
-        """Note the end of a stream."""
         if call is not self.call or self.dead:
             return
         self._known.pop(self.address, None)  # with its connection
@@ -547,7 +539,6 @@ class Edge:
     # --- the machine ---
 
     def handle(self, event: EdgeEvent) -> None:
-        """Give the machine an event and follow its instructions."""
         if self.dead:
             return
         fenced = self.machine.statistics.fenced

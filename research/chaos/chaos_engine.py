@@ -67,15 +67,12 @@ class ToyRunner(TimedRunner):
         self._trouble = trouble
 
     def seconds(self, batch: Batch) -> float:
-        """Return the time that a batch takes."""
         return SLOW_STEP_S if self._trouble.slow else 0.004 + 0.001 * batch.num_rows
 
     def after(self, session: VerifierSession, block: tuple[DraftToken, ...]) -> tuple[CommittedToken, ...]:
-        """Return the toy target's tokens."""
         return self._world.target_of(session.sampling).after(session.transcript, block)
 
     def run(self, shares: Sequence[Share]) -> StepResult:
-        """Verify the drafts of a step whose time is over, unless it is to fail."""
         self._trouble.meet(shares, self._world.poisoned)
         return super().run(shares)
 
@@ -100,7 +97,6 @@ class ToyOwnDrafter:
         self.world = world
 
     def open(self, rule: ProposalRule) -> ToyOwnPrefix:
-        """Begin an empty prefix."""
         self.num_open += 1
         return ToyOwnPrefix(self, rule)
 
@@ -114,11 +110,9 @@ class ToyOwnPrefix(TokenPrefix):
         self._rule = rule
 
     def follow(self, rule: ProposalRule) -> None:
-        """Propose by `rule` from now on."""
         self._rule = rule
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
-        """Append up to n tokens, and return them."""
         drafter, rng, drafts = self._drafter, self._drafter.world.rng, list[DraftToken]()
         for _ in range(n):
             drafter.worked_s += rng.uniform(0.0002, 0.003)
@@ -136,7 +130,6 @@ class ToyOwnPrefix(TokenPrefix):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give the memory back."""
         super().close()
         self._drafter.num_open -= 1
 
@@ -158,11 +151,9 @@ class SimulatedThreads:
 
     @property
     def num_waiting(self) -> int:
-        """Number of tasks that wait for a thread."""
         return len(self._waiting)
 
     def submit(self, task: DraftTask) -> None:
-        """Do a task as soon as a thread is free."""
         task.queued_at = self._drafting.clock.monotonic()
         task.due_since = task.due_since or task.queued_at
         task.began_at = 0.0
@@ -177,7 +168,6 @@ class SimulatedThreads:
         return True
 
     def stop(self) -> bool:
-        """End all threads."""
         return True
 
     def _begin(self) -> None:
@@ -337,7 +327,6 @@ class SimulatedEngine(VirtualEngine):
 
     @property
     def stands_still(self) -> bool:
-        """Whether it does nothing now."""
         return self._world.now < self._still_until()
 
     @property

@@ -69,7 +69,6 @@ class CountedBucket(Bucket):
     spent = 0.0
 
     def spend(self, tokens: float, now_s: float) -> None:
-        """Take tokens out."""
         self.spent += tokens
         super().spend(tokens, now_s)
 
@@ -86,7 +85,6 @@ class CountedMeters(Meters):
         self.due = 0
 
     def of(self, name: str, tokens_per_minute: int, now_s: float) -> Bucket:
-        """Return the bucket of key `name`, which fills at this rate from now on."""
         self._buckets.setdefault(name, CountedBucket(tokens_per_minute, now_s))
         return super().of(name, tokens_per_minute, now_s)
 
@@ -111,18 +109,15 @@ class StreamCost:
         self._read = 0
 
     def begin(self, frame: Open | Continue) -> None:
-        """Count a turn that has been taken."""
         brought = len(frame.prompt) + (len(frame.committed) if isinstance(frame, Open) else 0)
         self._brought[self._turns] = self._read = brought
         self._turns += 1
         self.tokens += brought
 
     def refuse(self) -> None:
-        """Count a stream that was refused, and has cost nothing."""
         self.tokens = 0
 
     def commit(self, commit: Commit) -> None:
-        """Count a commit that has left."""
         self.tokens += len(commit.tokens)
         if commit.tokens and commit.turn in self._brought:
             more = commit.start - commit.cached_tokens - self._brought.pop(commit.turn)
@@ -171,13 +166,11 @@ class SimulatedCall:
 
     @property
     def num_under_way(self) -> int:
-        """Frames on their way in both directions."""
         return len(self._up) + len(self._down)
 
     # --- the edge's end ---
 
     def send_up(self, frame: EdgeFrame) -> None:
-        """Send a frame to the verifier."""
         data = codec.encode_edge_frame(frame) if self._encoded else b""
         self._up.send(partial(self._serve, codec.decode_edge_frame(data) if self._encoded else frame))
         if self.copies and isinstance(frame, Draft | Branches):
@@ -200,7 +193,6 @@ class SimulatedCall:
     # --- the verifier's end ---
 
     def send_down(self, frame: CloudFrame) -> None:
-        """Send a frame to the edge."""
         data = codec.encode_cloud_frame(frame) if self._encoded else b""
         self._down.send(partial(self._deliver, codec.decode_cloud_frame(data) if self._encoded else frame))
         if self.copies and isinstance(frame, Commit | Opened):
@@ -287,18 +279,15 @@ class ServedStream(Outbox):
         self._cost = StreamCost()
 
     def put(self, item: CloudFrame | OutriderError) -> None:
-        """Hand over a frame, or the error that ends the stream."""
         if isinstance(item, Opened):
             self._process.note("admits", self.state.session)
         self._items.append(item)
         self._process.serve_later(SERVER_S, self._pump)
 
     def unread(self) -> int:
-        """Return how many frames wait."""
         return len(self._items)
 
     def received(self, frame: EdgeFrame) -> None:
-        """Take a frame from the edge, when the process runs."""
         self._process.serve(partial(self._take, frame))
 
     def cancelled(self) -> None:
@@ -350,12 +339,10 @@ class ServedStream(Outbox):
         self._process.engine.post_frame(self._key, frame, lambda: None)
 
     def end_lease(self) -> None:
-        """Let the lease run out now."""
         self._process.serve(self._end_lease)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the text has ended here."""
         slot = self._process.engine.sessions.get(self._key)
         return slot is not None and slot.session.finish is not None
 
@@ -461,29 +448,14 @@ class Process:
             self.own = OwnDrafting(world, clock, self.serve_later, shape.right, shape.threads)
         source = self.own.source if self.own is not None else NoSource()
         self.engine = SimulatedEngine(
-            world,
-            clock,
-            self.rules,
-            shape,
-            source,
-            watch,
-            self._watch_engine,
-            self._still_until,
-            self._engine_failed,
+            world, clock, self.rules, shape, source, watch, self._watch_engine, self._still_until, self._engine_failed
         )
         self.health = VerifierHealth(
-            self.engine.heart,
-            shared_metrics(),
-            SilentHealthService(),
-            name,
-            self._fail,
-            HEALTH,
-            clock.monotonic,
+            self.engine.heart, shared_metrics(), SilentHealthService(), name, self._fail, HEALTH, clock.monotonic
         )
         self._watched = False
 
     def note(self, *what: object) -> None:
-        """Add a line to the trace."""
         self._world.note(f"{self.rules.name}.{self.number}", *what)
 
     # --- the server ---
@@ -509,7 +481,6 @@ class Process:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the whole process stands still now."""
         return self._world.now < self.frozen_until
 
     def crowd(self, seconds: float) -> None:
@@ -540,19 +511,16 @@ class Process:
             self.engine.run()
 
     def accept(self, call: SimulatedCall) -> ServedStream:
-        """Serve another stream."""
         self._keys += 1
         stream = self.streams[self._keys] = ServedStream(self, self._keys, call)
         self.health.outboxes.add(stream)
         return stream
 
     def forget(self, key: int) -> None:
-        """Free what a stream held that has ended."""
         self.health.outboxes.discard(self.streams.pop(key))
         self.engine.post_close(key)
 
     def report(self) -> dict[str, Any]:
-        """Return what the coordinator is told."""
         engine = self.engine
         return {
             "name": self.rules.name,
@@ -591,7 +559,6 @@ class Process:
 
     @property
     def is_well(self) -> bool:
-        """Whether its health is said to be good."""
         return self.sick_since == math.inf
 
     def check_lease(self) -> None:
@@ -649,7 +616,6 @@ class Verifier:
         self.kill(RESTART_S, SimulatedCall.lose_server)
 
     def accept(self, call: SimulatedCall) -> ServedStream | None:
-        """Begin to serve a call, if a process listens."""
         if not self.is_up:
             return None
         self._calls = [each for each in self._calls if each.served is not None]

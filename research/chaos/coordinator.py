@@ -44,7 +44,6 @@ class Coordinator:
 
     @property
     def running(self) -> int:
-        """Sessions that count for the key."""
         return sum(self._admission.running().values())
 
     def restart(self, down_s: float) -> None:
@@ -85,7 +84,6 @@ class Coordinator:
             self._view.observe(self._roster.infos, self.clock.monotonic())
 
     def lease(self, request: LeaseRequest) -> Lease:
-        """Return a lease, or raise why there is none."""
         tenant, now_s = self._caller.tenant, self.clock.monotonic()
         verifier = self._view.welcome(request, tenant, now_s)
         if verifier is None:
@@ -109,7 +107,6 @@ class Coordinator:
         return Lease(sign_lease(claim, SECRET), verifier.name, verifier.address, self._lease_s, MODEL, TOKENIZER)
 
     def report(self, report: SessionReport) -> None:
-        """Count a session that has ended."""
         if self.is_up:
             self._view.leave(self._caller.tenant, report.session)
             self._admission.settle(self._caller, report)
@@ -125,7 +122,6 @@ class CoordinatorCalls:
         self._clock = clock
 
     def lease(self, request: LeaseRequest, answer: Answer) -> None:
-        """Ask for a lease; `answer` gets it, or the error that stands for it."""
         answered = False
 
         def once(result: Lease | OutriderError) -> None:

@@ -232,7 +232,6 @@ class ChaosSummary:
     seconds: float = 0.0
 
     def add(self, other: ChaosSummary) -> None:
-        """Add what other schedules have shown."""
         self.schedules += other.schedules
         self.counts += other.counts
         self.coverage += other.coverage
@@ -247,7 +246,6 @@ class ChaosSummary:
         return [pair for pair in PAIRS if not self.coverage[pair]]
 
     def lines(self) -> Iterable[str]:
-        """Yield the summary for people."""
         counts = self.counts
         yield (
             f"{self.schedules} schedules, {counts['events']} events, {counts['turns']} turns of "

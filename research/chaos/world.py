@@ -99,12 +99,10 @@ class ShuffledClock(VirtualClock):
         self.num_events = 0
 
     def at(self, time: float, event: Event) -> None:
-        """Let `event` happen at `time`."""
         order = (self._rng.randrange(1 << 30) << 30) + next(self._order)
         heapq.heappush(self._events, (time, order, event))
 
     def advance(self) -> None:
-        """Let the next event happen."""
         self.num_events += 1
         super().advance()
 
@@ -154,7 +152,6 @@ class World:
         self.clock.at(self.clock.now + seconds, event)
 
     def note(self, who: str, *what: object) -> None:
-        """Add a line to the trace."""
         if self.trace is not None:
             self.trace.append(f"{self.now:10.4f}  {who:<4} {' '.join(map(str, what))}")
 
@@ -185,7 +182,6 @@ class LocalClock:
         self._timers: dict[int, tuple[float, Event]] = {}  # that have not gone off: when, by this clock, and what then
 
     def monotonic(self) -> float:
-        """Return the monotonic clock, in its seconds."""
         return self._reads + (self._world.now - self._at) * self.rate
 
     def wall(self) -> float:
@@ -193,7 +189,6 @@ class LocalClock:
         return 1e9 + self._world.now + self.wall_error_s
 
     def drift(self, rate: float) -> None:
-        """Let the monotonic clock go at another rate from now on."""
         self._reads, self._at = self.monotonic(), self._world.now
         self.rate = rate
         for number in list(self._timers):
@@ -231,11 +226,9 @@ class Path:
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing gets through now."""
         return self._world.now < self.cut_until
 
     def arrival(self) -> float:
-        """Return when something arrives that is sent now."""
         world = self._world
         return max(world.now, self.cut_until) + self._delay_s + world.rng.random() * self._jitter_s
 

@@ -112,7 +112,6 @@ class Steps:
         return spent, queued, begin.elapsed_time(end) / 1e3, logits
 
     def time_all(self, weight_bytes: int, bandwidth: float) -> None:
-        """Time every number of sessions and rows beside its floor."""
         for sessions in SESSIONS:
             floor = (weight_bytes + sessions * CONTEXT * KV_BYTES) / bandwidth
             for rows in ROWS:

@@ -21,7 +21,6 @@ class VirtualClock:
         self._order = itertools.count()
 
     def at(self, time: float, event: Callable[[], None]) -> None:
-        """Let `event` happen at `time`, which is not before now."""
         heapq.heappush(self._events, (time, next(self._order), event))
 
     def advance(self) -> None:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from outrider.cloud.serving.batching import Batching, Share
 from outrider.cloud.serving.local_source import NoSource, Post
@@ -18,13 +17,8 @@ from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import DraftToken
 from research.simulator.clock import VirtualClock
 
-
-class LocalDrafter(Protocol):
-    """The verifier's own drafter in one session."""
-
-    def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
-        """Propose tokens; return them, with the seconds until they are there."""
-        ...
+# Proposes tokens for a job of one session, and says how many seconds that takes.
+Propose = Callable[[DraftJob], tuple[Drafted | DrafterFailed, float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +41,7 @@ class LocalThreads(NoSource):
     """
 
     def __init__(
-        self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], LocalDrafter], threads: int = 1
+        self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], Propose], threads: int = 1
     ) -> None:
         """Draft by the drafter that `drafter_of` gives for the id of a session, in so many threads."""
         self._here = here
@@ -59,17 +53,14 @@ class LocalThreads(NoSource):
         self._running: list[_Work] = []
 
     def serve(self, sessions: Sessions, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:  # noqa: ARG002
-        """Draft for the sessions of one engine."""
         self._sessions, self._batching, self._post = sessions, batching, post
         sessions.here = self._here
 
     def drive(self, now: float) -> None:
-        """Begin the jobs that are due."""
         for slot in self._sessions.running():
             self._ask(slot.session, now, None)
 
     def begin(self, shares: Sequence[Share], now: float) -> None:
-        """Begin the jobs of the sessions that take part in a step."""
         for share in shares:
             if share.block is not None:
                 self._ask(share.slot.session, now, share.block)
@@ -98,7 +89,7 @@ class LocalThreads(NoSource):
             self._running.append(work)
             if not _goes_on(work):
                 # The drafter follows the text all the same, as later jobs expect of it.
-                self._drafter_of(work.session.id).draft(replace(work.job.job, count=0))
+                self._drafter_of(work.session.id)(replace(work.job.job, count=0))
                 self._end(work, Drafted(work.job.job, (), 0.0))
                 continue
             work.result, work.seconds = self._propose(work)
@@ -106,15 +97,15 @@ class LocalThreads(NoSource):
 
     def _propose(self, work: _Work) -> tuple[Drafted | DrafterFailed, float]:
         """Return the drafts of a job until they are enough, and their seconds."""
-        drafter, job = self._drafter_of(work.session.id), work.job.job
-        result, seconds = drafter.draft(job)
+        propose, job = self._drafter_of(work.session.id), work.job.job
+        result, seconds = propose(job)
         if isinstance(result, DrafterFailed):
             return result, seconds
         drafts = result.drafts
         count = next((n for n in range(1, len(drafts)) if work.job.is_enough(drafts[:n])), len(drafts))
         if count == len(drafts):
             return result, seconds
-        shorter, seconds = drafter.draft(replace(job, count=count))
+        shorter, seconds = propose(replace(job, count=count))
         return replace(shorter, job=job) if isinstance(shorter, Drafted) else shorter, seconds
 
     def _end(self, work: _Work, result: Drafted | DrafterFailed) -> None:

@@ -40,7 +40,6 @@ class CountedPages:
 
     @property
     def capacity(self) -> Capacity:
-        """Present state of the KV cache."""
         return Capacity(PAGE_SIZE, self._pages, self._pages - self.held)
 
     def open(self, tokens: Sequence[int] = (), isolation: str = "") -> CountedSequence:  # noqa: ARG002 - the port's
@@ -61,17 +60,14 @@ class CountedPages:
         sequence.num_pages = pages
 
     def compute(self, handle: Handle, positions: int) -> None:
-        """Let a sequence grow by `positions` that a step has computed."""
         _counted(handle).length += positions
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget the positions from `length` on."""
         if length > handle.length:
             raise ValueError(f"the sequence has {handle.length} positions, not {length}")
         _counted(handle).length = length
 
     def release(self, handle: Handle) -> None:
-        """Give back what a sequence holds."""
         sequence = _counted(handle)
         self.held -= sequence.num_pages
         sequence.num_pages = sequence.length = 0

@@ -62,12 +62,10 @@ class SimulatedStream:
         self._received = received
 
     def send_up(self, frame: EdgeFrame) -> None:
-        """Put a frame on its way to the verifier."""
         for arrival, copy in self._link.up(frame, self._clock.now):
             self._clock.at(arrival, partial(self._arrive, self._verifier.receive, copy))
 
     def send_down(self, frame: CloudFrame) -> None:
-        """Put a frame on its way to the edge."""
         for arrival, copy in self._link.down(frame, self._clock.now):
             self._clock.at(arrival, partial(self._arrive, self._received, copy))
 
@@ -159,12 +157,10 @@ class SimulatedVerifier(VirtualEngine):
             self.post_frame(key, frame, lambda: None)
 
     def release(self, stream: SimulatedStream) -> None:
-        """Free the slot of a stream that is gone, if it has one."""
         if stream in self._keys:
             self.post_close(self._keys.pop(stream))
 
     def slot(self, stream: SimulatedStream) -> Slot | None:
-        """Return the slot of a stream, if it has one."""
         return self.sessions.get(self._keys.get(stream, -1))
 
     def send_down(self, stream: SimulatedStream, frame: CloudFrame) -> None:

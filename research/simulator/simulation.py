@@ -31,13 +31,9 @@ from research.simulator.simulated_verifier import Link, SimulatedStream, Simulat
 class Drafters(Protocol):
     """The drafters of an edge. A job gives its result, and the seconds until it is there."""
 
-    def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
-        """Propose tokens."""
-        ...
+    def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]: ...
 
-    def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]:
-        """Read committed tokens."""
-        ...
+    def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]: ...
 
 
 class Simulation:
@@ -92,12 +88,10 @@ class Simulation:
         return self.done
 
     def begin(self) -> None:
-        """Open the first stream."""
         self.handle(Started())
         self.open_stream()
 
     def handle(self, event: EdgeEvent) -> None:
-        """Pass an event to the edge's machine, and follow its instructions."""
         active = self.edge.drafter  # the next one may be chosen with the same event
         for instruction in self.edge.handle(event, self.clock.now):
             if isinstance(instruction, Emit):
@@ -107,7 +101,6 @@ class Simulation:
             self.follow(instruction)
 
     def follow(self, instruction: EdgeInstruction) -> None:
-        """Carry one instruction out."""
         match instruction:
             case Send(frame):
                 self.send(frame)
@@ -126,12 +119,10 @@ class Simulation:
                     self._leave_stream()
 
     def send(self, frame: EdgeFrame) -> None:
-        """Put a frame on the stream."""
         if self.stream is not None:
             self.stream.send_up(frame)
 
     def open_stream(self) -> SimulatedStream:
-        """Open a stream and send the machine's Open over it."""
         self.num_streams += 1
         self.stream = stream = SimulatedStream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
         self.handle(StreamReady(b"", self._opened))

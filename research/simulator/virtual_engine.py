@@ -25,7 +25,6 @@ class TimedRunner:
         self._clock = clock
 
     def seconds(self, batch: Batch) -> float:
-        """Return the time that a batch takes."""
         raise NotImplementedError
 
     def after(self, session: VerifierSession, block: tuple[DraftToken, ...]) -> tuple[CommittedToken, ...]:
@@ -95,7 +94,6 @@ class VirtualEngine(EngineCore):
 
     @property
     def stands_still(self) -> bool:
-        """Whether it does nothing now."""
         return False
 
     def run(self) -> None:

@@ -82,7 +82,6 @@ class Wire:
         return self._arrived_until
 
     def end(self) -> None:
-        """Count what follows the last message."""
         self.bytes += self._framing.end
 
     def _leave(self, begins: float, size: int) -> tuple[float, WayShape]:
@@ -131,6 +130,5 @@ class WireLink:
         yield arrival, frame
 
     def end(self) -> None:
-        """Count what follows the last messages."""
         self.wire_up.end()
         self.wire_down.end()

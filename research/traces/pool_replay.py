@@ -51,7 +51,6 @@ class Trajectory:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole text."""
         return float(self.at_s[-1])
 
 
@@ -300,11 +299,9 @@ class PoolRow:
     cells: tuple[Cell, ...]
 
     def of(self, kind: str, name: str) -> Cell:
-        """Return the cell of a column."""
         return next(cell for cell in self.of_kind(kind) if cell.name == name)
 
     def of_kind(self, kind: str) -> list[Cell]:
-        """Return the cells of all columns of one kind."""
         return [cell for cell in self.cells if cell.kind == kind]
 
 
@@ -330,7 +327,6 @@ class PoolReplayed:
 
     @property
     def by_link(self) -> Mapping[LinkRecord, Sequence[PoolRow]]:
-        """Rows of each link, in the order of the command."""
         return grouped(self.rows, lambda row: row.link)
 
 
@@ -358,11 +354,9 @@ class CellAccumulator:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all texts."""
         return float(self._seconds.sum())
 
     def against(self, other: CellAccumulator, resampled: Bootstrap) -> Against:
-        """Return the speed over that of another column."""
         ratios = resampled.sums(other._seconds) / resampled.sums(self._seconds)
         return Against(other.name, other.total_s / self.total_s, resampled.interval(ratios))
 
@@ -417,7 +411,6 @@ class Pool:
         return [name for name in row_names(self.recording.domains) if not self.only or name in self.only]
 
     def rows(self) -> Iterator[PoolRow]:
-        """Yield rows link by link."""
         variants = variants_of(self.recording.texts)
         for link, stage in self.stages.items():
             for name in self._names:
@@ -443,12 +436,7 @@ class Pool:
                 column.add(texts, found, best)
         alone = [column for column in columns if column.kind == DRAFTER]
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
-        return PoolRow(
-            link,
-            name,
-            len(prompts),
-            tuple(column.cell(cloud_s, resampled, alone) for column in columns),
-        )
+        return PoolRow(link, name, len(prompts), tuple(column.cell(cloud_s, resampled, alone) for column in columns))
 
     def _trajectories(
         self, stage: Stage, column: CellAccumulator, texts: Sequence[PoolText], seed: int

@@ -21,16 +21,7 @@ from outrider.proto.types import MAX_TOKEN_ID
 from research.simulator.clock import Costs
 
 # One entry for each token.
-LISTS = (
-    "tokens",
-    "hits",
-    "confidence",
-    "silent",
-    "perturbed_probability",
-    "agreement",
-    "runner_up",
-    "choices",
-)
+LISTS = ("tokens", "hits", "confidence", "silent", "perturbed_probability", "agreement", "runner_up")
 OPTIONAL_LISTS = LISTS[2:]  # these may be empty
 MEASURES = ("confidence", "perturbed_probability", "agreement")  # these may hold NaN
 FORMAT = "outrider-trace-costs/1"
@@ -73,7 +64,6 @@ class HitTrace:
             above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
         runner_up: [n] at a miss, the rank of tokens[i] among the drafter's runners-up, from 1 on; 0: it is none of
             them, or a hit; empty: not recorded, and a replay has no branches.
-        choices: [n] its proposal and runners-up, best first; none where it is silent; empty: not recorded.
         seed: seed of the text.
         prompt_log_q: log q of the prompt's end, in nats a token; NaN: not recorded.
 
@@ -97,7 +87,6 @@ class HitTrace:
     perturbed_probability: Chances = ()
     agreement: Chances = ()
     runner_up: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    choices: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = ()
     seed: int = 0
     prompt_log_q: Annotated[float, Field(le=0)] = math.nan
 
@@ -117,7 +106,6 @@ class HitTrace:
             raise ConfigError("holds the token that ended it before its end", field="trace.tokens")
 
     def first(self, tokens: int) -> HitTrace:
-        """Return the trace of the first `tokens` of the text."""
         n = min(tokens, len(self.tokens))
         return replace(self, ended=False, **{name: getattr(self, name)[:n] for name in LISTS})
 
@@ -174,12 +162,10 @@ class PoolText:
 
     @property
     def tokens(self) -> int:
-        """Length of the text."""
         return len(self.traces[0].tokens)
 
     @property
     def prompt(self) -> tuple[str, str]:
-        """Domain and id of the prompt."""
         return self.traces[0].domain, self.traces[0].id
 
 
@@ -289,7 +275,6 @@ class Recording:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Domains of the prompts, in their order."""
         return tuple(dict.fromkeys(text.prompt[0] for text in self.texts))
 
     def only(self, names: Sequence[str]) -> Recording:

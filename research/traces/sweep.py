@@ -85,7 +85,6 @@ class Replayed:
 
     @property
     def by_link(self) -> Mapping[LinkRecord, Sequence[WindowResult]]:
-        """Results over each link, in the order of the command, cloud streaming first."""
         return grouped(self.results, lambda result: result.link)
 
 

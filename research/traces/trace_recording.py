@@ -372,7 +372,6 @@ class HitRecorder:
                     perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
                     agreement=_rounded(_agreement(forced, chances)) if chances else (),
                     runner_up=_ranks(forced, tokens),
-                    choices=tuple((own.id, *own.runners_up) if own.id >= 0 else () for own in forced),
                     seed=request.sampling.seed,
                     prompt_log_q=prompt_log_q,
                 )
@@ -383,7 +382,6 @@ class HitRecorder:
         return traces
 
     def close(self) -> None:
-        """Close what is left, where a run has ended early."""
         while self._states:
             _close(self._states.popitem()[1])
 

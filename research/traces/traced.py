@@ -1,4 +1,4 @@
-"""Texts of hit traces in the simulator, one by one or many at once: both session machines, without model and socket."""
+"""Texts of hit traces in the simulator: both session machines, without model and socket."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from outrider.cloud.serving.batching import Batching
-from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.likely_branches import RUNNERS_UP
@@ -34,13 +32,10 @@ from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import ShapeAt, WireLink
-from research.traces.recordings import LISTS, HitTrace
+from research.traces.recordings import HitTrace
 
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
-_ELSE = RUNNERS_UP + 2  # a drafter's own wrong token, after the right one
-WARM_UP_S = 1.5  # until measurements have settled
-MAX_TOKENS_A_S = 200  # of a session; no text is longer than it could become at that speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +118,6 @@ class TracedText:
         self._arms = arms
         self._right = [0] * len(arms)  # tokens at the beginning of each drafter's prefix that are the target's
         self._agreement = [math.nan] * len(self.tokens)  # min(1, p / q) of the last draft at each position
-        self._leader = 0  # whose chain it is
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
         """Return [k + 1] tokens from the transcript's end on; 0 after the text's end, where nothing is accepted."""
@@ -138,10 +132,6 @@ class TracedText:
 
     def draft(self, job: DraftJob) -> tuple[Drafted, float]:
         costs, proposal = self._arms[job.drafter].costs, self._propose(job)
-        if not job.count:  # an idle drafter reads the chain
-            seconds = costs.propose_s(len(job.extend_with) + 1, 0)
-            return Drafted(job, (), seconds, self._read_chain(job)), costs.job_s + seconds
-        self._leader = job.drafter if job.branch < 0 else self._leader
         seconds = costs.propose_s(len(job.extend_with), len(proposal))
         forced = self._teacher_force(job.drafter, job.truncate_to + job.skip, job.teacher_forced)
         return Drafted(job, proposal, seconds, forced), costs.job_s + seconds
@@ -180,32 +170,6 @@ class TracedText:
             drafts.append(DraftToken(token + (not hit), trace.confidence[i], perturbed, runners_up))
         self._right[job.drafter] = right
         return tuple(drafts)
-
-    def _read_chain(self, job: DraftJob) -> TeacherForced:
-        """Return an idle drafter's proposals in place of the tokens of text and chain.
-
-        Where the chain has left the text, it differs from the leader as it does on the text.
-        """
-        trace, proposals = self._arms[job.drafter].trace, list[DraftToken]()
-        for position in range(job.truncate_to + job.skip, job.start):
-            i, draft = position - self.first, job.extend_with[position - job.truncate_to]
-            if position >= len(self.tokens) or (trace.silent and trace.silent[i]):
-                proposals.append(DraftToken(-1))
-                continue
-            on_text = position <= self._right[job.drafter]
-            token = self.tokens[position] if on_text and trace.hits[i] else self._other_token(job.drafter, i, draft)
-            perturbed = trace.perturbed_probability[i] if trace.perturbed_probability else math.nan
-            proposals.append(DraftToken(token, trace.confidence[i], perturbed_probability=perturbed))
-        return TeacherForced(tuple(proposals))
-
-    def _other_token(self, drafter: int, i: int, draft: int) -> int:
-        """Return the token that a drafter proposes in place of the leader's `draft`, where it is not the target's."""
-        token, known = self.tokens[self.first + i], [arm.trace.choices[i : i + 1] for arm in self._arms]
-        mine, leaders = known[drafter], known[self._leader]
-        if not (mine and mine[0] and leaders and leaders[0]):
-            return token + 1
-        rank = leaders[0].index(mine[0][0]) if mine[0][0] in leaders[0] else _ELSE - 1 + drafter
-        return draft if rank == 0 and draft != token else token + 1 + rank
 
     def _runners_up(self, trace: HitTrace, i: int, *, on_text: bool) -> tuple[int, ...]:
         """Return the runners-up of a proposal; `on_text`: it follows the text, so one of them may be the target's."""
@@ -265,8 +229,8 @@ class Replay(Simulation):
             max_tokens=len(trace.tokens) + _BEYOND * trace.ended,
             ignore_eos=not trace.ended,
         )
-        frame = _open_frame(text, policy, sampling)
-        rules = _rules((text,), policy, trace.tokens[-1:] if trace.ended else ())
+        frame = open_frame(text, policy, sampling)
+        rules = rules_of((text,), policy, trace.tokens[-1:] if trace.ended else ())
         edge = EdgeSession(
             frame,
             policy.window,
@@ -277,14 +241,13 @@ class Replay(Simulation):
         local = None
         if here is not None:
             beside = TracedText((DrafterArm(trace, costs.here),))
-            local = LocalThreads(clock, here, lambda _: beside)
+            local = LocalThreads(clock, here, lambda _: beside.draft)
         verifier = SimulatedVerifier(clock, rules, text, costs, batching, local)
         opened = None if first else VerifierSession(frame, rules, 0.0).opened()
         self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
         super().__init__(clock, edge, verifier, text, lambda _: self._wires, opened)
 
     def outcome(self) -> ReplayOutcome:
-        """Run the whole text."""
         done = self.run()
         if done.error is not None:
             raise done.error
@@ -299,7 +262,8 @@ class Replay(Simulation):
         )
 
 
-def _open_frame(text: TracedText, policy: Policy, sampling: Sampling, session: str = "0" * 32) -> Open:
+def open_frame(text: TracedText, policy: Policy, sampling: Sampling, session: str = "0" * 32) -> Open:
+    """Return the Open of a text."""
     return Open(
         model="reference",
         tokenizer_sha256=_HASH,
@@ -314,13 +278,14 @@ def _open_frame(text: TracedText, policy: Policy, sampling: Sampling, session: s
     )
 
 
-def _rules(texts: Sequence[TracedText], policy: Policy, eos_tokens: Sequence[int] = ()) -> VerifierRules:
+def rules_of(texts: Sequence[TracedText], policy: Policy, eos_tokens: Sequence[int] = ()) -> VerifierRules:
+    """Return the rules of a verifier that has room for the texts."""
     return VerifierRules(
         name="verifier",
         model="reference",
         tokenizer_sha256=_HASH,
-        # A miss is the right token plus one, other wrong ones more.
-        vocab_size=max(max(text.tokens) for text in texts) + _ELSE + 64,
+        # A miss is the right token plus one, a wrong runner-up one or two more.
+        vocab_size=max(max(text.tokens) for text in texts) + RUNNERS_UP + 2,
         context_length=max(len(text.tokens) for text in texts) + 2 * _BEYOND,
         eos_tokens=frozenset(eos_tokens),
         max_drafts=policy.max_drafts,
@@ -385,133 +350,3 @@ def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
     if not outcomes:
         raise ConfigError("are none; record some with a drafter first", field="traces")
     return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Gaps and work of all sessions together.
-
-    Attributes:
-        gap_p95_s: 95th percentile of the time between tokens that reach users, in seconds; those of one commit come
-            at once.
-        tokens_per_second: rate of a session, on average.
-        of_sessions: [sessions] rate of each, in tokens a second.
-        steps_per_token: sessions' shares of target steps a token.
-        rows_per_token: rows of these steps a token.
-        cloud_drafting_s: drafting of the verifier's threads a token, in seconds.
-        edge_drafting_s: drafting of the edges a token, in seconds.
-    """
-
-    gap_p95_s: float
-    tokens_per_second: float
-    of_sessions: tuple[float, ...]
-    steps_per_token: float
-    rows_per_token: float
-    cloud_drafting_s: float
-    edge_drafting_s: float
-
-
-class ManyTexts:
-    """A target that goes on with the text of each session; the first token of a prompt is the session's number."""
-
-    def __init__(self, texts: Sequence[TracedText]) -> None:
-        self._texts = texts
-
-    def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
-        """Return [k + 1] tokens of the session's text."""
-        return self._texts[transcript[0]].after(transcript, block)
-
-    def reward(self, start: int, drafts: int) -> None:
-        """Return None: the reward is not known."""
-
-
-def load_of(
-    traces: Sequence[HitTrace],
-    costs: Costs,
-    policy: Policy,
-    *,
-    sessions: int,
-    links: Sequence[LinkShape],
-    threads: int,
-    seconds: float,
-    seed: int = 0,
-) -> Load:
-    """Return how `sessions` at once fare.
-
-    Prompts are left out: each session has a prompt of one token, then the recorded texts, one after the other, from
-    the next one on after the session before it.
-
-    Args:
-        traces: recorded texts of one drafter.
-        costs: costs of the machines.
-        policy: policy of all edges and of the verifier.
-        sessions: number of sessions, each on an edge of its own.
-        links: links that are dealt out among the sessions.
-        threads: threads of the verifier that draft, where `policy.here`.
-        seconds: time that is measured after a warm-up.
-        seed: seed of the first session's text, and of the moments at which sessions begin, which lie in the first half
-            of the warm-up.
-    """
-    clock, rng, end_s = VirtualClock(), random.Random(seed), WARM_UP_S + seconds
-    first = rng.randrange(len(traces))
-    endless = [_endless(traces, first + number, int(end_s * MAX_TOKENS_A_S)) for number in range(sessions)]
-    texts = [_text(trace, number, costs) for number, trace in enumerate(endless)]
-    local = None
-    if policy.here:
-        beside = {str(number): _text(trace, number, costs.here) for number, trace in enumerate(endless)}
-        local = LocalThreads(clock, DraftingHere("here"), beside.__getitem__, threads)
-    verifier = SimulatedVerifier(clock, _rules(texts, policy), ManyTexts(texts), costs, local=local)
-
-    def session(text: TracedText, shape: LinkShape) -> Simulation:
-        sampling = Sampling(max_tokens=len(text.tokens) - 1, ignore_eos=True)
-        edge = EdgeSession(_open_frame(text, policy, sampling, str(text.tokens[0])), policy.window)
-        link = WireLink(clock, lambda _: shape, costs, edge.statistics, random.Random(0))
-        return Simulation(clock, edge, verifier, text, lambda _: link)
-
-    simulations = list(map(session, texts, itertools.cycle(links)))
-    for simulation in simulations:
-        clock.at(rng.uniform(0.0, WARM_UP_S / 2), simulation.begin)
-    while clock.now < end_s:
-        clock.advance()
-    return _measured(simulations, local, seconds)
-
-
-def _measured(simulations: Sequence[Simulation], local: LocalThreads | None, seconds: float) -> Load:
-    measured = [[at for at in simulation.arrivals if at >= WARM_UP_S] for simulation in simulations]
-    gaps = sorted(b - a for arrivals in measured for a, b in itertools.pairwise(arrivals))
-    counts = [simulation.edge.statistics for simulation in simulations]
-    tokens = max(1, sum(count.committed for count in counts))
-    steps = sum(count.steps for count in counts)
-    return Load(
-        gap_p95_s=gaps[int(0.95 * (len(gaps) - 1))] if gaps else seconds,
-        tokens_per_second=sum(map(len, measured)) / seconds / len(simulations),
-        of_sessions=tuple(len(arrivals) / seconds for arrivals in measured),
-        steps_per_token=steps / tokens,
-        rows_per_token=(steps + sum(count.verified for count in counts)) / tokens,
-        cloud_drafting_s=(local.busy_s if local is not None else 0.0) / tokens,
-        edge_drafting_s=sum(count.drafting_s for count in counts) / tokens,
-    )
-
-
-def _endless(traces: Sequence[HitTrace], first: int, tokens: int) -> HitTrace:
-    """Return the texts from the one of index `first` on, around, as one of at least `tokens`.
-
-    A measure that one of them lacks is left out.
-    """
-    chosen: list[HitTrace] = []
-    for trace in itertools.islice(itertools.cycle(traces), first % len(traces), None):
-        chosen.append(trace)
-        tokens -= len(trace.tokens)
-        if tokens <= 0:
-            break
-    lists = {name: [getattr(trace, name) for trace in chosen] for name in LISTS}
-    if any(lists["silent"]):
-        lists["silent"] = [trace.silent or (False,) * len(trace.tokens) for trace in chosen]
-    chained: dict[str, Any] = {name: tuple(itertools.chain(*own)) if all(own) else () for name, own in lists.items()}
-    return replace(chosen[0], prompt_tokens=1, ended=False, **chained)
-
-
-def _text(trace: HitTrace, number: int, costs: Costs) -> TracedText:
-    text = TracedText((DrafterArm(trace, costs),))
-    text.tokens = (number, *text.tokens[1:])
-    return text

@@ -52,7 +52,7 @@ def decode(
         RULES,
         OracleTarget(ORACLE),
         Costs(min_step_s=0.03),
-        local=LocalThreads(clock, DraftingHere("here@1"), lambda _: beside),
+        local=LocalThreads(clock, DraftingHere("here@1"), lambda _: beside.draft),
     )
     frame = Open("m", HASH, PROMPT, Sampling(max_tokens=tokens, ignore_eos=True), "s", drafting=drafting)
     of_edge = ScriptedDrafters([hitting(edge, 3)], 0.0005, random.Random(4))

@@ -60,7 +60,7 @@ def decode(
     drafters: dict[str, ScriptedDrafters] = defaultdict(
         lambda: ScriptedDrafters([drafter_of(ORACLE, 1, right, dies_after=dies_after)], here_s, rng)
     )
-    local = CheckedThreads(clock, here, drafters.__getitem__)
+    local = CheckedThreads(clock, here, lambda session: drafters[session].draft)
     local.prefixes = drafters
     verifier = SimulatedVerifier(clock, RULES, OracleTarget(ORACLE), Costs(), local=local)
     simulations = []
@@ -185,8 +185,8 @@ def speed(policy: Policy, round_trip_s: float, costs: Costs = COSTS) -> float:
     return tokens_per_second(replay(traces(), lambda _: shape, costs, policy, warm_up_tokens=24))
 
 
-@pytest.mark.parametrize("round_trip_s", [0.002, 0.01, 0.06, 0.2])
-@pytest.mark.parametrize("here_s", [0.0005, 0.001, 0.004])
+@pytest.mark.parametrize("round_trip_s", [0.002, 0.06])
+@pytest.mark.parametrize("here_s", [0.0005, 0.004])
 def test_both_ends_are_hardly_slower_than_a_drafter_beside_the_target(round_trip_s, here_s) -> None:
     costs = replace(COSTS, drafting_here_s=here_s)
     beside = max(

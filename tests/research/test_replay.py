@@ -432,15 +432,11 @@ def arm_of(hits, drafter: str, **changes) -> DrafterArm:
     return DrafterArm(replace(trace_of(hits), drafter=drafter, **changes), FREE)
 
 
-def first_choice(arm: int) -> StaticSelector:
-    return StaticSelector(arm)
-
-
 def test_a_drafter_that_is_always_active_is_as_fast_as_alone_but_for_the_prompt() -> None:
     good, bad = [1, 1, 1, 0] * 10, [0, 1] * 20
     [alone] = replay([trace_of(good)], at(LINK), FREE, Policy())
     [one] = replay(
-        [trace_of(bad)], at(LINK), FREE, Policy(), others=[[arm_of(good, "b")]], selector=lambda: first_choice(1)
+        [trace_of(bad)], at(LINK), FREE, Policy(), others=[[arm_of(good, "b")]], selector=lambda: StaticSelector(1)
     )
     assert one.active == (1,) * 40
     assert one.statistics.accepted == alone.statistics.accepted
@@ -472,6 +468,6 @@ def test_the_drafter_that_fits_the_prompt_best_is_active_first() -> None:
 def test_rivals_on_another_text_or_without_a_selector_are_refused() -> None:
     trace = trace_of([1] * 4)
     with pytest.raises(ConfigError, match="others"):
-        Replay(trace, at(LINK), FREE, Policy(), others=[arm_of([1] * 5, "b")], selector=first_choice(0))
+        Replay(trace, at(LINK), FREE, Policy(), others=[arm_of([1] * 5, "b")], selector=StaticSelector(0))
     with pytest.raises(ConfigError, match="selector"):
         Replay(trace, at(LINK), FREE, Policy(), others=[arm_of([1] * 4, "b")])

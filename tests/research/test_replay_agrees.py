@@ -35,10 +35,7 @@ LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
 SAMPLING = Sampling(max_tokens=40)
 WARM_UP = 16
 POLICIES = {"cloud": Policy(drafting=False), "outrider": Policy(trees=True)}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "cloud": {"drafter": "none"},
-    "outrider": {},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"cloud": {"drafter": "none"}, "outrider": {}}
 ATTEMPTS = 3  # the machine may be busy with something else
 
 

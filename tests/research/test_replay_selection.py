@@ -12,12 +12,11 @@ import pytest
 
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.selectors import FixedShare, Hedge, MetaSdUcb, default_selector, selector_named
-from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import CatchUpJob, EdgeSession, Selection
 from research.simulator.clock import Costs
 from research.traces.pool_replay import Stage, Trajectory
-from research.traces.recordings import HitTrace, PoolText, texts_of
+from research.traces.recordings import HitTrace, PoolText
 from research.traces.traced import Policy, synchronous
 
 PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
@@ -166,24 +165,6 @@ def test_outcomes_count_up_to_the_miss_and_hold_the_agreement_of_all_drafts() ->
     assert all(outcome.agreement in means for outcome in rounds)
 
 
-# --- texts ---
-
-
-def test_traces_of_drafters_meet_by_prompt() -> None:
-    one, other = trace_of([1, 0]), trace_of([0, 1], drafter="e")
-    [text] = texts_of({"d": [one], "e": [other]})
-    assert [trace.drafter for trace in text.traces] == ["d", "e"]
-    with pytest.raises(ConfigError, match="'e' has other texts than 'd'; record"):
-        texts_of({"d": [one], "e": [replace(other, id="u")]})
-    with pytest.raises(ConfigError, match="'e' has other texts than 'd'; record"):
-        texts_of({"d": [one], "e": [replace(other, tokens=(1, 2))]})
-
-
-def test_measures_beyond_the_text_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"trace\.agreement"):
-        trace_of([1, 1], [0.5])
-
-
 # --- behaviour ---
 
 
@@ -236,15 +217,6 @@ def test_on_mixed_domains_the_default_beats_each_drafter_and_no_selector_beats_i
     assert shares["default"] > 1.2 * max(shares[arm.name] for arm in FAMILY), table
     assert shares["default"] > 0.82, table
     assert shares["chance"] < shares["MetaSD-UCB"], table
-
-
-def test_the_default_stays_above_every_single_drafter_over_many_texts() -> None:
-    rng = np.random.default_rng(5)
-    texts = [text_of(rng, [(int(domain), 100)]) for domain in rng.integers(0, 4, 24)]
-    _, runs = best_single(texts, FAMILY, link(20))
-    alone = sum(run.seconds for run in runs)
-    assert seconds_of(texts, default_selector(5), 20) < alone / 1.15
-    assert seconds_of(texts, Hedge(FixedShare(arms=5), np.random.default_rng(0)), 20) < alone / 1.15
 
 
 @pytest.mark.parametrize("domain", range(4))

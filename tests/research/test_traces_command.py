@@ -14,7 +14,6 @@ from scripted_drafters import ScriptedDrafter
 from outrider.bench.bench_settings import WARM_UP_TOKENS
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
-from outrider.cloud import verifier_config
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.built_in_prompts import Prompt
 from outrider.deploy.link.shape import LinkShape
@@ -32,12 +31,10 @@ from research.traces.recordings import (
     Recording,
     TargetCosts,
     costs_path,
-    load_costs,
     load_recording,
-    load_traces,
     save_traces,
 )
-from research.traces.sweep import Sweep, policy_of
+from research.traces.sweep import Sweep
 from research.traces.trace_recording import DrafterProbe, HitRecorder, Recorder
 from research.traces.traced import Policy, synchronous, tokens_per_second
 from research.traces.traced import replay as replay_texts
@@ -147,7 +144,6 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_agreement_is_the_targets_probability_of_a_draft_over_the_drafters(target, target_folder, temperature) -> None:
-    import torch
     from transformers import LlamaForCausalLM
 
     sampling = replace(GREEDY, temperature=temperature, seed=3)
@@ -304,30 +300,6 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
 # --- replaying ---
 
 
-def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_take() -> None:
-    tokens, min_step_s = 40, 0.03
-    grid = Sweep(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], min_step_s=min_step_s)
-    cloud, *_ = grid.results()
-    costs = SHEET.of("good", min_step_s=min_step_s)
-    first_s = 0.040 + costs.cloud_event_s + costs.edge_event_s + costs.batch_s(0, 30) + costs.commit_s
-    seconds = first_s + (tokens - 1) * (min_step_s + costs.commit_s)
-    assert cloud.seconds == pytest.approx(seconds)
-    assert cloud.tokens_per_second == pytest.approx(tokens / seconds)
-    assert cloud.first_token_ms == pytest.approx(1e3 * first_s)
-    assert (cloud.steps_per_token, cloud.ratio, cloud.tokens) == (1.0, 1.0, tokens)
-    assert (cloud.drafter, cloud.window, cloud.acceptance, cloud.window_mean) == (None, None, None, None)
-
-
-def test_synchronous_rounds_with_three_hits_in_four_take_a_quarter_of_the_steps() -> None:
-    grid = Sweep(recording_of(texts=1, tokens=81), [link_of(0)], ["sync3"])
-    _, good, bad = grid.results()
-    # The prompt's step gives the first token, at a hit; 1 1 0 | 1 1 1 0 | … : a round ends at each 0.
-    assert good.steps_per_token == pytest.approx(22 / 81, abs=1.5 / 81)
-    assert bad.steps_per_token == 1.0
-    assert bad.acceptance == 0.0
-    assert good.ratio > 1.5 > 1 > bad.ratio
-
-
 def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() -> None:
     recording = recording_of(texts=2)
     links, windows = [link_of(5), link_of(120)], ["adaptive", "4", "sync4"]
@@ -362,26 +334,10 @@ def test_a_fixed_window_asks_for_its_length_and_an_adaptive_one_more_of_better_o
     assert mean["good", "adaptive"] > mean["bad", "adaptive"]
 
 
-def test_names_of_windows_stand_for_policies() -> None:
-    assert policy_of("adaptive") == Policy(window=Window())
-    assert policy_of("12") == Policy(window=Window(12))
-    assert policy_of("sync5") == synchronous(5)
-
-
 def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> None:
     path = written(recording_of(), tmp_path)
-    arguments = [
-        "replay",
-        str(path),
-        "--rtt",
-        "2,60",
-        "--up",
-        "1,20",
-        "--trace",
-        "lte-motion",
-        "--window",
-        "adaptive,8",
-    ]
+    links = ["--rtt", "2,60", "--up", "1,20", "--trace", "lte-motion"]
+    arguments = ["replay", str(path), *links, "--window", "adaptive,8"]
     outputs = ["--json", str(tmp_path / "a" / "r.json")]
     status, out, err = run_command([*arguments, "--min-step", "30", *outputs], capfd)
     assert status == 0, err
@@ -395,22 +351,6 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
     assert record["costs"] == asdict(SHEET)
     assert (record["min_step_ms"], record["goal"], record["seed"]) == (30, "latency", 0)
     assert "replaying 2 texts with every window: " in err
-
-
-def test_only_the_drafters_that_are_named_are_replayed(tmp_path, capfd) -> None:
-    path = written(recording_of(), tmp_path)
-    status, out, _ = run_command(["replay", str(path), "--rtt", "2", "--window", "4", "--drafter", "bad"], capfd)
-    assert status == 0
-    assert "bad" in out
-    assert "good" not in out
-
-
-def test_costs_come_back_from_their_file(tmp_path) -> None:
-    save(SHEET, tmp_path / "c.json")
-    assert load_costs(tmp_path / "c.json") == SHEET
-    assert SHEET.of("bad", min_step_s=0.5) == Costs(
-        step_s=0.010, row_s=0.001, prefill_row_s=0.0005, drafting_s=0.002, catch_up_s=0.0, min_step_s=0.5
-    )
 
 
 # --- mistakes ---
@@ -475,10 +415,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, mon
     [
         ({"format": "other/1"}, r"costs\.format: .*'other/1' is none of outrider-trace-costs/1; record"),
         ({"target": 3}, r"costs\.target: must be an object, not 3; record"),
-        (
-            {"drafters": {"good": {"drafting_s": 0.1}}},
-            r"costs\.drafters\.good\.catch_up_s: is missing; record",
-        ),
+        ({"drafters": {"good": {"drafting_s": 0.1}}}, r"costs\.drafters\.good\.catch_up_s: is missing; record"),
         (
             {"target": {"step_s": -1, "row_s": 0, "prefill_row_s": 0}},
             r"costs\.target\.step_s: must be 0 or more, not -1; record",
@@ -510,36 +447,3 @@ def test_drafters_of_different_texts_are_not_compared() -> None:
         Recording({"good": [good], "bad": [bad]}, SHEET)
     with pytest.raises(ConfigError, match=r"traces: holds no trace; record some"):
         Recording({}, SHEET)
-
-
-def test_a_trace_file_is_one_that_others_can_read(tmp_path) -> None:
-    recording = recording_of()
-    assert len(load_traces(written(recording, tmp_path))) == sum(map(len, recording.traces.values()))
-
-
-# --- threads ---
-
-
-class Asked(Exception):
-    """The threads that a command has asked for, in place of the command."""
-
-
-@pytest.mark.parametrize(
-    ("command", "threads"),
-    [
-        (["traces", "record", "--output", "traces.jsonl"], 5),
-        (["traces", "record", "--output", "traces.jsonl", "--threads", "2"], 2),
-    ],
-)
-def test_where_nobody_names_threads_there_is_one_fewer_than_cores(
-    command: list[str], threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(number: int) -> None:
-        raise Asked(number)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verifier_config, "computing_cores", lambda: 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "set_num_threads", asked)
-        with pytest.raises(Asked, match=str(threads)):
-            main(command)
