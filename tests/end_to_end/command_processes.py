@@ -113,12 +113,6 @@ class Command:
         """Memory that it holds."""
         return psutil.Process(self.process.pid).memory_info().rss / (1 << 20)
 
-    @property
-    def cpu_s(self) -> float:
-        """Time that it has computed for."""
-        used = psutil.Process(self.process.pid).cpu_times()
-        return used.user + used.system
-
     def kill(self) -> None:
         """End it as a crash or the kernel would."""
         self.process.kill()

@@ -37,11 +37,6 @@ class Answer:
     done: bool = False
     refusals: list[Answer] = field(default_factory=list)
 
-    @property
-    def failed(self) -> bool:
-        """Whether the client saw a clear failure: an error object, or a connection that visibly broke."""
-        return not self.done and self.error is not None and bool(self.error["message"])
-
 
 async def ask(port: int, body: dict[str, object], on_text: Callable[[str], None] = lambda _: None) -> Answer:
     """One streamed completion, asked for once."""

@@ -95,8 +95,9 @@ def test_logs_tell_of_defects_and_of_lost_streams(tmp_path) -> None:
 
 @pytest.mark.soak
 def test_texts_are_their_oracles_while_processes_are_killed_and_stopped(tmp_path) -> None:
-    options = KillOptions(kills=8, seed=2, tokens=120)
+    options = KillOptions(kills=16, seed=2, tokens=120)
     run = asyncio.run(run_kills(tmp_path, options))
     assert run.violations() == []
-    assert len(run.sent) == 8
+    assert len(run.sent) == 16
+    assert {sent.kind for sent in run.sent if sent.signal == "KILL"} == set(KINDS)
     assert sum(each.done for each in run.runs) >= 8
