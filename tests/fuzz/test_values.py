@@ -228,14 +228,14 @@ def fire_at_coordinator(number: int, _: Path) -> None:
 
 
 DOORS: dict[str, tuple[Callable[[int, Path], None], int, int]] = {
-    "codec": (fire_at_codec, 200, 2000),
-    "machine": (fire_at_machine, 300, 4000),
-    "verifier": (fire_at_verifier, 40, 450),
-    "sampling": (fire_at_sampling, 120, 2000),
+    "codec": (fire_at_codec, 200, 1000),
+    "machine": (fire_at_machine, 300, 2000),
+    "verifier": (fire_at_verifier, 40, 225),
+    "sampling": (fire_at_sampling, 120, 1000),
     "client": (fire_at_client, 12, 500),
-    "http": (fire_at_http, 80, 1000),
-    "pages": (fire_at_pages, 60, 1000),
-    "coordinator": (fire_at_coordinator, 100, 750),
+    "http": (fire_at_http, 80, 500),
+    "pages": (fire_at_pages, 60, 500),
+    "coordinator": (fire_at_coordinator, 100, 375),
 }
 """Function that fires at each door, its number of examples in each run of the tests, and in soak."""
 
