@@ -120,7 +120,7 @@ def test_no_stream_is_left_over_a_jittery_link_whose_verifier_answers(link: str)
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_the_rate_of_false_alarms_over_each_link(capsys: pytest.CaptureFixture[str]) -> None:
-    hours = 2.0
+    hours = 1.0
     with capsys.disabled():
         print()
         for link in LINKS:
