@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.coordinator import coordinator_server as coordinator_server
+from outrider.coordinator import coordinator_server
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.proto.address import split_address
@@ -274,9 +274,16 @@ async def test_a_connection_that_cannot_be_looked_at_once_is_looked_at_again(
         await until_ended(opened, OF_ADDRESS)
 
 
-@BOTH
-@pytest.mark.parametrize("client_takes", ["no answers", "time for messages"])
-@pytest.mark.parametrize("method", [CHECK, WATCH])
+@pytest.mark.parametrize(
+    ("server", "client_takes", "method"),
+    [
+        ("coordinator", "no answers", CHECK),
+        ("coordinator", "time for messages", CHECK),
+        ("coordinator", "time for messages", WATCH),
+        ("verifier", "no answers", WATCH),
+    ],
+    indirect=["server"],
+)
 async def test_an_address_cannot_have_all_calls(
     server: Server, client_takes: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
