@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
+from written_answer import WrittenAnswer
 
 from outrider.cloud.grammar.grammar_compiler import compile_grammar, make_tokenizer
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.edge.tool_calls.call_grammar import CallableFunction, CallRules, grammar_of, slim
 from outrider.edge.tool_calls.formats import FORMATS
-from outrider.edge.tool_calls.parts import WrittenAnswer
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Grammar, GrammarKind
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from written_answer import WrittenAnswer
 
 from outrider.cloud.grammar.grammar import GrammarMatcher, Grammars
 from outrider.deploy.commands.edge_options import GrammarSettings
 from outrider.edge import FinishReason, Grammar, GrammarKind, Sampling, Tokens
 from outrider.edge.tool_calls.call_grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.formats import FORMATS
-from outrider.edge.tool_calls.parts import WrittenAnswer
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.types import Patience
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from written_answer import WrittenAnswer
+
 from outrider.edge import tool_calls
 from outrider.edge.tool_calls.formats import FORMATS
-from outrider.edge.tool_calls.parts import WrittenAnswer
 
 MAX_LENGTH = 64
 LENGTH = 1024  # characters of the repeated middle; it is read at LONGER times that length, too

@@ -13,11 +13,12 @@ import http_door
 import pytest
 import template_door
 from run_doors import DOORS
+from written_answer import WrittenAnswer
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
 from outrider.edge.chat.template import ChatTemplate
-from outrider.edge.tool_calls import hermes, llama3, mistral, reading
-from outrider.edge.tool_calls.parts import CallBegun, WrittenAnswer
+from outrider.edge.tool_calls import formats, reading
+from outrider.edge.tool_calls.reading import CallBegun
 from outrider.proto.errors import Internal, InvalidArgument
 
 INPUTS = {"codec_door": 4000, "grammar_door": 60, "template_door": 500, "calls_door": 150, "http_door": 500}
@@ -125,7 +126,7 @@ def test_a_mask_that_depends_on_the_way_is_found(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
 def test_a_reader_that_reads_all_of_a_text_again_with_each_piece_is_found(form, monkeypatch) -> None:
-    for module in (reading, hermes, llama3, mistral):
+    for module in (reading, formats):
         monkeypatch.setattr(module, "MAX_HEAD", 10**6)
     with pytest.raises(AssertionError, match="work grows faster"):
         calls_door.try_input(calls_door.written(form, 1, "", " ", "!"))

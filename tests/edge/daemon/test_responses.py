@@ -238,9 +238,3 @@ def test_what_cannot_be_done_is_refused_by_the_name_it_has_here(ask, fields, par
     assert reply.error["param"] == param
     assert words in reply.error["message"]
     assert "messages:" not in reply.error["message"]
-
-
-def test_unknown_fields_are_named_in_a_header_or_refused(live, ask, start) -> None:
-    assert ask(no_such_field=1).headers["X-Outrider-Ignored"] == "no_such_field"
-    with start(strict=True) as strict:
-        assert strict.post("/v1/responses", {"model": "tiny", "input": "x", "odd": 1}).error["param"] == "odd"

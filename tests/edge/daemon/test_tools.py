@@ -341,17 +341,3 @@ def test_the_operator_may_name_the_format(start, scripted) -> None:
 )
 def test_what_is_wrong_about_tools_is_named(fields, param) -> None:
     assert refusal(**fields).param == param
-
-
-def test_openais_forms_of_a_choice_are_understood() -> None:
-    named = {"type": "function", "function": {"name": "now"}}
-    for form, mode, names in (
-        ("auto", "auto", None),
-        ("none", "none", None),
-        ("required", "required", None),
-        (named, "required", ["now"]),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}, "auto", ["now"]),
-    ):
-        request = checked(ChatRequest, {"model": "tiny", "messages": ASKED, "tools": [CLOCK], "tool_choice": form})
-        assert request.tool_choice is not None
-        assert (request.tool_choice.mode, request.tool_choice.names) == (mode, names)

@@ -21,11 +21,11 @@ from re._parser import parse
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_answer import WrittenAnswer
 
 from outrider.edge import tool_calls
 from outrider.edge.tool_calls.formats import FORMATS, format_of, knows_tools
-from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Said, WrittenAnswer
-from outrider.edge.tool_calls.reading import MAX_HEAD
+from outrider.edge.tool_calls.reading import MAX_HEAD, CallArguments, CallBegun, Said
 
 NAMES = ("look_up", "add")
 TRICKY = {"a": '}]"</tool_call>[TOOL_CALLS]\\', "b": [{"c": None}, 'é"'], "d": {}}

@@ -6,11 +6,11 @@ app             the routes, and the page at /, which is the files in page/
 schema          what requests of OpenAI's API may say, field by field
 body_reading    bodies of requests, read and checked within limits, and what becomes of unknown fields
 parsed_request  from what a request says to prompts in tokens and `Sampling`
-text_streams    decoding of a request's texts, and the sending of its answer
-answers         the two formats of an answer
-translation     other APIs in front of chats:
+generation      decoding of a request's texts in typed steps, which every API writes in its own form:
+answers         chats and completions
 responses       OpenAI's Responses API, with responses that are kept in response_store
 messages        Anthropic's API
+endpoints       from the body of a request to the sending of its answer, at once or as a stream
 daemon_metrics  counts of requests, and what an answer says about its drafts
 http_errors     the error tree as HTTP statuses and error objects
 cloud           the target and its tools, and whether the cloud is there, found out in the background

@@ -1,155 +1,186 @@
-"""Answers of /v1/chat/completions and /v1/completions, at once or in chunks."""
+"""The forms of OpenAI's answers to /v1/chat/completions and /v1/completions, at once or in chunks."""
 
 from __future__ import annotations
 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
-from outrider.drafters.retrieval import PredictionCount
 from outrider.drafters.token_text import TokenText
-from outrider.edge.daemon.parsed_request import ParsedRequest
-from outrider.edge.event_stream import Event, Finished, Tokens
-from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, PlainParser, Said, WrittenAnswer
+from outrider.edge.daemon.generation import Generation, Step
+from outrider.edge.daemon.http_errors import ApiError
+from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
+from outrider.edge.event_stream import Event, Tokens
+from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Part
 from outrider.proto.release import release
-from outrider.proto.types import FinishReason, TokenFacts
+from outrider.proto.types import TokenFacts
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for a probability of nearly 0
+DONE = "[DONE]"
+
+Piece = dict[str, Any] | str  # of a stream: JSON, or text as it is
 
 
 class Answer(ABC):
-    """One answer in the making, in the format of one endpoint.
+    """One answer in the making, in the form of one API: its pieces as a stream, or the whole body.
 
-    Args:
-        request_id: suffix of the answer's id.
-        model: name that the request gave.
-        request: texts that were requested.
-        tokens: text of single tokens.
+    A piece is to be written before the next is asked for.
     """
 
-    _prefix: str  # of the id
-    _object: str  # OpenAI's name for the type of a whole answer
-    _chunk_object: str  # and of a chunk
+    @abstractmethod
+    def begin(self) -> Iterable[Piece]:
+        """Return the pieces before the text."""
 
-    def __init__(self, request_id: str, model: str, request: ParsedRequest, tokens: TokenText) -> None:
-        self._id = self._prefix + request_id
-        self._model = model
-        self.logprobs = request.logprobs
-        self._prompt_tokens = request.prompt_tokens
-        self._texts_per_prompt = request.texts_per_prompt
-        self._echo = request.echo
-        self._prompts = [choice.prompt for choice in request.choices]
-        self._scores: list[tuple[TokenFacts, ...]] = [()] * len(request.choices)
-        self._prompt_logprobs = request.prompt_logprobs
-        self._cached_tokens: dict[int, int] = {}  # by prompt
-        self._tokens = tokens
+    @abstractmethod
+    def take(self, step: Step) -> Iterable[Piece]:
+        """Return the pieces of an addition to a text."""
+
+    @abstractmethod
+    def end(self) -> Iterable[Piece]:
+        """Return the pieces after all texts."""
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> Iterable[Piece]:
+        """Return the last pieces of a stream that cannot be finished."""
+
+    @abstractmethod
+    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """Return the body for texts that have ended, each of which is one step."""
+
+
+class EventAnswer(Answer):
+    """An answer whose body is what the events of its stream lead to."""
+
+    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """Return the body of an answer with one text."""
+        (step,) = steps
+        for pieces in (self.begin(), self.take(step), self.end()):
+            for _ in pieces:
+                pass  # the body grows with each
+        return self.body()
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the body as far as it has come."""
+
+
+class _OpenAIAnswer(Answer):
+    """What chats and completions share."""
+
+    _prefix: ClassVar[str]  # of the id
+    _object: ClassVar[str]  # OpenAI's name for the type of a whole answer
+    _chunk_object: ClassVar[str]  # and of a chunk
+
+    def __init__(self, options: ChatRequest | CompletionRequest, generation: Generation) -> None:
+        self._options = options
+        self._generation = generation
+        self._request = generation.request
+        self._tokens = generation.tokens
         self._created = int(time.time())
-        self._texts = [""] * len(request.choices)
-        self._completion_tokens = 0
-        self._predicted = PredictionCount(request.prediction) if request.prediction is not None else None
+        self._left = len(self._request.choices)
+        self._last = 0  # choice of the last chunk
 
-    def take(self, choice: int, event: Event) -> None:
-        """Count an event in."""
-        self._texts[choice] += event.text
-        if isinstance(event, Tokens):
-            self._completion_tokens += len(event.tokens)
-            self._scores[choice] = self._scores[choice] or event.prompt
-            if self._predicted is not None:
-                self._predicted.take(event.ids)
-        else:
-            prompt, cached = choice // self._texts_per_prompt, event.statistics.cached_tokens
-            self._cached_tokens[prompt] = min(cached, self._cached_tokens.get(prompt, cached))
+    def begin(self) -> Iterable[Piece]:
+        """Return a chunk for each choice that begins with more than its text."""
+        for choice in range(len(self._request.choices)):
+            if (content := self._beginning(choice)) is not None:
+                made = {"index": choice, **content, "logprobs": None, "finish_reason": None}
+                yield self._completed(self._envelope(self._chunk_object, [made]), choice)
 
-    def first_chunk(self, choice: int) -> dict[str, Any] | None:  # noqa: ARG002 - for the format that has one
-        """Return the chunk before the text of a choice, if the format has one."""
-        return None
+    def take(self, step: Step) -> Iterable[Piece]:
+        """Return a chunk, unless the step adds nothing that was asked for."""
+        self._last = step.choice
+        self._left -= step.finish is not None
+        # Tokens may come before their text does.
+        if not (step.parts or step.finish or self._options.wants_speculation or self._request.logprobs):
+            return
+        logprobs = self._logprobs(step) if self._request.logprobs and step.tokens else None
+        chunk = self._envelope(self._chunk_object, [_choice(step, self._delta(step), logprobs)])
+        if not self._left and not self._options.wants_usage:
+            chunk["metrics"] = self._generation.metrics()
+        yield self._completed(chunk, step.choice, step.events)
 
-    def has_news(self, choice: int, event: Event) -> bool:  # noqa: ARG002 - for the format that holds text back
-        """Return whether an event that was taken last adds something to its choice."""
-        return bool(event.text)
+    def end(self) -> Iterable[Piece]:
+        """Return the chunk without choices, if it was asked for, and OpenAI's mark."""
+        if self._options.wants_usage:
+            chunk = self._envelope(self._chunk_object, [])
+            yield self._completed({**chunk, "usage": self._usage, "metrics": self._generation.metrics()}, self._last)
+        yield DONE
 
-    def chunk(self, choice: int, event: Event) -> dict[str, Any]:
-        """Return what an event adds after it was taken: text, and at the end the reason."""
-        tokens = [event] if isinstance(event, Tokens) else None
-        offset = len(self._texts[choice]) - len(event.text)
-        return self._envelope(
-            self._chunk_object, [self._choice(choice, self._delta(choice, event.text), tokens, event, offset)]
-        )
+    def fail(self, error: ApiError) -> Iterable[Piece]:
+        return [error.body()]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk, without choices."""
-        return self._envelope(self._chunk_object, []) | {"usage": self.usage}
-
-    def whole(self, events: Sequence[Sequence[Event]]) -> dict[str, Any]:
-        """Return the answer at once, from the events of each choice."""
-        choices = []
-        for choice, of_choice in enumerate(events):
-            tokens = [event for event in of_choice if isinstance(event, Tokens)]
-            choices.append(self._choice(choice, self._message(choice), tokens, of_choice[-1]))
-        return self._envelope(self._object, choices) | {"usage": self.usage}
+    def whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """Return the body, with what vLLM says of the prompts where that was asked for."""
+        choices = [
+            _choice(step, self._message(step), self._logprobs(step) if self._request.logprobs else None)
+            for step in steps
+        ]
+        body = self._envelope(self._object, choices) | {"usage": self._usage}
+        if self._request.prompt_logprobs is not None:
+            self._put_prompt_logprobs(body, steps)
+        return body | {"metrics": self._generation.metrics()}
 
     @property
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's counts of tokens so far; those of a prompt count once, however many texts follow it.
-
-        Cached are those that the verifier had computed before any of these texts began. Where there was a prediction,
-        its tokens are accepted if copying it on finds them in the text, whoever drafted them, and else rejected; these
-        are no completion tokens, since nobody had to decode them.
-        """
-        prompt, completion = self._prompt_tokens, self._completion_tokens
-        predicted = self._predicted
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
-            **({} if predicted is None else {"completion_tokens_details": _prediction_details(predicted)}),
+    def _usage(self) -> dict[str, Any]:
+        """OpenAI's counts of tokens so far; those of a prediction are no completion tokens."""
+        usage = self._generation.usage
+        counts: dict[str, Any] = {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.completion,
+            "total_tokens": usage.prompt + usage.completion,
+            "prompt_tokens_details": {"cached_tokens": usage.cached},
         }
+        if (predicted := usage.prediction) is not None:
+            counts["completion_tokens_details"] = {
+                "accepted_prediction_tokens": predicted.accepted,
+                "rejected_prediction_tokens": predicted.rejected,
+            }
+        return counts
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self._prefix + self._generation.request_id,
             "object": kind,
             "created": self._created,
-            "model": self._model,
+            "model": self._options.model,
             "system_fingerprint": f"outrider-{release()}",  # names the release, not how the text was drafted
             "choices": choices,
         }
 
-    def _choice(
-        self, index: int, content: dict[str, Any], tokens: Sequence[Tokens] | None, last: Event, offset: int = 0
-    ) -> dict[str, Any]:
-        reason = None
-        if isinstance(last, Finished):
-            reason = "length" if last.reason is FinishReason.LENGTH else self._whole_reason(index)
-        logprobs = self._logprobs(index, tokens, offset) if self.logprobs and tokens is not None else None
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        if isinstance(last, Finished) and last.stop_string is not None:
-            choice["stop_reason"] = last.stop_string  # vLLM's name
-        return choice
-
-    def _whole_reason(self, choice: int) -> str:  # noqa: ARG002 - for the format that has others
-        """Return OpenAI's reason for the end of a text that no limit cut."""
-        return "stop"
+    def _completed(self, chunk: dict[str, Any], choice: int, events: Sequence[Event] = ()) -> Piece:
+        """Add to a chunk what the options of the stream ask for."""
+        if self._options.wants_usage:
+            chunk.setdefault("usage", self._usage if self._options.wants_running_usage else None)
+        if self._options.wants_speculation:
+            chunk["speculation"] = self._generation.speculation(choice, events)
+        return chunk
 
     @abstractmethod
-    def _delta(self, choice: int, text: str) -> dict[str, Any]: ...
+    def _beginning(self, choice: int) -> dict[str, Any] | None:
+        """Return what a choice of a stream begins with, before its text."""
 
     @abstractmethod
-    def _message(self, choice: int) -> dict[str, Any]: ...
+    def _delta(self, step: Step) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
-        """Return OpenAI's object for events whose first begins after `offset` characters of the text."""
+    def _message(self, step: Step) -> dict[str, Any]: ...
 
-    def _prompt_entries(self, choice: int) -> list[dict[str, Any] | None]:
+    @abstractmethod
+    def _logprobs(self, step: Step) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _put_prompt_logprobs(self, body: dict[str, Any], steps: Sequence[Step]) -> None:
+        """Add vLLM's lists of the prompts where this API has them."""
+
+    def _prompt_entries(self, step: Step) -> list[dict[str, Any] | None]:
         """Return vLLM's list: for each token of a prompt but the first what it and the likeliest have, by their ids."""
         entries: list[dict[str, Any] | None] = [None]
-        for token, said in zip(self._prompts[choice][1:], self._scores[choice], strict=True):
-            top = said.top[: self._prompt_logprobs]
+        scores = next((event.prompt for event in step.tokens if event.prompt), ())
+        for token, said in zip(self._request.choices[step.choice].prompt[1:], scores, strict=True):
+            top = said.top[: self._request.prompt_logprobs]
             ranked = [*((t, logprob, i) for i, (t, logprob) in enumerate(top, 1)), (token, said.logprob, said.rank)]
             entries.append({str(t): self._ranked(t, logprob, rank) for t, logprob, rank in ranked})
         return entries
@@ -157,178 +188,126 @@ class Answer(ABC):
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": _number(logprob), "rank": rank, "decoded_token": self._tokens.text(token)}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokens.text(token),
-            "logprob": _number(logprob),
-            "bytes": list(self._tokens.bytes(token)),
-        }
 
-
-class ChatAnswer(Answer):
-    """An answer of /v1/chat/completions.
-
-    Attributes:
-        written: [choices] text and calls so far.
-        call_ids: [choices] ids of the calls so far.
-        news: [choices] what the last event of each added.
-    """
+class ChatAnswer(_OpenAIAnswer):
+    """An answer of /v1/chat/completions."""
 
     _prefix = "chatcmpl-"
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request_id: str, model: str, request: ParsedRequest, tokens: TokenText) -> None:
-        super().__init__(request_id, model, request, tokens)
-        self._tools = request.tools
-        self._parsers = [self._tools.parser() if self._tools else PlainParser() for _ in request.choices]
-        self.written = [WrittenAnswer() for _ in request.choices]
-        self.call_ids: list[list[str]] = [[] for _ in request.choices]
-        self.news: list[list[Part]] = [[] for _ in request.choices]
+    def _beginning(self, choice: int) -> dict[str, Any]:  # noqa: ARG002 - they all begin alike
+        return {"delta": {"role": "assistant", "content": None if self._request.tools else ""}}
 
-    def take(self, choice: int, event: Event) -> None:
-        """Count an event in, and find the calls in its text."""
-        super().take(choice, event)
-        parser = self._parsers[choice]
-        parts = parser.take(event.text)
-        if isinstance(event, Finished):
-            parts = parts + parser.end()
-        for part in parts:
-            if isinstance(part, CallBegun) and self._tools is not None:
-                self.call_ids[choice].append(self._tools.new_id())
-        self.written[choice].add(parts)
-        self.news[choice] = parts
+    def _delta(self, step: Step) -> dict[str, Any]:
+        calls = _calls(step.parts)
+        return {"delta": ({"content": step.text} if step.text else {}) | ({"tool_calls": calls} if calls else {})}
 
-    def has_news(self, choice: int, event: Event) -> bool:  # noqa: ARG002 - the event was taken
-        """Return whether an event that was taken last adds something to its choice."""
-        return bool(self.news[choice])
-
-    def first_chunk(self, choice: int) -> dict[str, Any]:
-        """Return a chunk with the role."""
-        delta = {"role": "assistant", "content": None if self._tools else ""}
-        made = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._envelope(self._chunk_object, [made])
-
-    def whole(self, events: Sequence[Sequence[Event]]) -> dict[str, Any]:
-        """Return the answer at once, with what vLLM says of the prompt where that was asked for."""
-        asked = self._prompt_logprobs is not None
-        return super().whole(events) | ({"prompt_logprobs": self._prompt_entries(0)} if asked else {})
-
-    def _whole_reason(self, choice: int) -> str:
-        return "tool_calls" if self.written[choice].calls else "stop"
-
-    def _delta(self, choice: int, text: str) -> dict[str, Any]:  # noqa: ARG002 - which may be a call's
-        said = "".join(part.text for part in self.news[choice] if isinstance(part, Said))
-        calls = self._call_deltas(choice)
-        return {"delta": ({"content": said} if said else {}) | ({"tool_calls": calls} if calls else {})}
-
-    def _call_deltas(self, choice: int) -> list[dict[str, Any]]:
-        """Return what the last event added to calls: name and id where one begins, and pieces of its arguments."""
-        deltas: dict[int, dict[str, Any]] = {}
-        for part in self.news[choice]:
-            match part:
-                case CallBegun(index, name):
-                    function = {"name": name, "arguments": ""}
-                    call_id = self.call_ids[choice][index]
-                    deltas[index] = {"index": index, "id": call_id, "type": "function", "function": function}
-                case CallArguments(index, text):
-                    delta = deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                    delta["function"]["arguments"] += text
-        return list(deltas.values())
-
-    def _message(self, choice: int) -> dict[str, Any]:
-        written = self.written[choice]
-        message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
-        if written.calls:
-            message |= {"content": written.text or None, "tool_calls": self._whole_calls(choice)}
+    def _message(self, step: Step) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": step.text, "refusal": None}
+        if calls := _calls(step.parts):
+            for call in calls:
+                del call["index"]
+            message |= {"content": step.text or None, "tool_calls": calls}
         return {"message": message}
 
-    def _whole_calls(self, choice: int) -> list[dict[str, Any]]:
-        calls = zip(self.call_ids[choice], self.written[choice].calls, strict=True)
-        return [{"id": call_id, "type": "function", "function": asdict(call)} for call_id, call in calls]
+    def _logprobs(self, step: Step) -> dict[str, Any]:
+        return {"content": chat_logprobs(step, self._tokens), "refusal": None}
 
-    def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:  # noqa: ARG002
-        content = [
-            self._named(token.id, token.facts.logprob)
-            | {"top_logprobs": [self._named(*entry) for entry in token.facts.top]}
-            | ({} if token.facts.entropy is None else {"entropy": token.facts.entropy})
-            for event in events
-            for token in event.tokens
-            if token.facts is not None
-        ]
-        return {"content": content, "refusal": None}
+    def _put_prompt_logprobs(self, body: dict[str, Any], steps: Sequence[Step]) -> None:
+        body["prompt_logprobs"] = self._prompt_entries(steps[0])
 
 
-class CompletionAnswer(Answer):
+def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return what is added to calls: name and id where one begins, and pieces of its arguments."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        match part:
+            case CallBegun(index, name, call_id):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
+            case CallArguments(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+    return list(calls.values())
+
+
+def chat_logprobs(step: Step, tokens: TokenText) -> list[dict[str, Any]]:
+    """Return a chat's entries for the tokens of a step, of those that have log probabilities."""
+
+    def named(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": tokens.text(token), "logprob": _number(logprob), "bytes": list(tokens.bytes(token))}
+
+    return [
+        named(token.id, token.facts.logprob)
+        | {"top_logprobs": [named(*entry) for entry in token.facts.top]}
+        | ({} if token.facts.entropy is None else {"entropy": token.facts.entropy})
+        for event in step.tokens
+        for token in event.tokens
+        if token.facts is not None
+    ]
+
+
+class CompletionAnswer(_OpenAIAnswer):
     """An answer of /v1/completions."""
 
     _prefix = "cmpl-"
     _object = _chunk_object = "text_completion"
 
-    def __init__(self, request_id: str, model: str, request: ParsedRequest, tokens: TokenText) -> None:
-        super().__init__(request_id, model, request, tokens)
-        self._scored_echo = request.scored_echo
-        self._top_logprobs = request.top_logprobs
+    def __init__(self, options: CompletionRequest, generation: Generation) -> None:
+        super().__init__(options, generation)
+        self._lengths = [len(self._prompt_of(choice)) for choice in range(self._left)]  # of prompts and texts so far
 
-    def first_chunk(self, choice: int) -> dict[str, Any] | None:
-        """Return a chunk with the prompt, where it is to be repeated; with its log probabilities it comes later."""
-        if not self._echo or self._scored_echo:
-            return None
-        made = {"index": choice, "text": self._prompt_of(choice), "logprobs": None, "finish_reason": None}
-        return self._envelope(self._chunk_object, [made])
+    def _beginning(self, choice: int) -> dict[str, Any] | None:
+        """Return a prompt that is to be repeated; one with log probabilities comes with the first tokens."""
+        repeated = self._request.echo and not self._request.scored_echo
+        return {"text": self._prompt_of(choice)} if repeated else None
 
     def _prompt_of(self, choice: int) -> str:
-        return self._echo[choice // self._texts_per_prompt] if self._echo else ""
+        return self._request.echo[choice // self._request.texts_per_prompt] if self._request.echo else ""
 
-    def chunk(self, choice: int, event: Event) -> dict[str, Any]:
-        """Return what an event adds, and before the first tokens a prompt with its log probabilities."""
-        made = super().chunk(choice, event)
-        if self._scored_echo and isinstance(event, Tokens) and self._is_first(choice, event):
-            made["choices"][0]["text"] = self._prompt_of(choice) + event.text
-        return made
+    def _prompt_comes_with(self, choice: int, event: Event) -> bool:
+        """Return whether the prompt, with its log probabilities, comes with an event of its text."""
+        first = isinstance(event, Tokens) and event.position == len(self._request.choices[choice].prompt)
+        return self._request.scored_echo and first
 
-    def whole(self, events: Sequence[Sequence[Event]]) -> dict[str, Any]:
-        """Return the answer at once, with what vLLM says of the prompts where that was asked for."""
-        made = super().whole(events)
-        if self._prompt_logprobs is not None:
-            for choice in made["choices"]:
-                choice["prompt_logprobs"] = self._prompt_entries(choice["index"])
-        return made
+    def _delta(self, step: Step) -> dict[str, Any]:
+        (event,) = step.events
+        return {
+            "text": (self._prompt_of(step.choice) if self._prompt_comes_with(step.choice, event) else "") + step.text
+        }
 
-    def _is_first(self, choice: int, event: Tokens) -> bool:
-        return event.position == len(self._prompts[choice])
+    def _message(self, step: Step) -> dict[str, Any]:
+        return {"text": self._prompt_of(step.choice) + step.text}
 
-    def _delta(self, choice: int, text: str) -> dict[str, Any]:  # noqa: ARG002 - a text is the same in all
-        return {"text": text}
+    def _put_prompt_logprobs(self, body: dict[str, Any], steps: Sequence[Step]) -> None:
+        for choice, step in zip(body["choices"], steps, strict=True):
+            choice["prompt_logprobs"] = self._prompt_entries(step)
 
-    def _message(self, choice: int) -> dict[str, Any]:
-        return {"text": self._prompt_of(choice) + self._texts[choice]}
-
-    def _logprobs(self, choice: int, events: Sequence[Tokens], offset: int) -> dict[str, Any]:
+    def _logprobs(self, step: Step) -> dict[str, Any]:
         made: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        offset += len(self._prompt_of(choice))
-        for event in events:
-            if self._scored_echo and self._is_first(choice, event):
-                self._put_prompt(made, choice)
+        for event in step.tokens:
+            if self._prompt_comes_with(step.choice, event):
+                self._put_prompt(made, step.choice, event.prompt)
             for token, piece in zip(event.tokens, event.pieces, strict=True):
                 made["tokens"].append(self._tokens.text(token.id))
                 if token.facts is not None:
                     made["token_logprobs"].append(_number(token.facts.logprob))
                     made["top_logprobs"].append(self._top(token.id, token.facts))
-                made["text_offset"].append(offset)
-                offset += len(piece)
+                made["text_offset"].append(self._lengths[step.choice])
+                self._lengths[step.choice] += len(piece)
         return made
 
-    def _put_prompt(self, made: dict[str, list[Any]], choice: int) -> None:
+    def _put_prompt(self, made: dict[str, list[Any]], choice: int, scores: Sequence[TokenFacts]) -> None:
         """Begin the lists with the prompt; nothing comes before its first token, which has no probability."""
-        prompt, length = self._prompts[choice], len(self._prompt_of(choice))
+        prompt, length = self._request.choices[choice].prompt, len(self._prompt_of(choice))
         made["tokens"] += map(self._tokens.text, prompt)
         made["text_offset"] += (min(offset, length) for offset in self._tokens.offsets(prompt))
         made["token_logprobs"].append(None)
         made["top_logprobs"].append(None)
-        for token, said in zip(prompt[1:], self._scores[choice], strict=True):
+        for token, said in zip(prompt[1:], scores, strict=True):
             made["token_logprobs"].append(_number(said.logprob))
-            made["top_logprobs"].append(self._top(token, said._replace(top=said.top[: self._top_logprobs])))
+            made["top_logprobs"].append(self._top(token, said._replace(top=said.top[: self._request.top_logprobs])))
 
     def _top(self, token: int, facts: TokenFacts) -> dict[str, float]:
         """Return the likeliest tokens of the position of `token`, and the token itself where it is not among them."""
@@ -339,9 +318,11 @@ class CompletionAnswer(Answer):
         return dict(reversed(named.items()))
 
 
-def _prediction_details(count: PredictionCount) -> dict[str, int]:
-    """Return OpenAI's counts of a prediction's tokens."""
-    return {"accepted_prediction_tokens": count.accepted, "rejected_prediction_tokens": count.rejected}
+def _choice(step: Step, content: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    choice = {"index": step.choice, **content, "logprobs": logprobs, "finish_reason": step.finish}
+    if step.stop_string is not None:
+        choice["stop_reason"] = step.stop_string  # vLLM's name
+    return choice
 
 
 def _number(logprob: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,12 @@ from starlette.routing import Route
 from outrider.edge.daemon.answers import ChatAnswer, CompletionAnswer
 from outrider.edge.daemon.api_access import RESPONSES, SHUTTING_DOWN, Auth, Guard
 from outrider.edge.daemon.cloud import Served
+from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
+from outrider.edge.daemon.generation import Service
 from outrider.edge.daemon.http_errors import DEFECT, MESSAGES, ApiError, error_response, json_response
 from outrider.edge.daemon.messages import COUNT_TOKENS, messages_routes
-from outrider.edge.daemon.parsed_request import parse_chat, parse_completion
 from outrider.edge.daemon.responses import ResponsesApi
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
-from outrider.edge.daemon.text_streams import Service, TextEndpoint
 from outrider.proto.plumbing.access import Keys
 from outrider.proto.release import release
 
@@ -60,13 +62,11 @@ class Api:
     def application(self, auth: Auth) -> Guard:
         """Return all routes behind the guard."""
         self._keys = auth.keys
-        chat = TextEndpoint(self._service, ChatRequest, parse_chat, ChatAnswer)
-        completions = TextEndpoint(self._service, CompletionRequest, parse_completion, CompletionAnswer)
         routes = [
-            Route(CHAT, chat, methods=["POST"]),
-            Route(COMPLETIONS, completions, methods=["POST"]),
-            *ResponsesApi(chat).routes(),
-            *messages_routes(chat),
+            Route(CHAT, TextEndpoint(self._service, ChatRequest, _chat), methods=["POST"]),
+            Route(COMPLETIONS, TextEndpoint(self._service, CompletionRequest, _completion), methods=["POST"]),
+            *ResponsesApi(self._service).routes(),
+            *messages_routes(self._service),
             Route(MODELS, self._models, methods=["GET"]),
             Route(MODELS + "/{model:path}", self._model, methods=["GET"]),
             Route("/drafters", self._drafters, methods=["GET"]),
@@ -124,6 +124,14 @@ class Api:
     async def _exposition(self, request: HttpRequest) -> Response:
         body, content_type = self._service.metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
+
+
+def _chat(request: ChatRequest, state: Mapping[str, Any]) -> Adapted:  # noqa: ARG001 - for APIs that need it
+    return Adapted(request, partial(ChatAnswer, request))
+
+
+def _completion(request: CompletionRequest, state: Mapping[str, Any]) -> Adapted:  # noqa: ARG001
+    return Adapted(request, partial(CompletionAnswer, request))
 
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from outrider.edge.daemon.api_access import MAX_NAMED, HeldRequest
-from outrider.edge.daemon.http_errors import ApiError
-from outrider.edge.daemon.schema import Strict
+from outrider.edge.daemon.http_errors import ApiError, invalid
+from outrider.edge.daemon.schema import ChatRequest, Strict
 
 MAX_BYTES = 8 << 20  # as much as a message to a verifier holds
 MAX_DISCARDED_BYTES = 64 << 20
@@ -72,6 +72,11 @@ def checked(kind: type[R], body: dict[str, Any]) -> R:
         return _validated(kind, body)
     except ValidationError as error:
         raise _as_api_error(error) from error
+
+
+def as_chat(**fields: Any) -> ChatRequest:
+    """Return the chat with these fields, without those that are None; raises as `checked` does."""
+    return checked(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
 def _validated(kind: type[R], body: dict[str, Any]) -> R:
@@ -208,3 +213,28 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text[:40]} is beyond any number")
     return value
+
+
+def string_in(value: Mapping[str, Any], name: str, where: str) -> str:
+    """Return the string of a field of the object at `where`; raise `ApiError` 400 where it is none."""
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise invalid(f"{where}.{name}", "must be a string")
+    return text
+
+
+def type_of(value: Any, where: str) -> str:
+    """Return the `type` of the object at `where`; raise `ApiError` 400 where it has none."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(where, "is no object with a type")
+    return kind
+
+
+def joined_text(value: Any, where: str, items: str, text_of: Callable[[Any, str], str]) -> str:
+    """Return a string, or the text of a list of such `items`, a line each; raise `ApiError` 400 where it is neither."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(where, f"must be a string or a list of {items}")
+    return "\n".join(text_of(item, f"{where}[{at}]") for at, item in enumerate(value))

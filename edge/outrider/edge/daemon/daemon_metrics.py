@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from outrider.drafters.retrieval import PredictionCount
 from outrider.edge.decoding import Subject
 from outrider.edge.edge_metrics import EdgeMetrics, SessionObserver
 from outrider.edge.event_stream import Event, Tokens
@@ -15,6 +17,24 @@ from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.metrics import SECONDS
 from outrider.proto.session import EdgeSession, EdgeStatistics
 from outrider.proto.types import CloudFrame, Commit, Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens of one request; those of a prompt count once, however many texts follow it.
+
+    Attributes:
+        prompt: tokens of the prompts.
+        completion: tokens of the texts.
+        cached: tokens of the prompts that the verifier had computed before any of these texts began.
+        prediction: counts of a prediction's tokens, which are accepted if copying it on finds them in the text, whoever
+            drafted them; None: there was none.
+    """
+
+    prompt: int
+    completion: int
+    cached: int
+    prediction: PredictionCount | None
 
 
 class HttpMetrics:
@@ -60,14 +80,14 @@ class HttpMetrics:
         """Count a request that has its status; `route` is one of the daemon's, never what a client wrote."""
         self._requests.labels(route, str(status)).inc()
 
-    def finished(self, usage: dict[str, Any], first_token_s: float, seconds: float) -> None:
-        """Count a request for texts that has been answered in full, with OpenAI's `usage`."""
-        self._prompt_tokens.inc(usage["prompt_tokens"])
-        self._cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+    def finished(self, usage: Usage, first_token_s: float, seconds: float) -> None:
+        """Count a request for texts that has been answered in full."""
+        self._prompt_tokens.inc(usage.prompt)
+        self._cached_tokens.inc(usage.cached)
         self._first_token.observe(first_token_s)
         self._latency.observe(seconds)
-        if usage["completion_tokens"] > 1:
-            self._per_token.observe((seconds - first_token_s) / (usage["completion_tokens"] - 1))
+        if usage.completion > 1:
+            self._per_token.observe((seconds - first_token_s) / (usage.completion - 1))
 
 
 class TextObserver(SessionObserver):
@@ -107,8 +127,8 @@ class TextObserver(SessionObserver):
         super().lost(error, at)
         self._on_lost(error)
 
-    def live(self, event: Event | None = None) -> dict[str, Any]:
-        """Return the `speculation` object of a streamed chunk, with the text of `event` by origin.
+    def live(self, events: Sequence[Event] = ()) -> dict[str, Any]:
+        """Return the `speculation` object of a streamed chunk, with the text of `events` by origin.
 
         Both rates leave out the first commit, whose time is the prompt's. `cloud_tokens_per_second` is what the same
         tokens would have come at with one target step each, by the verifier's own times (`SessionObserver`).
@@ -118,7 +138,7 @@ class TextObserver(SessionObserver):
         counted = statistics.committed - self._first_tokens
         round_trip_s = self.machine.round_trip_s if self.machine else 0.0
         return {
-            "pieces": _pieces(event),
+            "pieces": _pieces(events),
             "tokens": statistics.committed,
             "accepted": statistics.accepted - statistics.accepted_here,
             "accepted_cloud": statistics.accepted_here,
@@ -164,15 +184,16 @@ def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
     }
 
 
-def _pieces(event: Event | None) -> list[dict[str, Any]]:
+def _pieces(events: Sequence[Event]) -> list[dict[str, Any]]:
     """Return text by origin, neighbours of one origin together; text held back until the end counts as the target's."""
-    if not isinstance(event, Tokens):
-        return [{"text": event.text, "accepted": False}] if event is not None and event.text else []
     pieces: list[dict[str, Any]] = []
-    for text, provenance in zip(event.pieces, event.provenance, strict=True):
-        accepted = provenance is Provenance.DRAFT
-        if pieces and pieces[-1]["accepted"] == accepted:
-            pieces[-1]["text"] += text
-        elif text:
-            pieces.append({"text": text, "accepted": accepted})
+    for event in events:
+        ended = [(event.text, Provenance.TARGET)]
+        marked = zip(event.pieces, event.provenance, strict=True) if isinstance(event, Tokens) else ended
+        for text, provenance in marked:
+            accepted = provenance is Provenance.DRAFT
+            if pieces and pieces[-1]["accepted"] == accepted:
+                pieces[-1]["text"] += text
+            elif text:
+                pieces.append({"text": text, "accepted": accepted})
     return pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -129,6 +130,24 @@ def from_outrider(error: OutriderError, field: str = "") -> ApiError:
         case Unavailable() | Unauthenticated() | PermissionDenied() | FailedPrecondition() | Cancelled():
             return ApiError(503, str(error), code="unavailable", retry_after_s=error.retry_after_s or RETRY_S)
     return ApiError(500, str(error), code="internal_error")
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error with the names that another API has for OpenAI's fields."""
+    path = error.param or ""
+    field = path.partition(".")[0].partition("[")[0]
+    if field not in names:
+        return error
+    name = names[field]
+    message = name + error.message.removeprefix(path) if path and error.message.startswith(path) else error.message
+    made = ApiError(error.status, message, param=name, code=error.code)
+    made.headers = error.headers
+    return made
+
+
+def invalid(field: str, message: str) -> ApiError:
+    """Return the error of a field at fault."""
+    return ApiError(400, f"{field}: {message}", param=field, code="invalid_value")
 
 
 def json_bytes(value: Any) -> bytes:

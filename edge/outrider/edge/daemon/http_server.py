@@ -23,8 +23,8 @@ from outrider.edge.daemon.app import Api
 from outrider.edge.daemon.body_reading import IgnoreUnknown
 from outrider.edge.daemon.cloud import Cloud
 from outrider.edge.daemon.daemon_metrics import HttpMetrics
+from outrider.edge.daemon.generation import Service
 from outrider.edge.daemon.http_errors import ApiError, json_bytes
-from outrider.edge.daemon.text_streams import Service
 from outrider.edge.edge_metrics import EdgeMetrics
 from outrider.proto.address import join_address, split_address
 from outrider.proto.errors import ConfigError

@@ -1,41 +1,32 @@
-"""Anthropic's API: its schema, a request as a chat, and the chat's answer as a message, whole and in events."""
+"""Anthropic's API: its schema, a request as a chat, and its answer as a message, whole and in events."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from outrider.edge.daemon.body_reading import read_request
-from outrider.edge.daemon.http_errors import MESSAGES, NO_THREADS, ApiError, error_body, from_outrider, json_response
+from outrider.edge.daemon.answers import EventAnswer, Piece
+from outrider.edge.daemon.body_reading import as_chat, joined_text, string_in, type_of
+from outrider.edge.daemon.cloud import Served
+from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
+from outrider.edge.daemon.generation import Generation, Service, Step
+from outrider.edge.daemon.http_errors import MESSAGES, NO_THREADS, ApiError, error_body, invalid, json_response
+from outrider.edge.daemon.parsed_request import parse
 from outrider.edge.daemon.schema import MAX_MESSAGES, ChatRequest, Ignored, Stops, Strict, refuse, unless, within
-from outrider.edge.daemon.text_streams import TextEndpoint
-from outrider.edge.daemon.translation import (
-    Piece,
-    TranslatedEndpoint,
-    Translation,
-    as_chat,
-    called_arguments,
-    invalid,
-    joined_text,
-    renamed,
-    string_in,
-    type_of,
-)
-from outrider.proto.errors import OutriderError
+from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Said
 from outrider.proto.types import MAX_TOKEN_ID
 
 COUNT_TOKENS = MESSAGES + "/count_tokens"
 _FAILED = "Error: "  # chats have no field for a tool that failed
 _SILENT = ("thinking", "redacted_thinking")  # of other models: this target's template says what becomes of its own
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "prompt": "messages"}
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "prompt": "messages"}
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
 def _function(value: Any) -> Any:
@@ -205,126 +196,117 @@ def _block_text(block: Any, where: str) -> str:
 _text = partial(joined_text, items="blocks", text_of=_block_text)
 
 
-class MessagesTranslation(Translation):
-    """One message in the making; `state` is that of the request's scope.
+class MessageAnswer(EventAnswer):
+    """One message in the making."""
 
-    Raises:
-        ApiError: 400 that names the field at fault.
-    """
-
-    names = NAMES
-
-    def __init__(self, request: MessagesRequest, state: Mapping[str, Any]) -> None:
-        self.chat = _message_chat(request)
+    def __init__(self, request: CountRequest, generation: Generation) -> None:
         self._model = request.model
-        self._request_id = state["request_id"]
+        self._generation = generation
         self._content: list[dict[str, Any]] = []
         self._arguments = ""  # of the tool use that goes on, as JSON
-        self._usage: dict[str, Any] = {}
+        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
         self._metrics: dict[str, Any] = {}
-        self._finish_reason = ""
-        self._stop_sequence: str | None = None
 
     def body(self) -> dict[str, Any]:
-        """Return the message as far as it has come."""
         return {
-            "id": f"msg_{self._request_id}",
+            "id": f"msg_{self._generation.request_id}",
             "type": "message",
             "role": "assistant",
             "model": self._model,
-            "content": list(self._content),
+            "content": self._content,
             **self._end,
             "usage": self._usage,
             **({"metrics": self._metrics} if self._metrics else {}),
         }
 
-    def begin(self, usage: dict[str, Any]) -> list[Piece]:
+    def begin(self) -> Iterable[Piece]:
         """Return the events before the text; tokens that were cached are known at the end."""
-        self._usage = _usage(usage)
-        return [{"type": "message_start", "message": self.body()}, {"type": "ping"}]
+        yield {"type": "message_start", "message": self.body()}
+        yield {"type": "ping"}
 
-    def take(self, choice: dict[str, Any]) -> list[Piece]:
+    def take(self, step: Step) -> Iterable[Piece]:
         """Return the events of text and of uses of tools, each of which is a block of its own."""
-        delta, pieces = choice["delta"], []
-        if text := delta.get("content"):
-            if not self._content or self._content[-1]["type"] != "text":
-                pieces += [*self._close(), *self._begin({"type": "text", "text": ""})]
-            self._content[-1]["text"] += text
-            pieces.append(self._delta({"type": "text_delta", "text": text}))
-        for call_id, name, arguments in called_arguments(delta.get("tool_calls")):
-            if call_id:
-                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-                pieces += [*self._close(), *self._begin(block)]
-            if arguments:
-                self._arguments += arguments
-                pieces.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        self._stop_sequence = choice.get("stop_reason") or self._stop_sequence
-        return pieces
+        for part in step.parts:
+            match part:
+                case Said(text):
+                    if not self._content or self._content[-1]["type"] != "text":
+                        yield from self._begin({"type": "text", "text": ""})
+                    self._content[-1]["text"] += text
+                    yield self._delta({"type": "text_delta", "text": text})
+                case CallBegun(_, name, call_id):
+                    yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                case CallArguments(_, text):
+                    self._arguments += text
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
+        if step.finish is not None:
+            reason = "stop_sequence" if step.stop_string is not None else _REASONS[step.finish]
+            self._end = {"stop_reason": reason, "stop_sequence": step.stop_string}
 
-    def end(self, usage: dict[str, Any], metrics: dict[str, Any]) -> list[Piece]:
-        """Close the last block and return the last events."""
+    def end(self) -> Iterable[Piece]:
         if not self._content:  # clients take its text for granted
-            self._content.append({"type": "text", "text": ""})
-            pieces = [{"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}]
-        else:
-            pieces = []
-        self._usage, self._metrics = _usage(usage), metrics
-        delta = {"type": "message_delta", "delta": self._end, "usage": self._usage, "metrics": metrics}
-        return [*pieces, *self._close(), delta, {"type": "message_stop"}]
+            yield from self._begin({"type": "text", "text": ""})
+        yield from self._close()
+        self._metrics = self._generation.metrics()
+        yield {"type": "message_delta", "delta": self._end, "usage": self._usage, "metrics": self._metrics}
+        yield {"type": "message_stop"}
 
-    def fail(self, error: ApiError) -> list[Piece]:
-        """Return the event of an error."""
-        return [error_body(error, self._request_id)]
+    def fail(self, error: ApiError) -> Iterable[Piece]:
+        yield error_body(error, self._generation.request_id)
 
-    def _begin(self, block: dict[str, Any]) -> list[Piece]:
+    def _begin(self, block: dict[str, Any]) -> Iterable[Piece]:
+        yield from self._close()
         self._content.append(block)
-        return [{"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(block)}]
+        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block}
 
     def _delta(self, delta: dict[str, Any]) -> Piece:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
-    def _close(self) -> list[Piece]:
+    def _close(self) -> Iterable[Piece]:
         if not self._content:
-            return []
+            return
         if self._content[-1]["type"] == "tool_use":
             self._content[-1]["input"] = _input(self._arguments)
             self._arguments = ""
-        return [{"type": "content_block_stop", "index": len(self._content) - 1}]
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
     @property
-    def _end(self) -> dict[str, Any]:
-        reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
-        reason = "stop_sequence" if self._stop_sequence is not None else reasons.get(self._finish_reason)
-        return {"stop_reason": reason, "stop_sequence": self._stop_sequence}
+    def _usage(self) -> dict[str, Any]:
+        """Counts of tokens, of which input tokens are those that were not cached."""
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+        }
 
 
 def prompt_chat(request: CountRequest, **more: Any) -> ChatRequest:
-    """Return the chat whose prompt is that of a request.
+    """Return the chat whose prompt is that of a request, with `more` of its fields.
 
     Raises:
         ApiError: 400 that names the field at fault.
     """
     choice, config = request.tool_choice, request.output_config
-    asked: dict[str, Any] = {
-        "model": request.model,
-        "messages": as_messages(request.system, request.messages),
-        "reasoning_effort": config.effort if config is not None else None,
-        "tools": [tool.for_chat for tool in request.tools] if request.tools else None,
-    }
     if choice is not None and request.tools:
-        asked["tool_choice"] = choice.for_chat
-        asked["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
-    return as_chat({**asked, **more}, NAMES)
+        more["tool_choice"] = choice.for_chat
+        more["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    return as_chat(
+        model=request.model,
+        messages=as_messages(request.system, request.messages),
+        reasoning_effort=config.effort if config is not None else None,
+        tools=[tool.for_chat for tool in request.tools] if request.tools else None,
+        **more,
+    )
 
 
-def _message_chat(request: MessagesRequest) -> ChatRequest:
+def _message(request: MessagesRequest, state: Mapping[str, Any]) -> Adapted:  # noqa: ARG001 - for APIs that need it
     if request.thread is not None:
         message = "thread: conversations are not kept here; leave it out, and send all messages"
         raise ApiError(400, message, param="thread", code=NO_THREADS)
     form = request.output_config.format if request.output_config is not None else None
     named = {"name": "answer", "schema": form.schema_} if form is not None else None
-    return prompt_chat(
+    chat = prompt_chat(
         request,
         stream=request.stream,
         max_completion_tokens=request.max_tokens,
@@ -335,17 +317,7 @@ def _message_chat(request: MessagesRequest) -> ChatRequest:
         seed=request.seed,
         response_format={"type": "json_schema", "json_schema": named} if named is not None else None,
     )
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's counts of tokens by Anthropic's names, whose input tokens are those that were not cached."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": usage["completion_tokens"],
-    }
+    return Adapted(chat, partial(MessageAnswer, request))
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -357,32 +329,21 @@ def _input(arguments: str) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
-def messages_routes(chats: TextEndpoint[ChatRequest]) -> list[Route]:
-    """Return the routes; `chats` answers the chats."""
-    create = TranslatedEndpoint(chats, MessagesRequest, MessagesTranslation)
-    return [
-        Route(MESSAGES, create, methods=["POST"]),
-        Route(COUNT_TOKENS, CountEndpoint(chats), methods=["POST"]),
-    ]
+class _CountEndpoint(TextEndpoint[CountRequest]):
+    """Counts the tokens of a prompt."""
 
-
-@dataclass(frozen=True)
-class CountEndpoint:
-    """Counts the tokens of a prompt, as ASGI; `chats` makes the prompt."""
-
-    chats: TextEndpoint[ChatRequest]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        service = self.chats.service
-        with service.limiter.enter(scope["state"]["key"]) as place:
-            options = await read_request(CountRequest, HttpRequest(scope, receive), place, service.unknown_fields)
-            served = service.cloud.serving()
-            served.check_model(options.model)
-            try:
-                parsed = await self.chats.parse(prompt_chat(options), served)
-            except OutriderError as error:
-                raise renamed(from_outrider(error), NAMES) from error
-            except ApiError as error:
-                raise renamed(error, NAMES) from error
+    async def respond(self, adapted: Adapted, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer without a text."""
+        parsed = await parse(adapted.request, served)
         await json_response({"input_tokens": parsed.prompt_tokens})(scope, receive, send)
+
+
+def _counted(request: CountRequest, state: Mapping[str, Any]) -> Adapted:  # noqa: ARG001
+    return Adapted(prompt_chat(request), partial(MessageAnswer, request))
+
+
+def messages_routes(service: Service) -> list[Route]:
+    """Return the routes."""
+    create = TextEndpoint(service, MessagesRequest, _message, _NAMES)
+    count = _CountEndpoint(service, CountRequest, _counted, _NAMES)
+    return [Route(MESSAGES, create, methods=["POST"]), Route(COUNT_TOKENS, count, methods=["POST"])]

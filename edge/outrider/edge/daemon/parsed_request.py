@@ -22,7 +22,7 @@ from outrider.edge.event_stream import Event, Tokens
 from outrider.edge.prompts import indexed_prediction
 from outrider.edge.tool_calls.call_grammar import CallableFunction, CallRules, grammar_of
 from outrider.edge.tool_calls.formats import ToolFormat
-from outrider.edge.tool_calls.parts import CallParser
+from outrider.edge.tool_calls.reading import CallParser
 from outrider.proto.errors import InvalidArgument, PromptTooLong
 from outrider.proto.types import FinishReason, Grammar, GrammarKind, Sampling
 
@@ -60,10 +60,6 @@ class ToolUse:
     def parser(self) -> CallParser:
         """Return the parser of one text."""
         return self.format.parser({tool.function.name for tool in self.tools})
-
-    def new_id(self) -> str:
-        """Return the id of a new call."""
-        return self.format.new_id()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +116,17 @@ class ParsedRequest:
         return replace(event, reason=FinishReason.LENGTH, text="", stop_string=None)
 
 
-async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
-    """Parse the request of a chat.
+async def parse(request: ChatRequest | CompletionRequest, served: Served) -> ParsedRequest:
+    """Parse a request.
 
     Raises:
         ApiError: the target has no chat template, or its context cannot hold the chat.
-        InvalidArgument: the template refuses the messages, or a parameter is wrong.
+        InvalidArgument: the template refuses the messages, no context can hold the prompt, or a parameter is wrong.
     """
+    return await (_chat(request, served) if isinstance(request, ChatRequest) else _completion(request, served))
+
+
+async def _chat(request: ChatRequest, served: Served) -> ParsedRequest:
     if served.template is None:
         message = f"{served.ready.model} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
@@ -150,8 +150,7 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     return replace(parsed, prediction=await indexed_prediction(served.ready.tokenizer, request.prediction.content))
 
 
-async def parse_completion(request: CompletionRequest, served: Served) -> ParsedRequest:
-    """Parse the request of a completion; raises `InvalidArgument`, also for a prompt that no context can hold."""
+async def _completion(request: CompletionRequest, served: Served) -> ParsedRequest:
     prompts = [await served.ready.encode_prompt(prompt, special=True) for prompt in request.prompt]
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
     parsed = _parsed(request, prompts, max_tokens, request.logprobs is not None, request.logprobs)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its schema, a request as a chat, and the answer as a response, whole and in events."""
+"""OpenAI's Responses API: its schema, a request as a chat, and its answer, whole and in events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -14,22 +15,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from outrider.edge.daemon.answers import EventAnswer, Piece, chat_logprobs
 from outrider.edge.daemon.api_access import RESPONSE, RESPONSES
-from outrider.edge.daemon.http_errors import ApiError, json_response
+from outrider.edge.daemon.body_reading import as_chat, joined_text, string_in, type_of
+from outrider.edge.daemon.daemon_metrics import Usage
+from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
+from outrider.edge.daemon.generation import Generation, Service, Step
+from outrider.edge.daemon.http_errors import ApiError, invalid, json_response
 from outrider.edge.daemon.response_store import KeptItem, KeptResponse, ResponseStore
 from outrider.edge.daemon.schema import ChatRequest, Ignored, Strict, refuse, unless, within
-from outrider.edge.daemon.text_streams import TextEndpoint
-from outrider.edge.daemon.translation import (
-    Piece,
-    TranslatedEndpoint,
-    Translation,
-    as_chat,
-    called_arguments,
-    invalid,
-    joined_text,
-    string_in,
-    type_of,
-)
+from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Said
 from outrider.proto.types import MAX_TOKEN_ID
 
 MAX_METADATA = 16
@@ -292,38 +287,39 @@ def owner_of(state: Mapping[str, Any]) -> str:
     return state["key"].sha256 if state["key"] is not None else ""
 
 
-class ResponsesTranslation(Translation):
+class ResponseAnswer(EventAnswer):
     """One response in the making.
 
     Args:
         request: what the client wants.
+        items: the items of its input.
         store: keeps the response, if it is to be kept.
-        owner: whose responses it may follow.
-
-    Raises:
-        ApiError: 400 that names the field at fault, 404 the previous response is not here.
+        owner: whose response it is.
+        generation: its text.
     """
 
-    names = _NAMES
-
-    def __init__(self, request: ResponsesRequest, store: ResponseStore, owner: str) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        items: list[KeptItem],
+        store: ResponseStore,
+        owner: str,
+        generation: Generation,
+    ) -> None:
         self._request = request
+        self._items = items
         self._store = store
         self._owner = owner
-        self._items = read_items(request.input)
-        previous = request.previous_response_id
-        history = [] if previous is None else store.history(owner, previous, time.monotonic())
-        self.chat = _chat(request, [*history, *self._items])
+        self._generation = generation
         self._id = new_id("resp")
         self._created_at = int(time.time())
         self._sequence = 0
         self._output: list[KeptItem] = []
-        self._open: _OpenItem | None = None
-        self._finish_reason = ""
+        self._open: KeptItem = {}  # the item that goes on, whose number is that of those before it; empty: none does
+        self._cut = False
         self._outcome: dict[str, Any] = {"status": "in_progress", "usage": None}
 
     def body(self) -> dict[str, Any]:
-        """Return the response as far as it has come."""
         request = self._request
         text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text is not None else {}
         return {
@@ -352,189 +348,138 @@ class ResponsesTranslation(Translation):
             **self._outcome,
         }
 
-    def begin(self, usage: dict[str, Any]) -> list[Piece]:  # noqa: ARG002 - it is known at the end
-        """Return the events before the text."""
-        return [self._piece(name, response=self.body()) for name in ("response.created", "response.in_progress")]
+    def begin(self) -> Iterable[Piece]:
+        for name in ("response.created", "response.in_progress"):
+            yield self._piece(name, response=self.body())
 
-    def take(self, choice: dict[str, Any]) -> list[Piece]:
+    def take(self, step: Step) -> Iterable[Piece]:
         """Return the events of text and of calls, each of which is an item of its own."""
-        delta, pieces = choice["delta"], []
-        text, logprobs = delta.get("content") or "", (choice.get("logprobs") or {}).get("content") or []
-        if text or logprobs:
-            pieces += self._take_text(text, logprobs)
-        for call_id, name, arguments in called_arguments(delta.get("tool_calls")):
-            if call_id:
-                pieces += [*self._close(), *self._begin(_OpenCall(len(self._output), call_id, name))]
-            if arguments:
-                assert self._open is not None  # noqa: S101 - a call begins with its id
-                pieces.append(self._piece(**self._open.add(arguments, [])))
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        return pieces
+        logprobs = chat_logprobs(step, self._generation.tokens) if self._generation.request.logprobs else []
+        if logprobs and not step.text and self._open.get("type") != "function_call":
+            yield from self._add_text("", logprobs)
+        for part in step.parts:
+            match part:
+                case Said(text):
+                    yield from self._add_text(text, logprobs)
+                    logprobs = []
+                case CallBegun(_, name, call_id):
+                    yield from self._close("completed")
+                    self._open = function_call(new_id("fc"), call_id, name, "", "in_progress")
+                    yield self._piece("response.output_item.added", output_index=len(self._output), item=self._open)
+                case CallArguments(_, text):
+                    self._open["arguments"] += text
+                    yield self._piece("response.function_call_arguments.delta", **self._where, delta=text)
+        self._cut = step.finish == "length"
 
-    def end(self, usage: dict[str, Any], metrics: dict[str, Any]) -> list[Piece]:
+    def end(self) -> Iterable[Piece]:
         """Close what is open, keep the response, and return the last events."""
-        cut = self._finish_reason == "length"
-        pieces = self._close("incomplete" if cut else "completed")
-        if not self._output:  # an empty text
-            pieces += [*self._begin(_OpenMessage(0)), *self._close("incomplete" if cut else "completed")]
+        if not self._output and not self._open:  # an empty text
+            yield from self._begin_message()
+        status = "incomplete" if self._cut else "completed"
+        yield from self._close(status)
         self._outcome = {
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": None if cut else int(time.time()),
-            "usage": _usage(usage),
-            "metrics": metrics,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
+            "completed_at": None if self._cut else int(time.time()),
+            "usage": _usage(self._generation.usage),
+            "metrics": self._generation.metrics(),
         }
         body = self.body()
         if body["store"]:
             self._store.keep(self._owner, body, self._items, time.monotonic())
-        return [*pieces, self._piece(f"response.{body['status']}", response=body)]
+        yield self._piece(f"response.{status}", response=body)
 
-    def fail(self, error: ApiError) -> list[Piece]:
+    def fail(self, error: ApiError) -> Iterable[Piece]:
         """Return the event of a response that failed, which is not kept."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self._outcome = {"status": "failed", "error": {"code": code, "message": error.message}, "usage": None}
-        return [self._piece("response.failed", response=self.body())]
+        yield self._piece("response.failed", response=self.body())
 
-    def _take_text(self, text: str, logprobs: list[Any]) -> list[Piece]:
-        pieces: list[Piece] = []
-        if not isinstance(self._open, _OpenMessage):
-            pieces += [*self._close(), *self._begin(_OpenMessage(len(self._output)))]
-        assert self._open is not None  # noqa: S101 - just begun
-        return [*pieces, self._piece(**self._open.add(text, logprobs))]
+    def _add_text(self, text: str, logprobs: list[Any]) -> Iterable[Piece]:
+        if self._open.get("type") != "message":
+            yield from self._close("completed")
+            yield from self._begin_message()
+        (part,) = self._open["content"]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._piece("response.output_text.delta", **self._where, delta=text, logprobs=logprobs)
 
-    def _begin(self, item: _OpenItem) -> list[Piece]:
-        self._open = item
-        return [self._piece(**event) for event in item.begin()]
+    def _begin_message(self) -> Iterable[Piece]:
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._open = message("assistant", [part], status="in_progress")
+        item = {**self._open, "content": []}
+        yield self._piece("response.output_item.added", output_index=len(self._output), item=item)
+        yield self._piece("response.content_part.added", **self._where, part=part)
 
-    def _close(self, status: str = "completed") -> list[Piece]:
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        self._output.append(item.item(status))
-        return [self._piece(**event) for event in item.end(status)]
-
-    def _piece(self, type: str, **fields: Any) -> Piece:  # noqa: A002 - the field's name
-        self._sequence += 1
-        return {"type": type, "sequence_number": self._sequence - 1, **fields}
-
-
-class _OpenMessage:
-    """The output item to which the text that is being streamed is added."""
-
-    def __init__(self, at: int) -> None:
-        self._id = new_id("msg")
-        self._at = at
-        self._where = {"item_id": self._id, "output_index": at, "content_index": 0}
-        self._text = ""
-        self._logprobs: list[Any] = []
-
-    def item(self, status: str) -> KeptItem:
-        return message("assistant", [self._part] if status != "in_progress" else [], self._id, status)
-
-    def begin(self) -> list[Piece]:
-        return [
-            {"type": "response.output_item.added", "output_index": self._at, "item": self.item("in_progress")},
-            {"type": "response.content_part.added", **self._where, "part": self._part},
-        ]
-
-    def add(self, text: str, logprobs: list[Any]) -> Piece:
-        self._text += text
-        self._logprobs += logprobs
-        return {"type": "response.output_text.delta", **self._where, "delta": text, "logprobs": logprobs}
-
-    def end(self, status: str) -> list[Piece]:
-        whole = {"text": self._text, "logprobs": self._logprobs}
-        return [
-            {"type": "response.output_text.done", **self._where, **whole},
-            {"type": "response.content_part.done", **self._where, "part": self._part},
-            {"type": "response.output_item.done", "output_index": self._at, "item": self.item(status)},
-        ]
+    def _close(self, status: str) -> Iterable[Piece]:
+        item, where = self._open, self._where
+        if not item:
+            return
+        item["status"] = status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            yield self._piece("response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"])
+            yield self._piece("response.content_part.done", **where, part=part)
+        else:
+            called = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._piece("response.function_call_arguments.done", **where, **called)
+        yield self._piece("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = {}
 
     @property
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": list(self._logprobs)}
+    def _where(self) -> dict[str, Any]:
+        """The place of the open item, and of its content."""
+        place = {"item_id": self._open.get("id"), "output_index": len(self._output)}
+        return place | ({"content_index": 0} if self._open.get("type") == "message" else {})
 
-
-class _OpenCall:
-    """The item of a function's call whose arguments go on."""
-
-    def __init__(self, at: int, call_id: str, name: str) -> None:
-        self._id = new_id("fc")
-        self._at = at
-        self._call_id = call_id
-        self._name = name
-        self._arguments = ""
-
-    def item(self, status: str) -> KeptItem:
-        return function_call(self._id, self._call_id, self._name, self._arguments, status)
-
-    def begin(self) -> list[Piece]:
-        return [{"type": "response.output_item.added", "output_index": self._at, "item": self.item("in_progress")}]
-
-    def add(self, text: str, logprobs: list[Any]) -> Piece:  # noqa: ARG002 - calls have none
-        self._arguments += text
-        where = {"item_id": self._id, "output_index": self._at}
-        return {"type": "response.function_call_arguments.delta", **where, "delta": text}
-
-    def end(self, status: str) -> list[Piece]:
-        where = {"item_id": self._id, "output_index": self._at}
-        called = {"name": self._name, "arguments": self._arguments}
-        return [
-            {"type": "response.function_call_arguments.done", **where, **called},
-            {"type": "response.output_item.done", "output_index": self._at, "item": self.item(status)},
-        ]
-
-
-_OpenItem = _OpenMessage | _OpenCall
+    def _piece(self, kind: str, **fields: Any) -> Piece:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
 
 def _chat(request: ResponsesRequest, items: list[KeptItem]) -> ChatRequest:
     form = request.text.format if request.text is not None else None
     return as_chat(
-        {
-            "model": request.model,
-            "messages": as_messages(items, request.instructions),
-            "stream": request.stream,
-            "max_completion_tokens": request.max_output_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "min_p": request.min_p,
-            "seed": request.seed,
-            "logprobs": request.wants_logprobs or None,
-            "top_logprobs": request.top_logprobs,
-            "response_format": form.for_chat if form is not None else None,
-            "reasoning_effort": request.reasoning.effort if request.reasoning is not None else None,
-            "tools": [tool.for_chat for tool in request.tools] if request.tools else None,
-            "tool_choice": chat_tool_choice(request.tool_choice) if request.tools else None,
-            "parallel_tool_calls": request.parallel_tool_calls,
-        },
-        _NAMES,
+        model=request.model,
+        messages=as_messages(items, request.instructions),
+        stream=request.stream,
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        logprobs=request.wants_logprobs or None,
+        top_logprobs=request.top_logprobs,
+        response_format=form.for_chat if form is not None else None,
+        reasoning_effort=request.reasoning.effort if request.reasoning is not None else None,
+        tools=[tool.for_chat for tool in request.tools] if request.tools else None,
+        tool_choice=chat_tool_choice(request.tool_choice) if request.tools else None,
+        parallel_tool_calls=request.parallel_tool_calls,
     )
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's counts of tokens by the names of responses."""
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
+        "total_tokens": usage.prompt + usage.completion,
     }
 
 
 class ResponsesApi:
-    """The handlers of the Responses API, with a store of their own; `chats` answers the chats."""
+    """The handlers of the Responses API, with a store of their own."""
 
-    def __init__(self, chats: TextEndpoint[ChatRequest]) -> None:
-        self._chats = chats
+    def __init__(self, service: Service) -> None:
+        self._service = service
         self._store = ResponseStore()
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        create = TranslatedEndpoint(self._chats, ResponsesRequest, self._translated)
+        create = TextEndpoint(self._service, ResponsesRequest, self._adapt, _NAMES)
         return [
             Route(RESPONSES, create, methods=["POST"]),
             Route(RESPONSE, self._response, methods=["GET"]),
@@ -542,8 +487,12 @@ class ResponsesApi:
             Route(RESPONSE + "/input_items", self._input_items, methods=["GET"]),
         ]
 
-    def _translated(self, request: ResponsesRequest, state: Mapping[str, Any]) -> ResponsesTranslation:
-        return ResponsesTranslation(request, self._store, owner_of(state))
+    def _adapt(self, request: ResponsesRequest, state: Mapping[str, Any]) -> Adapted:
+        owner, previous = owner_of(state), request.previous_response_id
+        items = read_items(request.input)
+        history = [] if previous is None else self._store.history(owner, previous, time.monotonic())
+        chat = _chat(request, [*history, *items])
+        return Adapted(chat, partial(ResponseAnswer, request, items, self._store, owner))
 
     def _find(self, request: HttpRequest) -> KeptResponse:
         return self._store.find(owner_of(request.scope["state"]), request.path_params["response_id"], time.monotonic())

@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.edge.tool_calls import hermes, llama3, mistral
+from outrider.edge.tool_calls.formats import (
+    HERMES_CALL,
+    HERMES_END,
+    LLAMA3_CALL,
+    MISTRAL_ARGUMENTS,
+    MISTRAL_CALL,
+    MISTRAL_CALL_ID,
+)
 
 # As the verifier has it for schemas alone: anything more, and a model that likes blanks goes on with them.
 _BLANKS = r" |\n[ \t]{0,32}"
@@ -73,7 +80,7 @@ def slim(schema: Any) -> Any:
 
 
 def _hermes(rules: CallRules) -> list[str]:
-    begin, end = (_mark(rules, mark) for mark in (hermes.BEGIN, hermes.END))
+    begin, end = (_mark(rules, mark) for mark in (HERMES_CALL, HERMES_END))
     return [
         *_start(rules, begin, "rest", f'{begin} rest ("\\n" {begin} rest)*', _TEXT),
         f'rest: "\\n" object "\\n" {end}',
@@ -82,7 +89,7 @@ def _hermes(rules: CallRules) -> list[str]:
 
 
 def _llama3(rules: CallRules) -> list[str]:
-    tag = _mark(rules, llama3.TAG)
+    tag = _mark(rules, LLAMA3_CALL)
     either = [] if rules.must_call else [f"{tag} object", "answer"]
     return [
         f"start: {' | '.join(['object', *either])}",
@@ -92,10 +99,10 @@ def _llama3(rules: CallRules) -> list[str]:
 
 
 def _mistral(rules: CallRules) -> list[str]:
-    calls = _mark(rules, mistral.CALLS)
-    if mistral.ARGS in rules.template:
-        call_id = f"({_mark(rules, mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if mistral.CALL_ID in rules.template else ""
-        between = f"{call_id}{_mark(rules, mistral.ARGS)}"
+    calls = _mark(rules, MISTRAL_CALL)
+    if MISTRAL_ARGUMENTS in rules.template:
+        call_id = f"({_mark(rules, MISTRAL_CALL_ID)} /[a-zA-Z0-9]{{9}}/)? " if MISTRAL_CALL_ID in rules.template else ""
+        between = f"{call_id}{_mark(rules, MISTRAL_ARGUMENTS)}"
         named = [
             f"f{i}: {json.dumps(function.name)} {between} {_arguments(function)}"
             for i, function in enumerate(rules.functions)

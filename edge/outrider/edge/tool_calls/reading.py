@@ -11,24 +11,68 @@ whatever it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.edge.tool_calls.json_text import Head, ObjectEnd, Unread, call_of, read_first_key, read_head, skip_space
-from outrider.edge.tool_calls.parts import CallArguments, CallBegun, Part, Said
 
 MAX_HEAD = 256  # characters of a call before its arguments, and of white space around it
 _SLICE = 4096  # characters read at a time
 
 
-class CallReader(ABC):
-    """Parser of one text, a `CallParser`; a state returns whether another can go on with what has come.
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Text for people."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """Beginning of the `index`-th call, which is one of the function `name`; parsers give it no id."""
+
+    index: int
+    name: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of the `index`-th call, which are a JSON object in the end."""
+
+    index: int
+    text: str
+
+
+Part = Said | CallBegun | CallArguments
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Return parts without neighbours that go on with the same text or arguments."""
+    made: list[Part] = []
+    for part in parts:
+        match made[-1:], part:
+            case [Said(before)], Said(text):
+                made[-1] = Said(before + text)
+            case [CallArguments(last, before)], CallArguments(index, text) if last == index:
+                made[-1] = CallArguments(index, before + text)
+            case _:
+                made.append(part)
+    return made
+
+
+class CallParser(ABC):
+    """Parser of one text; a state returns whether another can go on with what has come.
 
     Args:
-        marker: text that begins calls wherever it stands.
+        names: names of the functions.
     """
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
+    _marker: ClassVar[str]  # begins calls wherever it stands
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
         self._rest = ""  # text that has come and was not read yet,
         self._held = ""  # and before it what is text after all unless a call follows
         self._ended = False
@@ -65,6 +109,7 @@ class CallReader(ABC):
         """Read on after the object of a call."""
 
     def _accepts(self, name: str) -> bool:  # noqa: ARG002 - for formats whose calls look like other text
+        """Return whether an object with this name is a call."""
         return True
 
     # --- states ---
@@ -163,6 +208,12 @@ class CallReader(ABC):
     def _head_ends(self) -> bool:
         """Whether what has come of a call's head is all that may."""
         return self._ended or len(self._rest) >= MAX_HEAD
+
+    def _wait(self) -> bool:
+        """Wait for more of what follows a call; at the end of the text it is the format's own, and no text."""
+        if self._ended:
+            self._rest = ""
+        return False
 
     def _begin(self, name: str, then: Callable[[], bool]) -> None:
         """Begin a call, whose arguments come next, and `then` what follows them."""
