@@ -62,13 +62,13 @@ def test_options_come_from_the_config_file_and_the_environment(tmp_path, monkeyp
 
 def test_a_missing_extra_is_one_line_that_names_it() -> None:
     program = (
-        "import sys; sys.modules['starlette.applications'] = None\n"
+        "import sys; sys.modules['starlette.routing'] = None\n"
         "from outrider.deploy.cli import main\n"
         "sys.exit(main(['edge', '--coordinator', '127.0.0.1:1', '--listen', '127.0.0.1:0']))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
-    assert "needs the extra [edge], which is not all installed here (missing: starlette.applications)" in ended.stderr
+    assert "needs the extra [edge], which is not all installed here (missing: starlette.routing)" in ended.stderr
     assert len(without_progress(ended.stderr)) == 1
 
 

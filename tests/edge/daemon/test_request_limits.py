@@ -57,7 +57,7 @@ def test_one_more_than_a_request_may_have_is_refused_by_name(kind, field, value_
     checked(kind, BODIES[kind] | {field: value_of(limit)})
     with pytest.raises(ApiError) as caught:
         checked(kind, BODIES[kind] | {field: value_of(limit + 1)})
-    assert (caught.value.status, caught.value.param) == (400, field)
+    assert (caught.value.status, (caught.value.param or "").partition("[")[0]) == (400, field)
 
 
 def test_a_body_and_a_head_have_their_bytes_at_most(live) -> None:

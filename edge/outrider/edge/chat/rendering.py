@@ -38,11 +38,7 @@ class TemplateProcess:
 
     @classmethod
     async def of(cls, text: str) -> TemplateProcess | None:
-        """Start the process of the template in a file's `text`; None where it holds none (see `TemplateSource.of`).
-
-        Raises:
-            InvalidArgument: not a template.
-        """
+        """Start the process of the template in a file's `text`, if there is one; a bad one is an `InvalidArgument`."""
         source = TemplateSource.of(text)
         if source is None:
             return None
@@ -65,7 +61,6 @@ class TemplateProcess:
         return await asyncio.shield(self._render({"messages": messages, "variables": variables}))
 
     async def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

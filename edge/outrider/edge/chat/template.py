@@ -123,7 +123,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja reads a set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        """Return only what is inside."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -10,12 +10,13 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -52,34 +53,42 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Origins:
-    """Origins whose pages may use the API besides the daemon's own page.
+class Auth:
+    """Rules of access.
+
+    A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its Origin,
+    unless that is allowed, and a name that was rebound to this machine's address (DNS rebinding) by its Host: without
+    keys only names of this machine and allowed ones are taken, and beyond loopback addresses, which cannot be rebound.
 
     Attributes:
-        allowed: origins, or `*` for all of them, which is for daemons that ask for keys.
+        listen_host: host that the daemon listens on.
+        keys: keys of which a request must show one, unless its path is open; None: it needs none.
+        allowed: further names by which a request without a key may reach it.
+        origins: origins whose pages may use the API besides the daemon's own page, or `*` for all of them.
     """
 
+    listen_host: str
+    keys: Keys | None = None
     allowed: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
-    def check(self, headers: Headers, *, is_open: bool) -> None:
-        """Let in what no page of another site has sent, and pages that are allowed; a link may lead to an open path.
-
-        Raises:
-            ApiError: 403 it comes from another site.
-        """
-        origin = headers.get("origin")
+    def check_site(self, path: str, headers: Headers) -> None:
+        """Raise `ApiError` 403 for what a browser sends for a page from elsewhere; a link may lead to an open path."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.keys is None and not self._is_ours(_name(host.lower())):
+            message = f"{host[:100]!r} is not a name of this machine; start the daemon with --allow-host for that name"
+            raise ApiError(403, message, code="host_not_allowed")
         if origin is None:
-            elsewhere = not is_open and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+            elsewhere = not _is_open(path) and headers.get("sec-fetch-site") in ("cross-site", "same-site")
         else:
-            own = origin.partition("://")[2].lower() == headers.get("host", "").lower()
-            elsewhere = not own and not self._allows(origin)
+            elsewhere = origin.partition("://")[2].lower() != host.lower() and not self._allows(origin)
         if elsewhere:
             message = "pages from elsewhere may not use this API; start the daemon with --allow-origin for their origin"
             raise ApiError(403, message, code="origin_not_allowed")
 
-    def headers_for(self, headers: Headers) -> dict[str, str]:
+    def cors_headers(self, headers: Headers) -> dict[str, str]:
         """Return the headers by which a browser lets a page of another site read an answer."""
-        if not self.allowed:
+        if not self.origins:
             return {}
         origin = headers.get("origin", "")
         if not self._allows(origin):
@@ -106,49 +115,8 @@ class Origins:
             allowed["Access-Control-Allow-Private-Network"] = "true"  # a public site to an address of this network
         return Response(status_code=204, headers=allowed)
 
-    def _allows(self, origin: str) -> bool:
-        return bool(origin) and (ANY in self.allowed or origin.lower() in map(str.lower, self.allowed))
-
-
-@dataclass(frozen=True, slots=True)
-class Auth:
-    """Rules of access.
-
-    Attributes:
-        listen_host: host that the daemon listens on.
-        keys: keys of which a request must show one, unless its path is open; None: it needs none.
-        allowed: further names by which a request without a key may reach it.
-        origins: other sites whose pages may use it.
-    """
-
-    listen_host: str
-    keys: Keys | None = None
-    allowed: tuple[str, ...] = ()
-    origins: Origins = field(default_factory=Origins)
-
-    def check_site(self, path: str, headers: Headers) -> None:
-        """Refuse what a browser sends on behalf of a page from elsewhere.
-
-        A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its Origin,
-        unless that is allowed, and a name that was rebound to this machine's address (DNS rebinding) by its Host:
-        without keys only names of this machine and allowed ones are taken, and beyond loopback addresses, which cannot
-        be rebound.
-
-        Raises:
-            ApiError: 403 it comes from elsewhere.
-        """
-        host = headers.get("host", "")
-        if self.keys is None and not self._is_ours(_name(host.lower())):
-            message = f"{host[:100]!r} is not a name of this machine; start the daemon with --allow-host for that name"
-            raise ApiError(403, message, code="host_not_allowed")
-        self.origins.check(headers, is_open=_is_open(path))
-
     def check_key(self, path: str, headers: Headers) -> Key | None:
-        """Return the key that a request shows, where there are keys; None: it needs none.
-
-        Raises:
-            ApiError: 401, it needs one and shows none.
-        """
+        """Return the key that a request shows; None: it needs none. Raise `ApiError` 401 where it lacks one."""
         if self.keys is None:
             return None
         authorization, bare = headers.get("authorization", ""), headers.get(ANTHROPIC_KEY, "")
@@ -163,8 +131,10 @@ class Auth:
             raise ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"}) from error
 
     def has_revoked(self, key: Key | None) -> bool:
-        """Return whether a key that was taken before is taken no more."""
         return key is not None and self.keys is not None and not self.keys.still_has(key)
+
+    def _allows(self, origin: str) -> bool:
+        return bool(origin) and (ANY in self.origins or origin.lower() in map(str.lower, self.origins))
 
     def _is_ours(self, name: str) -> bool:
         if name in ("localhost", self.listen_host.lower(), "", *(allowed.lower() for allowed in self.allowed)):
@@ -211,12 +181,12 @@ class Guard:
     routes: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = {"request_id": request_id, "key": None, "began": time.monotonic(), "ignored": []}
         scope["state"] = state
+        scope["app"] = self.app  # so that the router raises what has no route
         status = 0  # none yet
 
         async def answer(message: Message) -> None:
@@ -227,25 +197,22 @@ class Guard:
                 named[REQUEST_ID] = request_id
                 if is_anthropic(scope["path"]):
                     named[ANTHROPIC_REQUEST_ID] = request_id
-                named.update(self.auth.origins.headers_for(headers))
+                named.update(self.auth.cors_headers(headers))
                 if state["ignored"]:
                     named[IGNORED] = _header_of(state["ignored"])
             await send(message)
 
         try:
             self.auth.check_site(scope["path"], headers)
-            if (preflight := self.auth.origins.preflight(scope["method"], headers)) is not None:
+            if (preflight := self.auth.preflight(scope["method"], headers)) is not None:
                 return await preflight(scope, receive, answer)
             state["key"] = key = self.auth.check_key(scope["path"], headers)
             state["revoked"] = functools.partial(self.auth.has_revoked, key)
             await self.app(scope, receive, answer)
-        except ApiError as error:
+        except Exception as error:  # a request's top: the client gets an answer, the log the reason
+            failure = _as_api_error(scope, error)
             if not status:
-                await error_response(scope, error)(scope, receive, answer)
-        except Exception:  # a request's top: the client gets an answer, the log the reason
-            log.exception("a request failed", extra=about(session=request_id))
-            if not status:
-                await error_response(scope, DEFECT)(scope, receive, answer)
+                await error_response(scope, failure)(scope, receive, answer)
         finally:
             self._account(scope, status)
 
@@ -264,34 +231,29 @@ class Guard:
         )
 
     def _route(self, path: str) -> str:
-        """Return the route that the metrics name."""
         if path.startswith(RESPONSES + "/"):
             return RESPONSE
         return path if path in self.routes else "other"
+
+
+def _as_api_error(scope: Scope, error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):  # the router's own 404 and 405
+        path = scope["path"][:200]
+        code, message = {
+            404: ("not_found", f"there is nothing at {path}"),
+            405: ("method_not_allowed", f"{scope['method']} is not for {path}; see Allow"),
+        }.get(error.status_code, (None, error.detail))
+        return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+    log.exception("a request failed", extra=about(session=scope["state"]["request_id"]), exc_info=error)
+    return DEFECT
 
 
 def _header_of(ignored: list[str]) -> str:
     """Return the value of the header that names ignored fields."""
     more = len(ignored) - MAX_NAMED
     return ", ".join([*ignored[:MAX_NAMED], *([f"and {more} more"] if more > 0 else [])])
-
-
-class HeldRequest:
-    """The place of one request of a key, which counts what its body takes."""
-
-    def __init__(self, limiter: Limiter, key: str) -> None:
-        self._limiter = limiter
-        self.key = key
-        self.body_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Count more bytes of the body.
-
-        Raises:
-            ApiError: 429, the bodies of all requests, or of the key's, take too much.
-        """
-        self._limiter.take_bytes(self.key, num_bytes)
-        self.body_bytes += num_bytes
 
 
 class Limiter:
@@ -326,31 +288,35 @@ class Limiter:
         return self._bytes.total()
 
     @contextmanager
-    def enter(self, key: Key | None) -> Iterator[HeldRequest]:
-        """Hold a place of a key for as long as a request runs.
+    def enter(self, key: Key | None) -> Iterator[Callable[[int], None]]:
+        """Let in a request of a key for as long as it runs; it calls the yielded function with its body's bytes.
 
         Raises:
-            ApiError: 503 while draining, 429 when all places, or those of the key, are taken.
+            ApiError: 503 while draining, 429 when as many requests as may, or as may of the key, run already; the
+                function raises 429, too, where the bodies of all requests, or of the key's, take too much.
         """
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN, code="unavailable", retry_after_s=RETRY_AFTER_END_S)
         name = "" if key is None else key.name
+        body_bytes = 0
+
+        def take_bytes(num_bytes: int) -> None:
+            nonlocal body_bytes
+            reason = "{} bytes of requests{} are here already; send less"
+            self._take(self._bytes, name, num_bytes, MAX_BODIES_BYTES, reason)
+            body_bytes += num_bytes
+
         self._take(self._requests, name, 1, self._max_requests, "{} requests{} run already; raise --max-requests")
         self._http_metrics.running = self._requests.total()
         self._empty.clear()
-        place = HeldRequest(self, name)
         try:
-            yield place
+            yield take_bytes
         finally:
-            self._give_back(self._bytes, name, place.body_bytes)
-            self._give_back(self._requests, name, 1)
+            self._bytes -= Counter({name: body_bytes})  # without keys that have nothing left
+            self._requests -= Counter({name: 1})
             self._http_metrics.running = self._requests.total()
             if not self._requests:
                 self._empty.set()
-
-    def take_bytes(self, key: str, num_bytes: int) -> None:
-        """Count bytes of the body of a key's request; raises `ApiError` 429 where that is too much."""
-        self._take(self._bytes, key, num_bytes, MAX_BODIES_BYTES, "{} bytes of requests{} are here already; send less")
 
     def _take(self, taken: Counter[str], key: str, more: int, most: int, reason: str) -> None:
         share = max(1, int(most * SHARE_OF_A_KEY))
@@ -362,11 +328,6 @@ class Limiter:
             taken[key] += more
             return
         raise ApiError(429, f"{message}, or try again", code="rate_limit_exceeded", retry_after_s=RETRY_S)
-
-    def _give_back(self, taken: Counter[str], key: str, less: int) -> None:
-        taken[key] -= less
-        if not taken[key]:
-            del taken[key]
 
     async def drain(self, grace_s: float) -> None:
         """Let no more in, give what runs `grace_s` to end, then cut it."""

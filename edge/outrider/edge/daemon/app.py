@@ -9,18 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from outrider.edge.daemon.answers import ChatAnswer, CompletionAnswer
 from outrider.edge.daemon.api_access import RESPONSES, SHUTTING_DOWN, Auth, Guard
 from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
 from outrider.edge.daemon.generation import Service
-from outrider.edge.daemon.http_errors import DEFECT, MESSAGES, ApiError, error_response, json_response
+from outrider.edge.daemon.http_errors import MESSAGES, json_response
 from outrider.edge.daemon.messages import COUNT_TOKENS, messages_routes
 from outrider.edge.daemon.responses import ResponsesApi
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
@@ -60,7 +58,6 @@ class Api:
         self._keys: Keys | None = None
 
     def application(self, auth: Auth) -> Guard:
-        """Return all routes behind the guard."""
         self._keys = auth.keys
         routes = [
             Route(CHAT, TextEndpoint(self._service, ChatRequest, _chat), methods=["POST"]),
@@ -75,10 +72,7 @@ class Api:
             Route("/metrics", self._exposition, methods=["GET"]),
             *page_routes(),
         ]
-        handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _defect}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return Guard(app, auth, self._service.http_metrics, ROUTES)
+        return Guard(Router(routes, redirect_slashes=False), auth, self._service.http_metrics, ROUTES)
 
     async def _models(self, request: HttpRequest) -> Response:  # noqa: ARG002 - Starlette's signature
         return json_response({"object": "list", "data": [self._card(self._service.cloud.serving())]})
@@ -132,28 +126,6 @@ def _chat(request: ChatRequest, state: Mapping[str, Any]) -> Adapted:  # noqa: A
 
 def _completion(request: CompletionRequest, state: Mapping[str, Any]) -> Adapted:  # noqa: ARG001
     return Adapted(request, partial(CompletionAnswer, request))
-
-
-async def _http_error(request: HttpRequest, error: Exception) -> Response:
-    """Answer Starlette's own 404 and 405."""
-    assert isinstance(error, HTTPException)  # noqa: S101 - registered for nothing else
-    path = request.url.path[:200]
-    code, message = {
-        404: ("not_found", f"there is nothing at {path}"),
-        405: ("method_not_allowed", f"{request.method} is not for {path}; see Allow"),
-    }.get(error.status_code, (None, error.detail))
-    made = ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
-    return error_response(request.scope, made)
-
-
-async def _api_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError)  # noqa: S101 - registered for nothing else
-    return error_response(request.scope, error)
-
-
-async def _defect(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
-    """Answer a defect; Starlette then raises the error again, and the guard logs it."""
-    return error_response(request.scope, DEFECT)
 
 
 def page_routes() -> list[Route]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from outrider.edge.daemon.api_access import MAX_NAMED, HeldRequest
+from outrider.edge.daemon.api_access import MAX_NAMED
 from outrider.edge.daemon.http_errors import ApiError, invalid
 from outrider.edge.daemon.schema import ChatRequest, Strict
 
@@ -63,11 +63,7 @@ class IgnoreUnknown:
 
 
 def checked(kind: type[R], body: dict[str, Any]) -> R:
-    """Return the request in a JSON object that has no unknown fields.
-
-    Raises:
-        ApiError: 400 that names the first field at fault, or all that are unknown.
-    """
+    """Return a request; raise `ApiError` 400 that names the first field at fault, or all that are unknown."""
     try:
         return _validated(kind, body)
     except ValidationError as error:
@@ -138,7 +134,9 @@ def _path(location: tuple[int | str, ...]) -> str:
     return path[:200]
 
 
-async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest, unknown: IgnoreUnknown | None) -> R:
+async def read_request(
+    kind: type[R], request: HttpRequest, take_bytes: Callable[[int], None], unknown: IgnoreUnknown | None
+) -> R:
     """Read the JSON object in the body of a request, and check it; `state.ignored` names what is not heeded.
 
     Unknown fields are errors where `unknown` is None.
@@ -150,7 +148,7 @@ async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest, 
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="unsupported_media_type")
-    body = await _read(request, place)
+    body = await _read(request, take_bytes)
     read: R
 
     def check() -> tuple[R, list[str]]:
@@ -161,7 +159,7 @@ async def read_request(kind: type[R], request: HttpRequest, place: HeldRequest, 
     return read
 
 
-async def _read(request: HttpRequest, place: HeldRequest) -> bytes:
+async def _read(request: HttpRequest, take_bytes: Callable[[int], None]) -> bytes:
     """Read the body.
 
     The rest of one that is too long is read and thrown away, up to a point: a client that is cut off while it writes
@@ -174,7 +172,7 @@ async def _read(request: HttpRequest, place: HeldRequest) -> bytes:
             async for piece in request.stream():
                 taken += len(piece)
                 if taken <= MAX_BYTES:
-                    place.take(len(piece))
+                    take_bytes(len(piece))
                     body += piece
                 elif taken > MAX_DISCARDED_BYTES:
                     break

@@ -122,11 +122,7 @@ class Cloud:
         return Health("ok")
 
     def serving(self) -> Served:
-        """Return what to answer with.
-
-        Raises:
-            ApiError: 503, the cloud is away.
-        """
+        """Return what to answer with; raise `ApiError` 503 while the cloud is away."""
         if self._error is not None or self.served is None:
             raise ApiError(503, str(self._error), code="unavailable", retry_after_s=self.every_s)
         return self.served
@@ -149,7 +145,6 @@ class Cloud:
             self._drafter_error = ""
 
     async def watch(self) -> None:
-        """Look again and again, for ever."""
         while True:
             self._look_now.clear()
             await self._look()

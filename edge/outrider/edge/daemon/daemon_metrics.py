@@ -81,7 +81,6 @@ class HttpMetrics:
         self._requests.labels(route, str(status)).inc()
 
     def finished(self, usage: Usage, first_token_s: float, seconds: float) -> None:
-        """Count a request for texts that has been answered in full."""
         self._prompt_tokens.inc(usage.prompt)
         self._cached_tokens.inc(usage.cached)
         self._first_token.observe(first_token_s)
@@ -111,19 +110,16 @@ class TextObserver(SessionObserver):
         return self.machine.statistics if self.machine else EdgeStatistics()
 
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
-        """Note the drafter."""
         super().began(subject, machine, at)
         self.drafter = subject.drafter
 
     def received(self, frame: CloudFrame, at: float) -> None:
-        """Note the largest step."""
         super().received(frame, at)
         if isinstance(frame, Commit):
             self._first_tokens = self._first_tokens or len(frame.tokens)
             self.max_verified = max(self.max_verified, frame.verified)
 
     def lost(self, error: OutriderError, at: float) -> None:
-        """Report the loss to whoever watches the cloud."""
         super().lost(error, at)
         self._on_lost(error)
 

@@ -59,8 +59,8 @@ class TextEndpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which ends when its client leaves."""
-        with self.service.limiter.enter(scope["state"]["key"]) as place:
-            body = await read_request(self.kind, HttpRequest(scope, receive), place, self.service.unknown_fields)
+        with self.service.limiter.enter(scope["state"]["key"]) as take_bytes:
+            body = await read_request(self.kind, HttpRequest(scope, receive), take_bytes, self.service.unknown_fields)
             try:
                 adapted = self.adapt(body, scope["state"])
                 served = self.service.cloud.serving()

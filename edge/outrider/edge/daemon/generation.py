@@ -70,12 +70,10 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Text for people."""
         return "".join(part.text for part in self.parts if isinstance(part, Said))
 
     @property
     def tokens(self) -> list[Tokens]:
-        """Events with tokens."""
         return [event for event in self.events if isinstance(event, Tokens)]
 
     @property
@@ -235,7 +233,6 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Counts of tokens so far."""
         cached = sum(self._cached_tokens.values())
         return Usage(self.request.prompt_tokens, self._completion_tokens, cached, self._predicted)
 

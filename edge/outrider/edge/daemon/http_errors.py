@@ -95,10 +95,6 @@ class ApiError(Exception):
         """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """Return the whole answer."""
-        return json_response(self.body(), self.status, self.headers)
-
 
 DEFECT = ApiError(500, "the daemon failed on this request; its log says why", code="internal_error")
 
@@ -168,7 +164,7 @@ def is_anthropic(path: str) -> bool:
 def error_response(scope: Scope, error: ApiError) -> Response:
     """Return an error as the whole answer to a request."""
     if not is_anthropic(scope["path"]):
-        return error.response()
+        return json_response(error.body(), error.status, error.headers)
     status = _STATUSES.get(error.status, error.status)
     return json_response(error_body(error, scope["state"]["request_id"]), status, error.headers)
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from outrider.edge.client import Client
 from outrider.edge.daemon import DaemonConfig
-from outrider.edge.daemon.api_access import Auth, Limiter, Origins
+from outrider.edge.daemon.api_access import Auth, Limiter
 from outrider.edge.daemon.app import Api
 from outrider.edge.daemon.body_reading import IgnoreUnknown
 from outrider.edge.daemon.cloud import Cloud
@@ -70,16 +70,12 @@ class Daemon:
             self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s, unknown_fields=unknown
         )
         self._host, self._port = split_address(config.listen, "listen")
-        self._app = Api(service).application(Auth(self._host, keys, config.allow_host, Origins(config.allow_origin)))
+        self._app = Api(service).application(Auth(self._host, keys, config.allow_host, config.allow_origin))
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
-        """Begin to serve, whether the cloud is there or not, and return the URL.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
+        """Begin to serve, cloud or not, and return the URL; raise `ConfigError` where the address cannot be bound."""
         listener = _bound(self._host, self._port)
         self._http = _Http(self._app, self._tls)
         serving = self._spawn(self._http.serve(sockets=[listener]), "http")
@@ -143,7 +139,6 @@ class _Http(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
         yield
 
 
@@ -169,12 +164,10 @@ class HttpProtocol(H11Protocol):
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the head of the first request."""
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take more of a request, unless it was refused."""
         if not self._refused:
             super().data_received(data)
             self._watch_head()
@@ -185,7 +178,6 @@ class HttpProtocol(H11Protocol):
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting, since the client is gone."""
         self._forget_head()
         super().connection_lost(exc)
 
@@ -250,7 +242,6 @@ class LiveTls:
         self._watched = Watched("certificates", files.files, self._load)
 
     async def watch(self) -> None:
-        """Look at the files again and again, for ever."""
         while True:
             await asyncio.sleep(TLS_LOOK_EVERY_S)
             self.reload()

@@ -18,7 +18,7 @@ from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
 from outrider.edge.daemon.generation import Generation, Service, Step
 from outrider.edge.daemon.http_errors import MESSAGES, NO_THREADS, ApiError, error_body, invalid, json_response
 from outrider.edge.daemon.parsed_request import parse
-from outrider.edge.daemon.schema import MAX_MESSAGES, ChatRequest, Ignored, Stops, Strict, refuse, unless, within
+from outrider.edge.daemon.schema import MAX_MESSAGES, ChatRequest, Stops, Strict, refuse, unless, within
 from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Said
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -39,16 +39,14 @@ def _function(value: Any) -> Any:
 class ClientTool(Strict):
     """A tool that the client runs."""
 
+    ignored = frozenset(
+        ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples")
+    )
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    allowed_callers: Ignored
-    cache_control: Ignored
-    defer_loading: Ignored
-    eager_input_streaming: Ignored
-    input_examples: Ignored
 
     @property
     def for_chat(self) -> dict[str, Any]:
@@ -89,22 +87,19 @@ class OutputConfig(Strict):
 class CountRequest(Strict):
     """The body of POST /v1/messages/count_tokens: what becomes of the prompt."""
 
+    ignored = frozenset(("cache_control", "context_management", "speed", "thinking"))
     model: Annotated[str, Field(min_length=1)]
     messages: Annotated[list[Any], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Any] | None = None
     tools: list[Annotated[ClientTool, BeforeValidator(_function)]] | None = None
     tool_choice: ChoiceOfTool | None = None
     output_config: OutputConfig | None = None
-    thinking: Ignored
-    # Anthropic's book-keeping
-    cache_control: Ignored
-    context_management: Ignored
-    speed: Ignored
 
 
 class MessagesRequest(CountRequest):
     """The body of POST /v1/messages."""
 
+    ignored = CountRequest.ignored | {"inference_geo", "metadata", "service_tier"}
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
     stream: bool | None = None
     stop_sequences: Stops = None
@@ -115,18 +110,10 @@ class MessagesRequest(CountRequest):
     thread: Any = None
     container: Annotated[Any, unless()] = None
     mcp_servers: Annotated[Any, unless([])] = None
-    # Anthropic's book-keeping
-    inference_geo: Ignored
-    metadata: Ignored
-    service_tier: Ignored
 
 
 def as_messages(system: str | list[Any] | None, messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat.
-
-    Raises:
-        ApiError: 400 that names the part at fault.
-    """
+    """Return the messages of a chat; raise `ApiError` 400 that names the part at fault."""
     made: list[dict[str, Any]] = []
     if system:
         made.append({"role": "system", "content": _text(system, "system")})
@@ -282,11 +269,7 @@ class MessageAnswer(EventAnswer):
 
 
 def prompt_chat(request: CountRequest, **more: Any) -> ChatRequest:
-    """Return the chat whose prompt is that of a request, with `more` of its fields.
-
-    Raises:
-        ApiError: 400 that names the field at fault.
-    """
+    """Return the chat with a request's prompt and `more` fields; raise `ApiError` 400 that names one at fault."""
     choice, config = request.tool_choice, request.output_config
     if choice is not None and request.tools:
         more["tool_choice"] = choice.for_chat
@@ -333,7 +316,6 @@ class _CountEndpoint(TextEndpoint[CountRequest]):
     """Counts the tokens of a prompt."""
 
     async def respond(self, adapted: Adapted, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer without a text."""
         parsed = await parse(adapted.request, served)
         await json_response({"input_tokens": parsed.prompt_tokens})(scope, receive, send)
 

@@ -58,7 +58,6 @@ class ToolUse:
     grammar: Grammar | None
 
     def parser(self) -> CallParser:
-        """Return the parser of one text."""
         return self.format.parser({tool.function.name for tool in self.tools})
 
 
@@ -142,9 +141,7 @@ async def _chat(request: ChatRequest, served: Served) -> ParsedRequest:
     except PromptTooLong as error:
         raise ApiError(400, error.message, param="messages", code="context_length_exceeded") from error
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
-    parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
-    if tools is not None:
-        parsed = _with_tools(parsed, tools)
+    parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs, tools)
     if request.prediction is None:
         return parsed
     return replace(parsed, prediction=await indexed_prediction(served.ready.tokenizer, request.prediction.content))
@@ -162,10 +159,18 @@ async def _completion(request: CompletionRequest, served: Served) -> ParsedReque
 
 
 def _parsed(
-    request: Request, prompts: list[tuple[int, ...]], max_tokens: int, logprobs: bool, top_logprobs: int | None
+    request: Request,
+    prompts: list[tuple[int, ...]],
+    max_tokens: int,
+    logprobs: bool,
+    top_logprobs: int | None,
+    tools: ToolUse | None = None,
 ) -> ParsedRequest:
     seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % _SEEDS
     source = next(iter(request.grammars()), None)
+    grammar, grammar_field = (source.grammar(), source.field) if source is not None else (None, "")
+    if tools is not None and tools.grammar is not None:  # which holds an answer to the response format, too
+        grammar, grammar_field = tools.grammar, "tools"
     given: dict[str, Any] = {
         "temperature": 1.0,
         **request.model_dump(include=_SETTINGS, exclude_none=True),
@@ -174,7 +179,7 @@ def _parsed(
         "logit_bias": tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
         "max_tokens": min(max_tokens, CONTEXT_TOKENS),
         "stop_tokens": tuple(request.stop_token_ids or ()),
-        "grammar": source.grammar() if source is not None else None,
+        "grammar": grammar,
     }
     sampling = Sampling(**given)
     each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
@@ -186,17 +191,14 @@ def _parsed(
         stop=tuple(request.stop or ()),
         logprobs=logprobs,
         top_logprobs=top_logprobs or 0,
-        grammar_field=source.field if source is not None else "",
+        tools=tools,
+        grammar_field=grammar_field,
         prompt_logprobs=request.prompt_logprobs,
     )
 
 
 def _tool_use(request: ChatRequest, support: ToolSupport, model: str) -> ToolUse | None:
-    """Return a request's tools; None: it has none, or the model shall not call them.
-
-    Raises:
-        ApiError: 400, the target cannot call functions.
-    """
+    """Return a request's tools, if it may call any; raise `ApiError` 400 where the target cannot call functions."""
     if not request.tools or (request.tool_choice is not None and request.tool_choice.mode == "none"):
         return None
     if support.format is None:
@@ -230,16 +232,6 @@ def _grammar(request: ChatRequest, tools: list[Tool], support: ToolSupport, form
     except InvalidArgument as error:
         message = f"tools: the grammar of their calls {error.message}; give fewer tools, or simpler schemas"
         raise ApiError(400, message, param="tools") from error
-
-
-def _with_tools(parsed: ParsedRequest, tools: ToolUse) -> ParsedRequest:
-    """Return texts that the grammar of their calls holds, if there is one; else a response format may."""
-    if tools.grammar is None:
-        return replace(parsed, tools=tools)
-    choices = tuple(
-        replace(choice, sampling=replace(choice.sampling, grammar=tools.grammar)) for choice in parsed.choices
-    )
-    return replace(parsed, tools=tools, choices=choices, grammar_field="tools")
 
 
 def _turn(message: Message, tools: ToolSupport) -> dict[str, Any]:

@@ -86,11 +86,7 @@ class ResponseStore:
             self._drop(largest, next(iter(self._of[largest])))
 
     def find(self, owner: str, response_id: str, now: float) -> KeptResponse:
-        """Return a response.
-
-        Raises:
-            ApiError: 404, this owner has none by that id.
-        """
+        """Return a response; raise `ApiError` 404 where this owner has none by that id."""
         self._forget_old(now)
         of_owner = self._of.get(owner)
         if of_owner is None or response_id not in of_owner:
@@ -98,11 +94,7 @@ class ResponseStore:
         return of_owner[response_id]
 
     def delete(self, owner: str, response_id: str, now: float) -> None:
-        """Forget a response, without which its successors cannot be continued.
-
-        Raises:
-            ApiError: 404, this owner has none by that id.
-        """
+        """Forget a response, without which its successors cannot go on; raise `ApiError` 404 where there is none."""
         self.find(owner, response_id, now)
         self._drop(owner, response_id)
 

@@ -23,7 +23,7 @@ from outrider.edge.daemon.endpoints import Adapted, TextEndpoint
 from outrider.edge.daemon.generation import Generation, Service, Step
 from outrider.edge.daemon.http_errors import ApiError, invalid, json_response
 from outrider.edge.daemon.response_store import KeptItem, KeptResponse, ResponseStore
-from outrider.edge.daemon.schema import ChatRequest, Ignored, Strict, refuse, unless, within
+from outrider.edge.daemon.schema import ChatRequest, Strict, refuse, unless, within
 from outrider.edge.tool_calls.reading import CallArguments, CallBegun, Said
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -100,20 +100,25 @@ class TextOptions(Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
-    verbosity: Ignored
+    verbosity: Any = None  # which changes nothing, and comes back in the response
 
 
 class Reasoning(Strict):
     """Options of reasoning, which is a matter of the target's chat template."""
 
+    ignored = frozenset(("generate_summary", "summary"))
     effort: str | None = None
-    summary: Ignored
-    generate_summary: Ignored
 
 
 class ResponsesRequest(Strict):
     """The body of POST /v1/responses."""
 
+    ignored = frozenset(
+        (
+            *("max_tool_calls", "moderation", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("safety_identifier", "service_tier", "stream_options", "user"),
+        )
+    )
     model: Annotated[str, Field(min_length=1)]
     input: Annotated[Any, BeforeValidator(_input)]  # a string or a list of items
     instructions: str | None = None
@@ -139,16 +144,6 @@ class ResponsesRequest(Strict):
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    # OpenAI's book-keeping
-    max_tool_calls: Ignored
-    moderation: Ignored
-    prompt_cache_key: Ignored
-    prompt_cache_options: Ignored
-    prompt_cache_retention: Ignored
-    safety_identifier: Ignored
-    service_tier: Ignored
-    stream_options: Ignored
-    user: Ignored
 
     @property
     def wants_logprobs(self) -> bool:
@@ -162,11 +157,7 @@ def new_id(prefix: str) -> str:
 
 
 def read_items(value: str | list[Any]) -> list[KeptItem]:
-    """Return the items of a request's input, each with an id; a string is a user's message.
-
-    Raises:
-        ApiError: 400 that names the item at fault.
-    """
+    """Return the items of an input, each with an id; raise `ApiError` 400 that names the item at fault."""
     if isinstance(value, str):
         return [message("user", [{"type": "input_text", "text": value}])]
     read = [_item(item, f"input[{at}]") for at, item in enumerate(value)]
@@ -261,11 +252,7 @@ def _check_arguments(arguments: str, where: str) -> None:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """Return a choice among tools in the form of chats.
-
-    Raises:
-        ApiError: 400, it names a tool that is no function.
-    """
+    """Return a choice among tools in the form of chats; raise `ApiError` 400 where it names no function."""
     match choice:
         case None | "none" | "auto" | "required":
             return choice
@@ -478,7 +465,6 @@ class ResponsesApi:
         self._store = ResponseStore()
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
         create = TextEndpoint(self._service, ResponsesRequest, self._adapt, _NAMES)
         return [
             Route(RESPONSES, create, methods=["POST"]),

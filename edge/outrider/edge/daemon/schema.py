@@ -1,7 +1,7 @@
 """Schema of requests: OpenAI's fields, and vLLM's extras.
 
-OpenAI's book-keeping (`user`, `store`, …) is ignored. Fields for what this daemon does not do (`audio`, `suffix`, …)
-are refused unless they ask for nothing. What becomes of unknown fields is decided in `reading`.
+Fields for what this daemon does not do (`audio`, `suffix`, …) are refused unless they ask for nothing. What becomes of
+unknown fields is decided in `body_reading`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,7 @@ MAX_DEPTH = 100  # of schemas and arguments
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 MAX_WORDS = 1024  # to choose one of
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_TOKEN_KEY = re.compile("0|[1-9][0-9]{0,9}")  # in one way alone, so that no token is named twice
 _GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -33,9 +34,21 @@ _OLD = "is OpenAI's old form, which is not supported here; use {}"
 
 
 class Strict(BaseModel):
-    """No conversions, no NaN, and no unknown fields: `reading` takes them out first where they are ignored."""
+    """No conversions, no NaN, and no unknown fields: `body_reading` takes them out first where they may be there.
+
+    Attributes:
+        ignored: known fields that change nothing here, such as other servers' book-keeping.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: field for name, field in value.items() if name not in cls.ignored}
 
 
 def refuse(message: str) -> PydanticCustomError:
@@ -148,10 +161,10 @@ class Called(Strict):
 class ToolCall(Strict):
     """A call in an earlier turn of the assistant."""
 
+    ignored = frozenset({"index"})  # some clients leave it from the stream
     id: str
     type: Literal["function"] = "function"
     function: Called
-    index: Annotated[Any, Field(default=None, exclude=True)]  # some clients leave it from the stream
 
 
 Words = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_WORDS)]
@@ -184,11 +197,7 @@ class GivenGrammar(NamedTuple):
     text: str
 
     def grammar(self) -> Grammar:
-        """Return the grammar for the verifier.
-
-        Raises:
-            ApiError: 400 that names the field: it is empty or too long.
-        """
+        """Return the grammar for the verifier; raise `ApiError` 400 where it is empty or too long."""
         try:
             return Grammar(self.kind, self.text)
         except InvalidArgument as error:
@@ -241,23 +250,6 @@ def unless(*trivial: Any, why: str = "is not supported here; leave it out") -> B
     return BeforeValidator(check)
 
 
-def _strings(value: Any) -> Any:
-    if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-        raise refuse("must be a string or a list of strings")
-    return value
-
-
-def _stop(value: Any) -> Any:
-    if value is None or value == []:
-        return None
-    stops = [value] if isinstance(value, str) else _strings(value)
-    if len(stops) > MAX_STOPS:
-        raise refuse(f"holds {len(stops)} strings; {MAX_STOPS} at most")
-    if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise refuse(f"holds a string that is empty or longer than {MAX_STOP_CHARACTERS} characters")
-    return stops
-
-
 def _prompt(value: Any) -> Any:
     """Return the prompts, each a string or a list of token ids."""
     if isinstance(value, str):
@@ -276,14 +268,10 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
 
 
-def _logit_bias(value: Any) -> Any:
-    if isinstance(value, dict):
-        for key in value:
-            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
-                raise refuse(f"{str(key)[:40]!r} is not a token id; give them as decimal strings")
-        if len({int(key) for key in value}) < len(value):
-            raise refuse("names a token twice")
-    return value
+def _token_key(key: str) -> str:
+    if not _TOKEN_KEY.fullmatch(key):
+        raise refuse("is not a token id; give it as a decimal string without leading zeros")
+    return key
 
 
 def _content(value: Any) -> Any:
@@ -325,17 +313,21 @@ def _for_template(value: Any) -> Any:
 
 
 _NO_SUFFIX = "is not supported here: models have their own notations for a gap; write the prompt in that of the model"
-Ignored = Annotated[Any, Field(default=None)]
-Stops = Annotated[list[str] | None, BeforeValidator(_stop)]
-Bias = Annotated[dict[str, Annotated[float, within("logit_bias")]] | None, BeforeValidator(_logit_bias)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]] | None,
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+TokenKey = Annotated[str, AfterValidator(_token_key)]
 
 
 class StreamOptions(Strict):
     """Options that only streams heed; `include_speculation` is our own, `continuous_usage_stats` vLLM's."""
 
+    ignored = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Ignored
     include_speculation: bool | None = None
 
 
@@ -380,6 +372,7 @@ class Prediction(Strict):
 class Message(Strict):
     """One turn of a chat."""
 
+    ignored = frozenset({"annotations"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
     name: str | None = None
@@ -387,7 +380,6 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    annotations: Ignored
     audio: Annotated[Any, unless()] = None
     function_call: Annotated[Any, unless(why=_OLD.format("tool_calls"))] = None
 
@@ -401,6 +393,14 @@ class Message(Strict):
 class Request(Strict):
     """Fields that both endpoints share."""
 
+    ignored = frozenset(
+        (
+            *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
+            *("service_tier", "store", "user"),
+            *("guided_decoding_backend", "spaces_between_special_tokens"),  # vLLM's
+            "cache_prompt",  # llama.cpp's, which is as if true
+        )
+    )
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -412,14 +412,14 @@ class Request(Strict):
     stop: Stops = None
     presence_penalty: Annotated[float | None, within("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, within("frequency_penalty")] = None
-    logit_bias: Bias = None
+    logit_bias: dict[TokenKey, Annotated[float, within("logit_bias")]] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
     top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
     min_p: Annotated[float | None, within("min_p")] = None
     repetition_penalty: Annotated[float | None, within("repetition_penalty")] = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     min_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKEN_ID)] = None
     no_repeat_ngram_size: Annotated[int | None, within("no_repeat_ngram_size")] = None  # of transformers
     structured_outputs: StructuredOutputs | None = None
@@ -427,21 +427,8 @@ class Request(Strict):
     guided_regex: str | None = None
     guided_choice: Words | None = None
     guided_grammar: Lark = None
-    guided_decoding_backend: Ignored
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     skip_special_tokens: Annotated[Any, unless(True, why="must be true: special tokens are no part of a text")] = None
-    spaces_between_special_tokens: Ignored
-    # llama.cpp's, which is as if true
-    cache_prompt: Ignored
-    # OpenAI's book-keeping
-    user: Ignored
-    metadata: Ignored
-    store: Ignored
-    service_tier: Ignored
-    safety_identifier: Ignored
-    prompt_cache_key: Ignored
-    prompt_cache_options: Ignored
-    prompt_cache_retention: Ignored
 
     @model_validator(mode="after")
     def _prompt_logprobs_come_at_once(self) -> Self:
@@ -493,13 +480,13 @@ class Request(Strict):
 class ChatRequest(Request):
     """The body of POST /v1/chat/completions."""
 
+    ignored = Request.ignored | {"moderation"}
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     reasoning_effort: str | None = None
     prediction: Prediction | None = None
-    moderation: Ignored
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_for_template)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None

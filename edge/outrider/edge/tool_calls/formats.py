@@ -113,7 +113,6 @@ class MistralParser(CallParser):
         return False if not self._head_ends and _BEGUN.fullmatch(head) else self._give_up()
 
     def _after(self) -> bool:
-        """Read on in the list."""
         at = skip_space(self._rest, 0)
         if at < MAX_HEAD:
             if at == len(self._rest):
