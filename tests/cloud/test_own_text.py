@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from lessons_for_tests import bigram_target, quick_settings, text_record
 
-from outrider.cloud.learning.batch import judged_rows
 from outrider.cloud.learning.learner import Learner
 from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord, record_of_text
-from outrider.cloud.learning.losses import LOSSES
+from outrider.cloud.learning.losses import judged_rows
 from outrider.cloud.learning.trainer import Trainer
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.packages import find_package, load_package
@@ -62,7 +61,7 @@ def test_a_loss_of_tokens_sees_the_same_with_the_targets_probabilities_and_witho
     for batch in (records, [own(record) for record in records], mixed):
         rows = judged_rows(trainer.drafter, batch, trainer.loss)
         assert rows is not None
-        values.append(float(trainer.loss(rows, 0).detach()))
+        values.append(float(trainer.loss.value(rows).detach()))
     assert values[0] == pytest.approx(values[1], rel=1e-6) == pytest.approx(values[2], rel=1e-6)
     for record in mixed:
         assert len(trainer.decode(record.encode())) == 16
@@ -78,10 +77,6 @@ def test_a_loss_of_probabilities_refuses_records_that_lack_some(tmp_path: Path, 
     for seed in range(4):  # mixed into a batch, it would end the trainer
         trainer.buffer.add(trainer.decode(text(seed).encode()))
     assert trainer.step() is not None
-
-
-def test_one_loss_does_without_the_target() -> None:
-    assert {name for name, make in LOSSES.items() if not make().reads_target} == {"cce"}
 
 
 def test_one_key_may_fill_the_sample_where_there_is_no_other(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from kept_lessons import KeptLessons
 from tokenizers import Tokenizer
 
-from outrider.cloud.learning.batch import check_record
 from outrider.cloud.learning.judge import ShadowJudge, ShadowText, hits_of
+from outrider.cloud.learning.losses import LOSSES, check_record
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters import find_package
@@ -87,7 +87,7 @@ async def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once
     judge = ShadowJudge(drafter)
     judge.begin(drafter)
     for record in records:
-        check_record(record, package)
+        check_record(record, package, LOSSES["kl-tail"])
         assert record.tokenizer_sha256 == package.tokenizer_sha256
         generated = record.tokens[record.first_generated - record.start :].tolist()
         at = max(0, record.start - record.first_generated)

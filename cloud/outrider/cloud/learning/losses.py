@@ -1,19 +1,27 @@
-"""The losses that a drafter can learn from, each with its source and its equation.
+"""The losses that a drafter learns from, each with its source and equation, and the rows of a batch that they read.
 
-p is the target's distribution at T = 1, q the drafter's, y the committed token, a the one that the drafter proposes. Of
-p a record keeps the most likely tokens S and the mass rho outside.
+p is the target's distribution at T = 1, q the drafter's, y the committed token. Of p a record keeps the likeliest
+tokens S and the mass outside. The drafter reads each text once; the target's half comes from the record.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from outrider.cloud.learning.adapted import AdaptedDrafter
+from outrider.cloud.learning.lesson_record import TOP, LessonRecord
+from outrider.drafters.packages import DrafterPackage
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.noise import TorchNoise
+
 MIN_MASS = 1e-7  # of a rest: float32 sums of probabilities are not exact below
+CONTEXT = 256  # tokens before the first row of a passage that the drafter reads
+TOKENS_PER_PASS = 8192  # padding included
+NOISE_ROWS = 64  # rows whose noise over the vocabulary is computed at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,144 +30,172 @@ class JudgedRows:
 
     Attributes:
         log_q: float32 [n, vocab], the drafter's log-probabilities at T = 1; gradients flow to them.
-        top: int64 [n, k], the target's most likely tokens, S.
-        log_p: float32 [n, k], the target's log-probabilities of these.
-        log_rest: float32 [n], log of the target's mass outside S; -inf: none.
         committed: int64 [n], y.
         weights: float32 [n], inverse of the probability that the position was logged.
-        drafted: int64 [n], a, which the drafter of today would propose with the shared noise; None: not given.
-        noise: float32 [n, vocab], the shared Gumbel noise of each position, times the temperature; None: not given.
+        top: int64 [n, k], the target's most likely tokens, S; k = 0 where the loss does not read the target.
+        log_p: float32 [n, k], the target's log-probabilities of these.
+        log_rest: float32 [n], log of the target's mass outside S; -inf: none.
         log_parent: float32 [n, vocab], the parent's log-probabilities, which do not learn; None: not given.
+        noise: float32 [n, vocab], the shared Gumbel noise of each position, times the temperature; None: not given.
     """
 
     log_q: torch.Tensor
+    committed: torch.Tensor
+    weights: torch.Tensor
     top: torch.Tensor
     log_p: torch.Tensor
     log_rest: torch.Tensor
-    committed: torch.Tensor
-    weights: torch.Tensor
-    drafted: torch.Tensor | None = None
-    noise: torch.Tensor | None = None
     log_parent: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
 
-    def mean(self, values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the weighted mean of `values` [n] where `mask` [n] holds; 0 where it holds nowhere."""
-        weights = self.weights if mask is None else torch.where(mask, self.weights, 0.0)
-        total = weights.sum()
-        return (values * weights).sum() / total.clamp(min=torch.finfo(total.dtype).tiny)
-
-
-def reverse_kl(rows: JudgedRows) -> torch.Tensor:
-    """Return KL_S(q|p) of each position [n], in nats: over S and a last entry for the rest.
-
-    KL_S(q|p) = sum_S q ln(q/p) + rho_q ln(rho_q/rho_p),  rho_q = 1 - sum_S q.
-    """
-    log_q = rows.log_q.gather(1, rows.top)
-    rest = (1 - log_q.exp().sum(-1)).clamp(min=MIN_MASS).log()
-    log_q = torch.cat([log_q, rest[:, None]], dim=1)
-    p = torch.cat([rows.log_p.exp(), rows.log_rest.exp()[:, None]], dim=1)
-    return (log_q.exp() * (log_q - p.clamp(min=MIN_MASS).log())).sum(-1)
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the weighted mean of `values` [n]; 0 where all weights are 0."""
+        total = self.weights.sum()
+        return (values * self.weights).sum() / total.clamp(min=torch.finfo(total.dtype).tiny)
 
 
-@dataclass(eq=False)
-class Loss(ABC):
+@dataclass(frozen=True, slots=True)
+class Loss:
     """A loss of judged rows.
 
     Attributes:
-        needs_noise: whether `JudgedRows.noise` must be given.
-        needs_parent: whether `JudgedRows.log_parent` must be given.
-        on_policy: whether `JudgedRows.drafted` must be given.
-        reads_target: whether it needs the target's probabilities; else tokens are enough.
-        means: running means that it keeps, which a checkpoint saves.
+        value: returns the loss of a batch, a scalar.
+        reads_target: whether it needs the probabilities of target and parent; else tokens and their noise are enough.
     """
 
-    needs_noise: ClassVar[bool] = False
-    needs_parent: ClassVar[bool] = False
-    on_policy: ClassVar[bool] = False
-    reads_target: ClassVar[bool] = True
-    means: dict[str, float] = field(default_factory=dict, kw_only=True)
-
-    def __call__(self, rows: JudgedRows, step: int) -> torch.Tensor:
-        """Return the loss of a batch, a scalar; `step` counts optimizer steps from 0."""
-        return self._value(rows, step)
-
-    @abstractmethod
-    def _value(self, rows: JudgedRows, step: int) -> torch.Tensor: ...
+    value: Callable[[JudgedRows], torch.Tensor]
+    reads_target: bool
 
 
-class TailedKL(Loss):
-    """`kl-tail`: the mean of KL(t|q), t the target where it is known, else the parent.
+def tailed_kl(rows: JudgedRows) -> torch.Tensor:
+    """Return the mean of KL(t|q), t the target where it is known, else the parent.
 
-    t is p in S; outside it is rho times the parent's probabilities there, scaled to 1. A divergence with one entry for
-    the rest leaves the shape of q outside S to chance, and at T = 1 a fifth of the tokens can be from there.
+    t is p in S; outside it is the mass there times the parent's probabilities, scaled to 1. A divergence with one entry
+    for the rest leaves the shape of q outside S to chance, and at T = 1 a fifth of the tokens can be from there.
     """
-
-    needs_parent = True
-
-    def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002 - the interface's
-        if rows.log_parent is None:
-            raise ValueError("the loss kl-tail needs the parent's log-probabilities")
-        outside = rows.log_parent.exp().scatter(1, rows.top, 0.0)
-        outside = outside / outside.sum(1, keepdim=True).clamp(min=MIN_MASS)
-        taught = (rows.log_rest.exp()[:, None] * outside).scatter(1, rows.top, rows.log_p.exp())
-        return rows.mean((torch.xlogy(taught, taught) - taught * rows.log_q).sum(-1))
+    if rows.log_parent is None:
+        raise ValueError("the loss kl-tail needs the parent's log-probabilities")
+    outside = rows.log_parent.exp().scatter(1, rows.top, 0.0)
+    outside = outside / outside.sum(1, keepdim=True).clamp(min=MIN_MASS)
+    taught = (rows.log_rest.exp()[:, None] * outside).scatter(1, rows.top, rows.log_p.exp())
+    return rows.mean((torch.xlogy(taught, taught) - taught * rows.log_q).sum(-1))
 
 
-class CoupledCrossEntropy(Loss):
-    """`cce`: the mean of -ln softmax(ln q + G)[y]; tokens and the seed of the noise suffice, no target is needed.
+def coupled_cross_entropy(rows: JudgedRows) -> torch.Tensor:
+    """Return the mean of -ln softmax(ln q + G)[y], G the shared noise.
 
     y is the argmax of ln p + G, so the perturbed drafter is trained as a classifier of it; at T = 0 it is plain
     cross-entropy.
     """
-
-    needs_noise = True
-    reads_target = False
-
-    def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        if rows.noise is None:
-            raise ValueError("the loss cce needs the noise of its positions")
-        perturbed = (rows.log_q + rows.noise).log_softmax(-1)
-        return -rows.mean(perturbed.gather(1, rows.committed[:, None])[:, 0])
+    if rows.noise is None:
+        raise ValueError("the loss cce needs the noise of its positions")
+    perturbed = (rows.log_q + rows.noise).log_softmax(-1)
+    return -rows.mean(perturbed.gather(1, rows.committed[:, None])[:, 0])
 
 
-@dataclass(eq=False)
-class ReverseThenReward(Loss):
-    """`dvi`: imitation first, then reward ("DVI", equations 4 to 9).
-
-    L = l_pg L_pg + l_kl KL_S(q|p) + w_rl L_rl,  L_pg = -mean of ln q(a) where a = y,
-    L_rl = mean of -(r - b) ln q(a), which is REINFORCE (Williams 1992): r is 1 where a = y, else 0, and b the running
-    mean of r, which keeps `memory` of itself a step and begins at `baseline`. (l_pg, l_kl, w_rl) is (0, `kl`, 0) for
-    `warm_up` steps, then moves on a line for `ramp` steps to (`pg_max`, `kl_min`, `rl_max`). The paper gives no numbers
-    for these; its terms of cross-entropy and entropy are left out, and its p^tau is p here.
-    """
-
-    on_policy = True
-    warm_up: int = 22
-    ramp: int = 22
-    kl: float = 1.0
-    kl_min: float = 0.2
-    pg_max: float = 0.3
-    rl_max: float = 0.3
-    baseline: float = 0.5
-    memory: float = 0.9
-
-    def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:
-        if rows.drafted is None:
-            raise ValueError("the loss dvi needs the drafter's proposals")
-        ramped = min(1.0, max(0.0, (step - self.warm_up) / self.ramp))
-        loss = (self.kl + ramped * (self.kl_min - self.kl)) * rows.mean(reverse_kl(rows))
-        hits = rows.drafted == rows.committed
-        reward, baseline = hits.to(rows.log_q.dtype), self.means.get("reward", self.baseline)
-        self.means["reward"] = self.memory * baseline + (1 - self.memory) * float(rows.mean(reward))
-        if ramped:
-            log_q = rows.log_q.gather(1, rows.drafted[:, None])[:, 0]
-            imitated, rewarded = -rows.mean(log_q, hits), -rows.mean((reward - baseline) * log_q)
-            loss = loss + ramped * (self.pg_max * imitated + self.rl_max * rewarded)
-        return loss
-
-
-LOSSES: Mapping[str, Callable[[], Loss]] = {
-    "kl-tail": TailedKL,
-    "cce": CoupledCrossEntropy,
-    "dvi": ReverseThenReward,
+LOSSES: Mapping[str, Loss] = {
+    "kl-tail": Loss(tailed_kl, reads_target=True),
+    "cce": Loss(coupled_cross_entropy, reads_target=False),
 }
+
+
+def check_record(record: LessonRecord, drafter: DrafterPackage, loss: Loss) -> None:
+    """Raise InvalidArgument unless the record is about the drafter's target and tokens, and has what the loss reads.
+
+    `LessonRecord` has checked all else.
+    """
+    model, vocab = drafter.target, drafter.vocab_size
+    if record.model != model:
+        raise InvalidArgument(f"is of {record.model!r}; this trainer learns from {model!r}", field="lessons.model")
+    if record.tokenizer_sha256 not in ("", drafter.tokenizer_sha256):
+        raise InvalidArgument(
+            f"is that of {model!r}, and {drafter.name!r}, which drafts by text, has another: it cannot learn from the "
+            "target's tokens; name a drafter with the target's tokenizer by --learn-drafter",
+            field="lessons.tokenizer_sha256",
+        )
+    for name in ("tokens", "top_ids"):
+        if getattr(record, name).max(initial=0) >= vocab:
+            raise InvalidArgument(f"holds a token beyond the vocabulary of {vocab}", field=f"lessons.{name}")
+    top, needed = record.top_ids.shape[1], min(TOP, vocab)
+    if loss.reads_target and top != needed:
+        raise InvalidArgument(f"has {top} tokens a row where this loss reads {needed}", field="lessons.top_ids")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passage:
+    """Tokens [t] to read, and the places [m] in them after which the rows of `record` stand."""
+
+    record: LessonRecord
+    tokens: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, record: LessonRecord) -> _Passage:
+        places = record.positions.astype(np.int64) - record.start - 1  # of the token before
+        first = max(0, int(places.min()) - CONTEXT)
+        return cls(record, record.tokens[first : int(places.max()) + 1], places - first)
+
+
+def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: Loss) -> JudgedRows | None:
+    """Return the rows of `records` with what `loss` reads, as the drafter sees them now; None: there are none."""
+    passages = sorted((_Passage.of(record) for record in records if len(record)), key=lambda each: len(each.tokens))
+    if not passages:
+        return None
+
+    def log_probabilities() -> torch.Tensor:
+        return torch.cat([_read(drafter, part) for part in _parts(passages)])
+
+    def gathered(name: str, dtype: type) -> torch.Tensor:
+        parts = [np.asarray(getattr(passage.record, name)) for passage in passages]
+        if name.startswith("top_") and not loss.reads_target:
+            parts = [part[:, :0] for part in parts]
+        return torch.from_numpy(np.concatenate(parts).astype(dtype))
+
+    log_q = log_probabilities()
+    log_parent: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
+    if loss.reads_target:
+        with torch.no_grad(), drafter.unchanged():
+            log_parent = log_probabilities()
+    else:
+        noise = torch.cat([_noise(passage.record, log_q.shape[1]) for passage in passages])
+    return JudgedRows(
+        log_q=log_q,
+        committed=gathered("targets", np.int64),
+        weights=gathered("weights", np.float32),
+        top=gathered("top_ids", np.int64),
+        log_p=gathered("top_logp", np.float32),
+        log_rest=gathered("rest_logp", np.float32),
+        log_parent=log_parent,
+        noise=noise,
+    )
+
+
+def _parts(passages: Sequence[_Passage]) -> Iterator[Sequence[_Passage]]:
+    """Divide passages, shortest first, into passes of at most `TOKENS_PER_PASS` or of one passage."""
+    first = 0
+    for end in range(1, len(passages) + 1):
+        if end == len(passages) or (end + 1 - first) * len(passages[end].tokens) > TOKENS_PER_PASS:
+            yield passages[first:end]
+            first = end
+
+
+def _read(drafter: AdaptedDrafter, passages: Sequence[_Passage]) -> torch.Tensor:
+    """Return the log-probabilities [n, vocab] of the passages' rows, in the order of their places in each."""
+    longest = max(len(passage.tokens) for passage in passages)
+    tokens = torch.zeros(len(passages), longest, dtype=torch.int64)  # zeros to the right: a causal model never looks
+    sources = []
+    for index, passage in enumerate(passages):
+        tokens[index, : len(passage.tokens)] = torch.from_numpy(passage.tokens.astype(np.int64))
+        sources.append(torch.from_numpy(passage.places) + index * longest)
+    log_q: torch.Tensor = drafter(tokens, torch.cat(sources))
+    return log_q
+
+
+def _noise(record: LessonRecord, vocab: int) -> torch.Tensor:
+    """Return the shared noise of a record's rows times its temperature, float32 [m, vocab]."""
+    source, positions = TorchNoise(torch), record.positions.tolist()
+    keys = source.row_keys([record.sampling.seed] * len(positions), positions)
+    gumbel = [source.gumbel(part, torch.arange(vocab)).float() for part in keys.split(NOISE_ROWS)]
+    noise: torch.Tensor = torch.cat(gumbel) * record.sampling.temperature
+    return noise

@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from outrider.cloud.learning.adapted import AdaptedDrafter
-from outrider.cloud.learning.batch import check_record, judged_rows
 from outrider.cloud.learning.buffer import Buffer
 from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.losses import LOSSES
+from outrider.cloud.learning.losses import LOSSES, check_record, judged_rows
 from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.learning.trial import JudgeMemory
@@ -119,7 +118,6 @@ class TrainerState:
         sequence: of the newest package published; 0: none.
         positions, classes: positions learned from, in all and by class of prompts.
         keys: positions by the hex salt of the key that they came from.
-        means: running means of the loss.
         counts: records and steps by what became of them.
     """
 
@@ -130,7 +128,6 @@ class TrainerState:
     positions: int = 0
     classes: Counter[str] = field(default_factory=Counter)
     keys: Counter[str] = field(default_factory=Counter)
-    means: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -166,7 +163,7 @@ class Trainer:
         self.package: DrafterPackage = find_package(settings.drafter)
         rank = max(settings.rank, self.package.adapter.rank if self.package.adapter else 0)
         self.drafter = AdaptedDrafter(load_parent(self.package), rank=rank, seed=settings.seed)
-        self.loss = LOSSES[settings.loss]()
+        self.loss = LOSSES[settings.loss]
         self.buffer = Buffer(
             rehearsal,
             seed=settings.seed,
@@ -197,7 +194,7 @@ class Trainer:
         """
         try:
             record = LessonRecord.decode(data)
-            check_record(record, self.package, reads_target=self.loss.reads_target)
+            check_record(record, self.package, self.loss)
         except InvalidArgument:
             self.state.counts["records refused"] += 1
             raise
@@ -222,14 +219,11 @@ class Trainer:
             return None
         for group in self._optimizer.param_groups:
             group["lr"] = settings.rate * min(1.0, (state.updates + 1) / settings.warm_up_steps)
-        means = dict(self.loss.means)
-        loss = self.loss(rows, state.updates)
+        loss = self.loss.value(rows)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.learned(), settings.clip)
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            self.loss.means.clear()
-            self.loss.means.update(means)
             self._fail("a loss or gradient that is not finite")
             return None
         self._optimizer.step()
@@ -326,8 +320,8 @@ class Trainer:
         unfinished.mkdir()
         save_file(self._tensors(), unfinished / TENSORS)
         saved = {each.name: getattr(self.state, each.name) for each in fields(self.state)}
-        saved |= {"means": self.loss.means, "judge": self.memory.saved()}
-        saved |= {"parent": self.package.version, "loss": self.settings.loss, "rank": self.settings.rank}
+        saved |= {"judge": self.memory.saved(), "parent": self.package.version}
+        saved |= {"loss": self.settings.loss, "rank": self.settings.rank}
         (unfinished / STATE).write_text(json.dumps(saved), encoding="utf-8")
         older = [path for path in folder.glob(f"{CHECKPOINT}*") if path != final]
         shutil.rmtree(final, ignore_errors=True)
@@ -358,8 +352,7 @@ class Trainer:
                 self.memory = JudgeMemory.restored(saved.pop("judge"), tensors["seen"].numpy())
                 self._restore(tensors)
                 counters = {name: Counter(saved[name]) for name in ("classes", "counts", "keys")}
-                self.state = TrainerState(**saved | counters)
-                self.loss.means.update(self.state.means)
+                self.state = TrainerState(**{each.name: saved[each.name] for each in fields(TrainerState)} | counters)
                 return
             except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
                 log.warning("%s cannot be read: %s", path, error)

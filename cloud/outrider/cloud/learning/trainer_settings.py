@@ -10,7 +10,7 @@ from typing import Any
 from outrider.proto.settings import Settings, above, at_least, between, no_empty_text, option
 
 LEARNING = "learning while serving"
-LOSS_NAMES = ("kl-tail", "cce", "dvi")  # of `losses`
+LOSS_NAMES = ("kl-tail", "cce")  # of `losses`
 RANK = 8
 OWN: Mapping[
     str, Any
