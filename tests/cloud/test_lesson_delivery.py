@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
 
 import pytest
 
-from outrider.cloud.learning import sink
-from outrider.cloud.learning.sink import ANSWER_WITHIN_S, MAX_AGE_S, RETRY_S, Delivery, Packed
+from outrider.cloud.learning import lessons
+from outrider.cloud.learning.lessons import ANSWER_WITHIN_S, MAX_AGE_S, RETRY_S, Delivery, Lost, Packed
 
 
 class Scripted:
@@ -26,13 +27,19 @@ class Scripted:
         raise NotImplementedError
 
 
+def delivery_to(trainer: Scripted) -> tuple[Delivery, Counter[Lost]]:
+    """Return a delivery, and the rows that it loses."""
+    lost = Counter[Lost]()
+    return Delivery(trainer, lambda why, rows: lost.update({why: rows})), lost
+
+
 def packed(data: bytes, at_s: float = 0.0, key: bytes = b"k") -> Packed:
     return Packed(data, len(data), key, at_s)
 
 
 def test_what_comes_during_a_push_goes_with_the_next_one() -> None:
     trainer = Scripted()
-    delivery = Delivery(trainer)
+    delivery, lost = delivery_to(trainer)
     for data in (b"a", b"bb", b"ccc"):
         delivery.add(packed(data))
         delivery.take_answer(0.0)
@@ -42,13 +49,13 @@ def test_what_comes_during_a_push_goes_with_the_next_one() -> None:
     delivery.take_answer(1.0)
     delivery.push(1.0, 0.0)
     assert trainer.pushes == [(b"a",), (b"bb", b"ccc")]
-    assert delivery.counts.delivered == 1
+    assert not lost
 
 
 def test_a_push_is_no_larger_than_a_limit(monkeypatch) -> None:
-    monkeypatch.setattr(sink, "MAX_PUSH_BYTES", 5)
+    monkeypatch.setattr(lessons, "MAX_PUSH_BYTES", 5)
     trainer = Scripted()
-    delivery = Delivery(trainer)
+    delivery, _ = delivery_to(trainer)
     for data in (b"1234567", b"ab", b"cd", b"ef"):
         delivery.add(packed(data))
     for _ in range(3):
@@ -61,7 +68,7 @@ def test_a_push_is_no_larger_than_a_limit(monkeypatch) -> None:
 @pytest.mark.parametrize("late", [False, True])
 def test_after_a_failure_the_next_push_comes_a_little_later(late, caplog) -> None:
     trainer = Scripted()
-    delivery = Delivery(trainer)
+    delivery, lost = delivery_to(trainer)
     delivery.add(packed(b"lost"))
     delivery.push(0.0, 0.0)
     delivery.add(packed(b"kept"))
@@ -74,17 +81,17 @@ def test_after_a_failure_the_next_push_comes_a_little_later(late, caplog) -> Non
     assert not delivery.in_flight
     delivery.push(now + RETRY_S, 0.0)
     assert trainer.pushes == [(b"lost",), (b"kept",)]
-    assert delivery.counts.failed == 4
+    assert lost == {Lost.PUSH: 4}
     assert caplog.text.count("lessons are lost") == 1
 
 
 def test_the_oldest_give_way_and_what_is_a_day_old_is_dropped(monkeypatch) -> None:
-    monkeypatch.setattr(sink, "MAX_WAITING_BYTES", 6)
+    monkeypatch.setattr(lessons, "MAX_WAITING_BYTES", 6)
     trainer = Scripted()
-    delivery = Delivery(trainer)
+    delivery, lost = delivery_to(trainer)
     for data, at_s in ((b"1st", 0.0), (b"2nd", 1.0), (b"3rd", 2.0)):
         delivery.add(packed(data, at_s))
-    assert delivery.counts.crowded_out == 3
+    assert lost == {Lost.TRAINER: 3}
     delivery.push(0.0, MAX_AGE_S + 1.5)
     assert trainer.pushes == [(b"3rd",)]
-    assert delivery.counts.expired == 3
+    assert lost == {Lost.TRAINER: 3, Lost.AGE: 3}

@@ -17,13 +17,11 @@ import torch
 from drafting_outbox import DraftingOutbox
 from kept_lessons import KeptLessons
 
-from outrider.cloud.learning import lessons, sink
-from outrider.cloud.learning.cpu_share import LessonBudget
-from outrider.cloud.learning.inclusion import BURST_S, LessonKind
+from outrider.cloud.learning import lessons
+from outrider.cloud.learning.inclusion import BURST_S, Inclusion, LessonKind
 from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.lessons import LessonCollector, Lost
-from outrider.cloud.learning.packing import StepRows, read_steps, teaching
-from outrider.cloud.learning.sink import LessonSink
+from outrider.cloud.learning.lessons import Count, LessonCollector, LessonSink, Lost
+from outrider.cloud.learning.teaching import StepRows, read_steps, teaching
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
@@ -32,7 +30,7 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.salts import salted
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Cancel, Grammar, GrammarKind, Learning, Sampling
+from outrider.proto.types import Cancel, Learning, Sampling
 
 SAMPLING = Sampling(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
 PROMPT = (5, 6, 7, 8)
@@ -118,8 +116,8 @@ def target_says(target: Target, prefix: np.ndarray) -> np.ndarray:
 def test_lessons_may_cost_a_share_of_the_whole_step_and_not_of_its_cpu_time(engines, monkeypatch) -> None:
     """An engine that waits for an accelerator uses little CPU time, and its lessons are worth as much."""
     paid_by: list[float] = []
-    step = LessonBudget.step
-    monkeypatch.setattr(LessonBudget, "step", lambda budget, step_s: paid_by.append(step_s) or step(budget, step_s))
+    draw = Inclusion.draw
+    monkeypatch.setattr(Inclusion, "draw", lambda *drawn: paid_by.append(drawn[-1]) or draw(*drawn))
     kept = KeptLessons()
     ended(DraftingOutbox(engines(kept, min_step_s=0.02), 1, PROMPT), learning=Learning(3))
     kept.wait_for(1)
@@ -275,14 +273,6 @@ def test_constrained_turns_are_not_kept_and_free_ones_beside_them_are(engines, c
     assert [record.tokens.tolist() for record in kept.wait_for(2)] == [free, freed]
 
 
-def test_a_grammar_a_bias_allowed_tokens_and_min_tokens_keep_a_text_from_teaching() -> None:
-    assert not Sampling(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, frequency_penalty=1.0).constrains
-    assert Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)).constrains
-    assert Sampling(logit_bias=((1, 1.0),)).constrains
-    assert Sampling(allowed_tokens=(1,)).constrains
-    assert Sampling(min_tokens=1).constrains
-
-
 # === texts know nothing of it ===================================================================================
 
 
@@ -346,7 +336,7 @@ def texts_alone(target) -> list[list[list[int]]]:
 @pytest.mark.parametrize("make", [None, KeptLessons, Silent, Stuck, Dead, Failing])
 def test_texts_are_the_same_without_lessons_with_them_and_with_any_sink(engines, texts_alone, monkeypatch, make):
     monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
-    monkeypatch.setattr(sink, "RETRY_S", 0.0)
+    monkeypatch.setattr(lessons, "RETRY_S", 0.0)
     monkeypatch.setattr(lessons, "STOP_WITHIN_S", 0.1)
     taking = make() if make else None
     engine = engines(taking)
@@ -377,7 +367,7 @@ def test_a_defect_in_the_collector_ends_no_text(engines, monkeypatch, caplog) ->
     assert "the lessons of a step are lost" in caplog.text
 
 
-def counting(counted: Counted) -> Callable[[LessonKind | Lost, int], None]:
+def counting(counted: Counted) -> Count:
     def count(what: LessonKind | Lost, rows: int) -> None:
         counted[what] += rows
 
@@ -386,7 +376,7 @@ def counting(counted: Counted) -> Callable[[LessonKind | Lost, int], None]:
 
 def test_a_silent_sink_gets_one_push_and_the_rest_is_dropped_and_counted(engines, monkeypatch) -> None:
     monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
-    monkeypatch.setattr(sink, "MAX_WAITING_BYTES", 30_000)
+    monkeypatch.setattr(lessons, "MAX_WAITING_BYTES", 30_000)
     counted, silent = Counted(), Silent()
     engine = engines(silent, count=counting(counted))
     for key in range(6):

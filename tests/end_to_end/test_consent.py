@@ -14,7 +14,7 @@ from kept_lessons import KeptLessons
 
 from outrider.cloud.learning import lessons
 from outrider.cloud.learning import trainer_actor as trainers
-from outrider.cloud.learning.cpu_share import LessonBudget
+from outrider.cloud.learning.inclusion import Inclusion
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.lessons import TICK_S
 from outrider.cloud.serving.verifier_actor import VerifierActor
@@ -56,7 +56,7 @@ async def decode(coordinator: str, cache: Path, key: str, *, share: bool, turns:
 @pytest.fixture(autouse=True)
 def every_row(monkeypatch) -> None:
     """Let lessons cost what they may: steps of a tiny target would pay for few."""
-    monkeypatch.setattr(lessons, "LessonBudget", lambda _share, now: LessonBudget(1e6, now))
+    monkeypatch.setattr(lessons, "Inclusion", lambda positions_s, _, now: Inclusion(positions_s, 1e6, now))
 
 
 def serve(folder: Path, scenario, *, learn: bool, keys: Path | None = None) -> list[LessonRecord]:

@@ -3,7 +3,7 @@
 After a step has committed its tokens, the engine's thread chooses rows and copies their logits (`take`). All else
 happens in a thread of its own: finding the likeliest tokens, packing records, handing them to a sink. No text waits for
 any of it, and where one end is slower than the other the oldest lessons are dropped, and counted. Both threads measure
-their own CPU time, and where it exceeds a share of the steps' fewer rows are chosen (`LessonBudget`).
+their own CPU time, and where it exceeds a share of the steps' fewer rows are chosen (`Inclusion`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from outrider.cloud.learning.cpu_share import MAX_SHARE, LessonBudget
-from outrider.cloud.learning.inclusion import Inclusion, LessonKind
-from outrider.cloud.learning.packing import KeptRows, StepRows, TextPart, pack, read_steps
-from outrider.cloud.learning.sink import MAX_AGE_S, Delivery, LessonSink, Packed
+from outrider.cloud.learning.inclusion import MAX_SHARE, Inclusion, LessonKind
+from outrider.cloud.learning.lesson_record import LessonRecord
+from outrider.cloud.learning.teaching import StepRows, read_steps
 from outrider.proto.salts import key_salt, salted
 from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import Commit
@@ -34,6 +35,11 @@ MAX_QUEUED_BYTES = 64 << 20  # of logits that wait for their reading
 MAX_QUEUED = 4096  # steps and parts of texts
 TICK_S = 0.1
 STOP_WITHIN_S = 2.0
+MAX_AGE_S = 24 * 3600.0
+MAX_WAITING_BYTES = 8 << 20  # of records
+MAX_PUSH_BYTES = 4 << 20
+ANSWER_WITHIN_S = 30.0
+RETRY_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,22 @@ class Lost(Enum):
     PUSH = "a push failed, or was not answered"
     AGE = "it was too old"
     FORGOTTEN = "its key was to be forgotten"
+
+
+Count = Callable[[LessonKind | Lost, int], None]
+"""Called with numbers of rows that were packed, by kind, or lost."""
+
+
+class LessonSink(Protocol):
+    """A trainer, here or in another process. Neither method waits; each may raise anything."""
+
+    def push(self, records: tuple[bytes, ...]) -> Future[object]:
+        """Hand over encoded records (`LessonRecord`); the answer says that the next push may come."""
+        ...
+
+    def forget(self, key_salt: bytes) -> Future[int]:
+        """Drop all lessons of one API key, and answer how many positions these were."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,32 +118,79 @@ class NoLessons:
         """End; what is not handed over is lost."""
 
 
+class _Row(NamedTuple):
+    """A row that is kept: the `place`-th of `step`.
+
+    Attributes:
+        position: absolute position of the target's token.
+        weight: 1 / probability that it was kept.
+    """
+
+    position: int
+    kind: int
+    weight: float
+    step: StepRows
+    place: int
+
+
 @dataclass(slots=True, eq=False)
-class _Text:
-    """A text that is being verified: its present part."""
+class _TextPart:
+    """Part of one text that is being verified, with the rows that are kept of it.
+
+    Attributes:
+        facts: what its record says of the whole text, by the names of `LessonRecord`.
+        rows: oldest first.
+        start: absolute position of tokens[0].
+        tokens: [n] text up to the end of the part, once it is whole.
+    """
 
     session: VerifierSession
-    part: TextPart
-    rows: int = 0
+    facts: dict[str, Any]
+    rows: list[_Row] = field(default_factory=list)
+    start: int = 0
+    tokens: Sequence[int] = ()
 
     def is_full(self) -> bool:
         """Return whether it is time for a record."""
-        end = len(self.session.transcript)
-        first = self.part.kept[0].positions[0] if self.part.kept else end
-        return end - first >= RECORD_TOKENS or self.rows >= RECORD_ROWS
+        if not self.rows:
+            return False
+        return len(self.session.transcript) - self.rows[0].position >= RECORD_TOKENS or len(self.rows) >= RECORD_ROWS
 
-
-@dataclass(slots=True, eq=False)
-class _Forgetting:
-    """A key that is to be forgotten, and who asks."""
-
-    key_salt: bytes
-    answer: Future[int] = field(default_factory=Future)
-    passed_on: Future[int] | None = None
+    def pack(self, count: Count) -> LessonRecord | None:
+        """Return the record of the rows that were read, and count what is in it and what is not; None: nothing is."""
+        read = [(row, row.step.said) for row in self.rows if row.step.said is not None]
+        good = [(row, said) for row, said in read if said.finite[row.place]]
+        record = None
+        if good:
+            record = LessonRecord(
+                **self.facts,
+                start=self.start,
+                tokens=np.array(self.tokens, np.uint32),
+                positions=np.array([row.position for row, _ in good], np.uint32),
+                top_ids=np.stack([said.top_ids[row.place] for row, said in good]),
+                top_logp=np.stack([said.top_logp[row.place] for row, said in good]),
+                rest_logp=np.array([said.rest_logp[row.place] for row, said in good], np.float32),
+                weights=np.array([row.weight for row, _ in good], np.float32),
+            )
+        for kind in LessonKind:
+            count(kind, sum(row.kind == kind for row, _ in good))
+        count(Lost.QUEUE, len(self.rows) - len(read))
+        count(Lost.NUMBERS, len(read) - len(good))
+        return record
 
 
 class LessonCollector(NoLessons):
-    """The lessons of one verifier, in memory only."""
+    """The lessons of one verifier, in memory only.
+
+    Args:
+        model: id of the target.
+        sink: whoever learns.
+        positions_s: rows a second that are kept, on average, at most.
+        tokenizer_sha256: hash of the target's tokenizer, by which a drafter with another refuses them; empty: unknown.
+        secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
+        max_share: limit of the CPU time that lessons take, as a share of the steps' time.
+        count: called in the collector's thread.
+    """
 
     def __init__(
         self,
@@ -132,38 +201,20 @@ class LessonCollector(NoLessons):
         tokenizer_sha256: str = "",
         secret: bytes = b"",
         max_share: float = MAX_SHARE,
-        count: Callable[[LessonKind | Lost, int], None] = lambda _, __: None,
+        count: Count = lambda _, __: None,
     ) -> None:
-        """Hand lessons to `sink`.
-
-        Args:
-            model: id of the target.
-            sink: whoever learns.
-            positions_s: rows a second that are kept, on average, at most.
-            tokenizer_sha256: hash of the target's tokenizer, by which a drafter with another refuses them; empty:
-                unknown.
-            secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
-            max_share: limit of the CPU time that lessons take, as a share of the steps' time.
-            count: called in the collector's thread with rows that were handed over, by kind, or lost.
-        """
-        self._model = model
-        self._tokenizer_sha256 = tokenizer_sha256
-        self._secret = secret
-        self._count = count
-        now = time.monotonic()
-        self._budget = LessonBudget(max_share, now)
-        self._inclusion = Inclusion(lambda now: min(positions_s, self._budget.rows_s(now)), now)
-        self._thread_spent_s = self._thread_billed_s = 0.0  # written by the collector's thread and by the engine's
+        self._target = {"model": model, "tokenizer_sha256": tokenizer_sha256}
+        self._sink, self._secret, self._count = sink, secret, count
         self._permits: dict[int, bytes] = {}  # salts of API keys, by stream
-        self._texts: dict[int, _Text] = {}
-        self._queue: deque[StepRows | TextPart] = deque()
-        # Bytes put in and dropped by the engine's thread, and taken out by the other; each is written by one.
-        self._put_bytes = self._dropped_bytes = self._taken_bytes = 0
-        self._dropped_rows = 0
-        self._counted: Counter[Lost] = Counter()
-        self._delivery = Delivery(sink)
-        self._sink = sink
-        self._forgettings: deque[_Forgetting] = deque()
+        self._texts: dict[int, _TextPart] = {}
+        # Both threads change these, so each holds the lock, for no longer than a choice among rows takes.
+        self._lock = threading.Lock()
+        self._inclusion = Inclusion(positions_s, max_share, time.monotonic())
+        self._queue: deque[StepRows | _TextPart] = deque()
+        self._queued_bytes = self._dropped_rows = 0
+        self._forgettings: deque[tuple[bytes, Future[int]]] = deque()
+        # The collector's thread alone changes these.
+        self._delivery = Delivery(sink, count)
         self._forgotten: dict[bytes, float] = {}  # when, Unix seconds
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-lessons", daemon=True)
@@ -185,135 +236,92 @@ class LessonCollector(NoLessons):
             kept = self._take(logits, judged, step_s)
         except Exception:  # a defect, of which no text knows
             log.exception("the lessons of a step are lost")
-        self._budget.spend(time.thread_time() - began_s, kept)
+        with self._lock:
+            self._inclusion.spend(time.thread_time() - began_s, kept)
 
     def _take(self, logits: torch.Tensor, judged: Sequence[StepLessons], step_s: float) -> int:
         """Return how many rows are kept."""
-        spent_s = self._thread_spent_s
-        self._budget.spend(spent_s - self._thread_billed_s)
-        self._thread_billed_s = spent_s
-        paid = self._budget.step(step_s)
-        kinds: list[int] = []
-        taught: list[tuple[int, _Text, Commit, int, int, int]] = []
-        row = 0
+        texts: dict[int, tuple[_TextPart, Commit]] = {}
+        kinds, owners, positions, rows = list[int](), list[_TextPart](), list[int](), list[int]()  # of rows on offer
+        first = 0
         for each in judged:
-            text = self._text(each) if each.commit is not None else None
-            if text is not None and each.commit is not None and each.commit.tokens:
-                first = len(kinds)
-                kinds += kinds_of(each.verified, each.commit)
-                taught.append((each.key, text, each.commit, row, first, len(kinds)))
-            row += len(each.verified.tokens_by_target)
-        if not taught:
-            return 0
-        kept, weights = self._inclusion.draw(kinds, time.monotonic(), paid=paid)
+            if (commit := each.commit) is not None and commit.tokens and (text := self._text(each)) is not None:
+                of_text = kinds_of(each.verified, commit)
+                kinds += of_text
+                owners += [text] * len(of_text)
+                positions += range(commit.start, commit.start + len(of_text))
+                rows += range(first, first + len(of_text))
+                texts[each.key] = text, commit
+            first += len(each.verified.tokens_by_target)
+        with self._lock:
+            kept, weights = self._inclusion.draw(kinds, time.monotonic(), step_s)
         if kept:
-            self._copy(logits, taught, kinds, kept, weights)
-        for key, text, commit, *_ in taught:
+            step = self._copy(logits, [rows[place] for place in kept])
+            for index, (place, weight) in enumerate(zip(kept, weights, strict=True)):
+                owners[place].rows.append(_Row(positions[place], kinds[place], weight, step, index))
+        for key, (text, commit) in texts.items():
             if commit.finish is not None or text.is_full():
-                self._hand_over(key, text)
+                self.end(key)
         return len(kept)
 
     def end(self, key: int) -> None:
         """Make a record of what a turn has left, which has ended without a step."""
-        text = self._texts.get(key)
-        if text is not None:
-            self._hand_over(key, text)
+        part = self._texts.pop(key, None)
+        if part is not None and part.rows:
+            part.start = max(0, part.rows[0].position - CONTEXT)
+            part.tokens = part.session.transcript[part.start :]
+            self._put(part)
 
     def close(self, key: int) -> None:
         """Keep nothing more of a stream, which is gone."""
         self.end(key)
         self._permits.pop(key, None)
 
-    def _text(self, of: StepLessons) -> _Text | None:
+    def _text(self, of: StepLessons) -> _TextPart | None:
         """Return the text that a session's rows belong to; None: nothing is kept of it."""
         salt, session = self._permits.get(of.key), of.session
         if salt is None or session.learning is None or session.sampling.constrains:
             return None
         text = self._texts.get(of.key)
         if text is None or text.session is not session:
-            part = TextPart(
-                self._model,
-                salted(self._secret, f"session {session.id}"),
-                salt,
-                session.learning.prompt_class,
-                session.sampling,
-                session.prompt_length,
-                time.time(),
-                tokenizer_sha256=self._tokenizer_sha256,
-            )
-            text = self._texts[of.key] = _Text(session, part)
+            facts = {
+                **self._target,
+                "session_salt": salted(self._secret, f"session {session.id}"),
+                "key_salt": salt,
+                "prompt_class": session.learning.prompt_class,
+                "sampling": session.sampling,
+                "first_generated": session.prompt_length,
+                "at_s": time.time(),
+            }
+            text = self._texts[of.key] = _TextPart(session, facts)
         return text
 
-    def _copy(
-        self,
-        logits: torch.Tensor,
-        taught: Sequence[tuple[int, _Text, Commit, int, int, int]],
-        kinds: Sequence[int],
-        kept: Sequence[int],
-        weights: Sequence[float],
-    ) -> None:
-        """Copy the rows `kept` of the sessions' `kinds`, and note in each text which these are."""
-        step, rows, at = StepRows(None), list[int](), 0
-        for _, text, commit, row, first, end in taught:
-            began = at
-            while at < len(kept) and kept[at] < end:
-                rows.append(row + kept[at] - first)
-                at += 1
-            if at == began:
-                continue
-            places = kept[began:at]
-            text.part.kept.append(
-                KeptRows(
-                    [commit.start + place - first for place in places],
-                    [kinds[place] for place in places],
-                    weights[began:at],
-                    step,
-                    began,
-                )
-            )
-            text.rows += at - began
-        step.logits = logits[torch.tensor(rows, device=logits.device)]
-        self._put_bytes += step.nbytes
+    def _copy(self, logits: torch.Tensor, rows: Sequence[int]) -> StepRows:
+        """Put copies of these rows of a step into the queue."""
+        step = StepRows(logits[torch.tensor(rows, device=logits.device)])
         self._put(step)
+        return step
 
-    def _hand_over(self, key: int, text: _Text) -> None:
-        """Let the other thread make a record of a text's present part, if there is anything in it."""
-        self._texts.pop(key, None)
-        part, transcript = text.part, text.session.transcript
-        if part.kept:
-            part.start = max(0, part.kept[0].positions[0] - CONTEXT)
-            part.tokens = transcript[part.start :]
-            self._put(part)
-
-    def _put(self, item: StepRows | TextPart) -> None:
-        self._queue.append(item)
-        while (
-            self._put_bytes - self._dropped_bytes - self._taken_bytes > MAX_QUEUED_BYTES
-            or len(self._queue) > MAX_QUEUED
-        ):
-            oldest = self._next()
-            if oldest is None:
-                return
-            if isinstance(oldest, StepRows):
-                self._dropped_bytes += oldest.nbytes
-                oldest.logits = None
-            else:
-                self._dropped_rows += len(oldest)
-
-    def _next(self) -> StepRows | TextPart | None:
-        """Take the oldest item out of the queue; either thread may have taken the last one."""
-        try:
-            return self._queue.popleft()
-        except IndexError:
-            return None
+    def _put(self, item: StepRows | _TextPart) -> None:
+        """Let the other thread read rows, or make a record of a text's part; the oldest give way if it is behind."""
+        with self._lock:
+            self._queue.append(item)
+            self._queued_bytes += item.nbytes if isinstance(item, StepRows) else 0
+            while self._queue and (self._queued_bytes > MAX_QUEUED_BYTES or len(self._queue) > MAX_QUEUED):
+                oldest = self._queue.popleft()
+                if isinstance(oldest, StepRows):
+                    self._queued_bytes -= oldest.nbytes
+                    oldest.logits = None
+                else:
+                    self._dropped_rows += len(oldest.rows)
 
     # --- any thread ---
 
     def forget(self, api_key: str) -> Future[int]:
         """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
-        forgetting = _Forgetting(key_salt(self._secret, api_key))
-        self._forgettings.append(forgetting)
-        return forgetting.answer
+        answer: Future[int] = Future()
+        self._forgettings.append((key_salt(self._secret, api_key), answer))
+        return answer
 
     def stop(self) -> None:
         """End; what is not handed over is lost."""
@@ -331,70 +339,51 @@ class LessonCollector(NoLessons):
             except Exception:  # the thread's top loop must go on
                 log.exception("lessons were lost by a defect")
             if worked:  # an idle night is no debt
-                self._thread_spent_s += time.thread_time() - began_s
+                with self._lock:
+                    self._inclusion.spend(time.thread_time() - began_s)
 
     def _turn(self) -> bool:
         """Read what has come, pack it, and push what is packed; return whether there was anything."""
-        taken: list[StepRows | TextPart] = []
-        while len(taken) < MAX_QUEUED and (item := self._next()) is not None:
-            taken.append(item)
-        steps = [item for item in taken if isinstance(item, StepRows)]
-        self._taken_bytes += sum(step.nbytes for step in steps)
-        read_steps(steps)
+        with self._lock:
+            taken, self._queue = self._queue, deque()
+            dropped, self._dropped_rows = self._dropped_rows, 0
+            self._queued_bytes = 0
+        self._count(Lost.QUEUE, dropped)
+        read_steps([item for item in taken if isinstance(item, StepRows)])
         for item in taken:
-            if isinstance(item, TextPart):
+            if isinstance(item, _TextPart):
                 self._pack(item)
         now, wall_s = time.monotonic(), time.time()
         self._delivery.take_answer(now)
         self._forget(wall_s)
-        pushed = self._delivery.push(now, wall_s)
-        self._count_losses()
-        return pushed or bool(taken)
+        return self._delivery.push(now, wall_s) or bool(taken)
 
-    def _pack(self, part: TextPart) -> None:
-        if self._forgotten.get(part.key_salt, 0.0) >= part.at_s:
-            self._count(Lost.FORGOTTEN, len(part))
-        elif part.at_s < time.time() - MAX_AGE_S:
-            self._count(Lost.AGE, len(part))
+    def _pack(self, part: _TextPart) -> None:
+        salt, at_s = part.facts["key_salt"], part.facts["at_s"]
+        if self._forgotten.get(salt, 0.0) >= at_s:
+            self._count(Lost.FORGOTTEN, len(part.rows))
+        elif at_s < time.time() - MAX_AGE_S:
+            self._count(Lost.AGE, len(part.rows))
         else:
             try:
-                packed = pack(part)
-                if (record := packed.record) is not None:
-                    self._delivery.add(Packed(record.encode(), len(record), part.key_salt, part.at_s))
-                    for kind in LessonKind:
-                        self._count(kind, packed.kinds[kind])
-                self._count(Lost.QUEUE, packed.unread)
-                self._count(Lost.NUMBERS, packed.broken)
+                if (record := part.pack(self._count)) is not None:
+                    self._delivery.add(Packed(record.encode(), len(record), salt, at_s))
             except Exception:  # this text's alone
                 log.exception("a record of lessons could not be made")
-                self._count(Lost.DEFECT, len(part))
+                self._count(Lost.DEFECT, len(part.rows))
 
     def _forget(self, now: float) -> None:
         """Drop what is here of keys that are to be forgotten, then let the sink do so, after an unanswered push."""
         self._forgotten = {salt: at for salt, at in self._forgotten.items() if at >= now - MAX_AGE_S}
-        for forgetting in self._forgettings:
-            self._forgotten[forgetting.key_salt] = now
-            self._delivery.forget(forgetting.key_salt)
+        for salt, _ in tuple(self._forgettings):
+            self._forgotten[salt] = now
+            self._delivery.forget(salt)
         while self._forgettings and not self._delivery.in_flight:
-            forgetting = self._forgettings.popleft()
+            salt, answer = self._forgettings.popleft()
             try:
-                chain(self._sink.forget(forgetting.key_salt), forgetting.answer)
+                pass_on(self._sink.forget(salt), answer)
             except Exception as error:  # whoever asks must know
-                forgetting.answer.set_exception(error)
-
-    def _count_losses(self) -> None:
-        counts = self._delivery.counts
-        totals = {
-            Lost.QUEUE: self._dropped_rows,
-            Lost.TRAINER: counts.crowded_out,
-            Lost.PUSH: counts.failed,
-            Lost.AGE: counts.expired,
-            Lost.FORGOTTEN: counts.forgotten,
-        }
-        for reason, total in totals.items():
-            if total > self._counted[reason]:
-                self._count(reason, total - self._counted[reason])
-                self._counted[reason] = total
+                answer.set_exception(error)
 
 
 def kinds_of(verified: Verified, commit: Commit) -> list[int]:
@@ -405,7 +394,7 @@ def kinds_of(verified: Verified, commit: Commit) -> list[int]:
     return kinds
 
 
-def chain(source: Future[int], target: Future[int]) -> None:
+def pass_on(source: Future[int], target: Future[int]) -> None:
     """Answer `target` as soon as `source` is answered."""
 
     def answered(done: Future[int]) -> None:
@@ -416,3 +405,103 @@ def chain(source: Future[int], target: Future[int]) -> None:
             target.set_result(done.result())
 
     source.add_done_callback(answered)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An encoded record, and what its keeping depends on.
+
+    Attributes:
+        rows: number of its rows.
+        at_s: time of its first row, Unix seconds.
+    """
+
+    data: bytes
+    rows: int
+    key_salt: bytes
+    at_s: float
+
+
+class Delivery:
+    """Records on their way to a sink: one push at a time, what waits meanwhile bounded in size and age.
+
+    One thread uses it, which never waits, and hears of rows that are lost by `count`.
+    """
+
+    def __init__(self, sink: LessonSink, count: Count) -> None:
+        self._sink, self._count = sink, count
+        self._waiting: deque[Packed] = deque()
+        self._waiting_bytes = 0
+        self._flight: Future[object] | None = None
+        self._flight_rows = 0
+        self._since = 0.0
+        self._not_before = 0.0
+        self._failing = False
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a push is unanswered."""
+        return self._flight is not None
+
+    def add(self, packed: Packed) -> None:
+        """Let a record wait for the next push; the oldest give way where too many bytes wait."""
+        self._waiting.append(packed)
+        self._waiting_bytes += len(packed.data)
+        while self._waiting_bytes > MAX_WAITING_BYTES:
+            self._count(Lost.TRAINER, self._pop().rows)
+
+    def push(self, now: float, wall_s: float) -> bool:
+        """Push what waits, if nothing is unanswered, and return whether that was tried.
+
+        Args:
+            now: present time on any clock that never goes back, in seconds.
+            wall_s: present time, Unix seconds.
+        """
+        while self._waiting and self._waiting[0].at_s < wall_s - MAX_AGE_S:
+            self._count(Lost.AGE, self._pop().rows)
+        if self._flight is not None or not self._waiting or now < self._not_before:
+            return False
+        batch = [self._pop()]
+        while self._waiting and sum(len(each.data) for each in (*batch, self._waiting[0])) <= MAX_PUSH_BYTES:
+            batch.append(self._pop())
+        self._flight_rows, self._since = sum(each.rows for each in batch), now
+        try:
+            self._flight = self._sink.push(tuple([each.data for each in batch]))
+        except Exception as error:  # a sink may be anything, and a text knows nothing of it
+            self._lose(error, now)
+        return True
+
+    def forget(self, key_salt: bytes) -> None:
+        """Drop what waits of a key."""
+        for packed in [self._pop() for _ in range(len(self._waiting))]:
+            if packed.key_salt == key_salt:
+                self._count(Lost.FORGOTTEN, packed.rows)
+            else:
+                self.add(packed)
+
+    def take_answer(self, now: float) -> None:
+        """Take the answer to the last push, if it is there or has not come in time, at time `now` in seconds."""
+        flight = self._flight
+        if flight is None:
+            return
+        if not flight.done():
+            if now - self._since > ANSWER_WITHIN_S:
+                flight.cancel()
+                self._lose(TimeoutError(f"no answer within {ANSWER_WITHIN_S:g} s"), now)
+            return
+        error = TimeoutError("it was cancelled") if flight.cancelled() else flight.exception()
+        if error is not None:
+            self._lose(error, now)
+            return
+        self._flight, self._failing = None, False
+
+    def _lose(self, error: BaseException, now: float) -> None:
+        if not self._failing:
+            log.warning("lessons are lost, since the trainer does not take them: %r", error)
+        self._flight, self._failing, self._not_before = None, True, now + RETRY_S
+        self._count(Lost.PUSH, self._flight_rows)
+
+    def _pop(self) -> Packed:
+        packed = self._waiting.popleft()
+        self._waiting_bytes -= len(packed.data)
+        return packed

@@ -17,8 +17,7 @@ import grpc
 import torch
 from grpc_health.v1 import health_pb2_grpc
 
-from outrider.cloud.learning.lessons import LessonCollector, NoLessons
-from outrider.cloud.learning.sink import LessonSink
+from outrider.cloud.learning.lessons import LessonCollector, LessonSink, NoLessons
 from outrider.cloud.serving.backends import load_backend
 from outrider.cloud.serving.decode_streams import DecodeStreams
 from outrider.cloud.serving.engine import Engine
