@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import TypeVar
+from itertools import chain, zip_longest
 
 import numpy as np
 
@@ -21,30 +19,14 @@ CLASS_POSITIONS = 100_000  # about 33 MB
 NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
 RETENTION_S = 24 * 3600.0
 
-Item = TypeVar("Item")
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A record of the sample; those of least `rank`, a random number, go first."""
-
-    rank: float
-    record: LessonRecord
-
-
-@dataclass(slots=True)
-class _Class:
-    """The sample of one class of prompts, and the positions of each key in it."""
-
-    kept: list[_Kept] = field(default_factory=list)
-    positions: dict[bytes, int] = field(default_factory=dict)
+_Ranked = tuple[float, LessonRecord]
 
 
 class Buffer:
     """Records to learn from.
 
-    The sample of a class is that of a random rank for every record: those of highest rank stay, so each record that
-    came is as likely to be in it as any other.
+    Every record of the sample has a random rank, and those of highest rank stay, so each that came is as likely to be
+    in the sample of its class as any other.
 
     Args:
         rehearsal: records of the drafter's own corpus; they have no key, and do not age.
@@ -75,15 +57,18 @@ class Buffer:
         self._new_positions = new_positions
         self._retention_s = retention_s
         self._rehearsed = rehearsed
-        self._new: dict[bytes, deque[LessonRecord]] = {}
-        self._sample: dict[int, _Class] = {}
+        self._new: dict[bytes, deque[LessonRecord]] = {}  # by key
+        self._sample: dict[int, list[_Ranked]] = {}  # by class
         self.rehearsed_keys = {record.key_salt for record in self._rehearsal}
-        self.waiting = 0
-        """Positions of new records."""
 
     def __len__(self) -> int:
         """Return the number of positions, without rehearsal's."""
-        return self.waiting + sum(sum(each.positions.values()) for each in self._sample.values())
+        return self.waiting + _positions(record for _, record in chain(*self._sample.values()))
+
+    @property
+    def waiting(self) -> int:
+        """Positions of new records."""
+        return _positions(chain(*self._new.values()))
 
     @property
     def num_waiting_records(self) -> int:
@@ -93,10 +78,8 @@ class Buffer:
     def add(self, record: LessonRecord) -> None:
         """Take a new record; the key with the most positions makes room."""
         self._new.setdefault(record.key_salt, deque()).append(record)
-        self.waiting += len(record)
         while self.waiting > self._new_positions and self.num_waiting_records > 1:
-            flooding = max(self._new, key=lambda key: sum(map(len, self._new[key])))
-            self._into_sample(self._take_new(flooding))
+            self._into_sample(self._take_new(max(self._new, key=lambda key: _positions(self._new[key]))))
 
     def draw(self, positions: int, step: int) -> list[LessonRecord]:
         """Return records of about `positions` positions for optimizer step `step`: half new, half of the sample.
@@ -105,10 +88,11 @@ class Buffer:
         sample. What was new is in the sample from now on.
         """
         choose = np.random.default_rng([self._seed, 2, step])
-        rehearsed = _up_to(positions * self._rehearsed, _shuffled(choose, self._rehearsal))
-        left = positions - sum(map(len, rehearsed))
+        rehearsal = (self._rehearsal[index] for index in choose.permutation(len(self._rehearsal)))
+        rehearsed = _up_to(positions * self._rehearsed, rehearsal)
+        left = positions - _positions(rehearsed)
         older = _up_to(left / 2, self._of_sample(choose))
-        new = _up_to(left - sum(map(len, older)), self._of_new())
+        new = _up_to(left - _positions(older), self._of_new())
         for record in new:
             self._into_sample(record)
         return [*new, *older, *rehearsed]
@@ -123,19 +107,14 @@ class Buffer:
 
     def _drop(self, unwanted: Callable[[LessonRecord], bool]) -> int:
         before = len(self)
-        waiting = {key: deque(each for each in records if not unwanted(each)) for key, records in self._new.items()}
-        self._new = {key: records for key, records in waiting.items() if records}
-        self.waiting = sum(sum(map(len, records)) for records in self._new.values())
+        kept = {key: deque(each for each in records if not unwanted(each)) for key, records in self._new.items()}
+        self._new = {key: records for key, records in kept.items() if records}
         for sample in self._sample.values():
-            sample.kept = [each for each in sample.kept if not unwanted(each.record)]
-            sample.positions.clear()
-            for each in sample.kept:
-                self._count(sample, each.record, 1)
+            sample[:] = [each for each in sample if not unwanted(each[1])]
         return before - len(self)
 
     def _take_new(self, key: bytes) -> LessonRecord:
         record = self._new[key].popleft()
-        self.waiting -= len(record)
         if not self._new[key]:
             del self._new[key]
         return record
@@ -146,31 +125,30 @@ class Buffer:
                 yield self._take_new(key)
 
     def _of_sample(self, choose: np.random.Generator) -> Iterator[LessonRecord]:
-        classes = [_shuffled(choose, sample.kept) for _, sample in sorted(self._sample.items())]
-        for turn in zip_longest(*classes):
-            yield from (each.record for each in turn if each is not None)
+        samples = [sample for _, sample in sorted(self._sample.items())]
+        shuffled = [[sample[index][1] for index in choose.permutation(len(sample))] for sample in samples]
+        for turn in zip_longest(*shuffled):
+            yield from (record for record in turn if record is not None)
 
     def _into_sample(self, record: LessonRecord) -> None:
-        sample = self._sample.setdefault(record.prompt_class, _Class())
-        sample.kept.append(_Kept(float(self._ranks.random()), record))
-        self._count(sample, record, 1)
-        while sample.positions.get(record.key_salt, 0) > self._key_positions:
-            self._evict(sample, [each for each in sample.kept if each.record.key_salt == record.key_salt])
-        while sum(sample.positions.values()) > self._class_positions:
-            self._evict(sample, sample.kept)
-
-    def _evict(self, sample: _Class, among: list[_Kept]) -> None:
-        least = min(among, key=lambda each: each.rank)
-        sample.kept.remove(least)
-        self._count(sample, least.record, -1)
+        sample = self._sample.setdefault(record.prompt_class, [])
+        sample.append((float(self._ranks.random()), record))
+        self._trim(sample, [each for each in sample if each[1].key_salt == record.key_salt], self._key_positions)
+        self._trim(sample, list(sample), self._class_positions)
 
     @staticmethod
-    def _count(sample: _Class, record: LessonRecord, sign: int) -> None:
-        left = sample.positions.get(record.key_salt, 0) + sign * len(record)
-        if left:
-            sample.positions[record.key_salt] = left
-        else:
-            sample.positions.pop(record.key_salt, None)
+    def _trim(sample: list[_Ranked], among: list[_Ranked], limit: int) -> None:
+        """Evict records of lowest rank `among` those of a sample until these have `limit` positions at most."""
+        positions = _positions(record for _, record in among)
+        for ranked in sorted(among, key=lambda each: each[0]):
+            if positions <= limit:
+                return
+            sample.remove(ranked)
+            positions -= len(ranked[1])
+
+
+def _positions(records: Iterable[LessonRecord]) -> int:
+    return sum(map(len, records))
 
 
 def _up_to(positions: float, records: Iterable[LessonRecord]) -> list[LessonRecord]:
@@ -181,7 +159,3 @@ def _up_to(positions: float, records: Iterable[LessonRecord]) -> list[LessonReco
         taken.append(record)
         total += len(record)
     return taken
-
-
-def _shuffled(choose: np.random.Generator, items: Sequence[Item]) -> Iterator[Item]:
-    return (items[index] for index in choose.permutation(len(items)).tolist())
