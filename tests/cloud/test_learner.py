@@ -18,11 +18,11 @@ from lessons_for_tests import bigram_target, quick_settings, text_record
 
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning import trainer_actor as acting
+from outrider.cloud.learning.judge import JudgeMemory, TrialJournal
 from outrider.cloud.learning.learner import Learner, drafters_folder
 from outrider.cloud.learning.lesson_record import LessonRecord, read_records, write_records
 from outrider.cloud.learning.trainer import VersionFolder
 from outrider.cloud.learning.trainer_actor import TrainerActor
-from outrider.cloud.learning.trial import JudgeMemory, TrialJournal
 from outrider.drafters.adapters import read_adapter
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package

@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 from lessons_for_tests import bigram_target, text_record
 
-from outrider.cloud.learning.judge import MAX_DOUBTED_TEXTS, MAX_TEXTS, Judgement, ShadowJudge, ShadowText, hits_of
+from outrider.cloud.learning.judge import (
+    MAX_DOUBTED_TEXTS,
+    MAX_TEXTS,
+    JudgedText,
+    JudgeMemory,
+    Judgement,
+    ShadowJudge,
+    TrialJournal,
+    can_judge,
+    hits_of,
+)
 from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.trial import JudgedText, JudgeMemory, TrialJournal
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.protocol import TokenPrefix
@@ -119,27 +128,22 @@ def test_hits_are_the_bits_of_verification_of_the_same_drafter(sampling: Samplin
         copying, vocab=vocab, seed=sampling.seed, temperature=sampling.temperature, prompt=4, length=20
     )
     record = replace(record, sampling=sampling)
-    found = ShadowText.of(record)
-    assert found is not None
-    hits = hits_of(drafter, found)
+    hits = hits_of(drafter, record)
     assert hits.tolist() == [drafted(record.tokens[:place]) == record.tokens[place] for place in range(4, 24)]
     assert 0.4 < hits.mean() < 0.9, "both happen"
 
 
 def test_a_drafter_that_is_the_target_hits_always_and_with_other_noise_it_does_not() -> None:
     record = text(5)
-    found = ShadowText.of(record)
-    assert found is not None
-    assert hits_of(BigramDrafter(1.0), found).all()
-    other = ShadowText.of(replace(record, sampling=replace(record.sampling, seed=6)))
-    assert other is not None
+    assert hits_of(BigramDrafter(1.0), record).all()
+    other = replace(record, sampling=replace(record.sampling, seed=6))
     assert not hits_of(BigramDrafter(1.0), other).all()
 
 
-def test_a_record_from_the_middle_of_a_text_or_too_short_a_one_is_no_text() -> None:
-    assert ShadowText.of(text(1, length=7)) is None
+def test_a_record_from_the_middle_of_a_text_or_too_short_a_one_judges_nothing() -> None:
+    assert not can_judge(text(1, length=7))
     whole = text(1)
-    assert ShadowText.of(whole) is not None
+    assert can_judge(whole)
     kept = whole.positions >= 8
     middle = replace(
         whole,
@@ -147,7 +151,7 @@ def test_a_record_from_the_middle_of_a_text_or_too_short_a_one_is_no_text() -> N
         tokens=whole.tokens[2:],
         **{name: getattr(whole, name)[kept] for name in ("positions", "top_ids", "top_logp", "rest_logp", "weights")},
     )
-    assert ShadowText.of(middle) is None
+    assert not can_judge(middle)
 
 
 # --- judgements ---
@@ -362,8 +366,6 @@ def test_a_journal_that_was_cut_short_goes_on_behind_its_last_whole_line(tmp_pat
     assert journal.resume(3) == texts[:2]
     journal.append(texts[2])
     assert journal.resume(3) == texts
-    path.write_text(path.read_text().replace("[0.1, 1,", "[0.1, 0.0, 1,"))
-    assert journal.resume(3) == texts, "older releases wrote the ratio of drafting times, too"
     with pytest.raises(ValueError, match="another trial"):
         journal.resume(4)
     path.write_text(path.read_text().replace("0.1", "none"))

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from lessons_for_tests import quick_settings
 
-from outrider.cloud.learning import trial
-from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.learning import judge as judging
+from outrider.cloud.learning.judge import JudgeMemory, ShadowJudge, VersionWatch
 from outrider.cloud.learning.learner import Learner
 from outrider.cloud.learning.lesson_record import LessonRecord, record_of_text
 from outrider.cloud.learning.trainer_settings import OWN
-from outrider.cloud.learning.trial import JudgeMemory, VersionWatch
 from outrider.drafters import ProposalRule
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
@@ -58,7 +57,7 @@ def test_one_that_hits_no_less_stays_however_long_it_drafts(gain: float) -> None
 def test_one_that_was_better_and_turns_worse_is_retired() -> None:
     """Users ask for other things in time, so that a comparison of all times would take as long as it was good."""
     rng = np.random.default_rng(3)
-    good, bad = rng.normal(0.1, 0.05, 3 * trial.WATCHED_TEXTS), rng.normal(-0.07, 0.05, 400)
+    good, bad = rng.normal(0.1, 0.05, 3 * judging.WATCHED_TEXTS), rng.normal(-0.07, 0.05, 400)
     count = texts_until(VersionWatch("1", 1), [*good, *bad])
     assert 0 < count - len(good) < 150
     forever = VersionWatch("1", 1)

@@ -10,7 +10,8 @@ import pytest
 from kept_lessons import KeptLessons
 from tokenizers import Tokenizer
 
-from outrider.cloud.learning.judge import ShadowJudge, ShadowText, hits_of
+from outrider.cloud.learning.judge import ShadowJudge, hits_of
+from outrider.cloud.learning.lesson_record import record_of_text
 from outrider.cloud.learning.losses import LOSSES, check_record
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
@@ -18,7 +19,6 @@ from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import load_package
-from outrider.drafters.proposals import ProposalRule
 from outrider.edge.event_stream import Tokens
 from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.types import Sampling
@@ -52,7 +52,8 @@ async def test_a_poisoned_version_that_loads_costs_hits_and_changes_no_token(ser
     ids = texts[0]
     assert texts == [ids] * 3
     prompt = Tokenizer.from_file(str(bad / "tokenizer.json")).encode(PROMPT).ids
-    text = ShadowText(np.array([*prompt, *ids]), len(prompt), ProposalRule(sampling, prompt_length=len(prompt)))
+    salts = {"session_salt": bytes(16), "key_salt": bytes(16)}
+    text = record_of_text([*prompt, *ids], len(prompt), sampling, model="reference", **salts)
     good, worse = (
         hits_of(OnnxDrafter(load_package(folder), threads=1), text).mean()
         for folder in (find_package("general").folder, bad)

@@ -11,27 +11,27 @@ intersection of unions).
 A text counts only if no candidate was trained on any part of it. `ShadowJudge` sees to that: records reach training
 through `take` alone, which judges first and lets go afterwards. A candidate was made before the records that judge it
 came; a text of which anything came before, or that equals an earlier one, judges nothing.
+
+A bet that was seen to be lost must not be taken back, or a trial would be worth nothing: whoever can end the process
+at will could have it forget what spoke against a candidate. So each text is in `TrialJournal` before it counts, and a
+trial is resumed with all of them. Checkpoints hold the rest (`JudgeMemory`). Both have hashes and numbers, and no text.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import json
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.trial import (
-    NAME_BYTES,
-    JudgedText,
-    JudgeMemory,
-    OpenTrial,
-    TrialJournal,
-    VersionWatch,
-)
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter
 from outrider.proto.errors import InvalidArgument
@@ -42,41 +42,34 @@ MIN_TOKENS = 8
 MAX_TEXTS = 300  # that a candidate is judged on: one that gains .02 shows it in 100, and newer ones wait
 MAX_DOUBTED_TEXTS = 2000  # that one is judged on which was shown to gain, and may lose in a kind of text
 KEY_WEIGHT = 2.0  # limit of a key's share of the texts, in equal shares of all keys that came
+MAX_SEEN = 1 << 17  # names of texts
+NAME_BYTES = 16
+WATCHED_TEXTS = 500  # after which a comparison with the parent begins again
+RECENT_TEXTS = 1000.0  # over which the kinds of traffic fade
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowText:
-    """A text with everything that decides whether a drafter hits.
-
-    Attributes:
-        tokens: [n] uint32, the whole text from position 0.
-        first_generated: position of the first token after the prompt.
-        rule: sampling with seed and noise, and the length of the prompt.
-    """
-
-    tokens: np.ndarray
-    first_generated: int
-    rule: ProposalRule
-
-    @classmethod
-    def of(cls, record: LessonRecord) -> ShadowText | None:
-        """Return the text of a record, at most `MAX_TOKENS` of it; None: it begins in its middle or is too short."""
-        tokens = record.tokens[: record.first_generated + MAX_TOKENS]
-        if record.start or len(tokens) < record.first_generated + MIN_TOKENS:
-            return None
-        rule = ProposalRule(record.sampling, prompt_length=record.first_generated)
-        return cls(tokens, record.first_generated, rule)
+def can_judge(record: LessonRecord) -> bool:
+    """Return whether a record holds a text from its beginning, and enough of it."""
+    return not record.start and len(record.tokens) >= record.first_generated + MIN_TOKENS
 
 
-def hits_of(drafter: Drafter, text: ShadowText) -> np.ndarray:
-    """Return whether what a drafter would have proposed at each generated position is the text's token: [g] bool.
+def hits_of(drafter: Drafter, record: LessonRecord) -> np.ndarray:
+    """Return whether what a drafter would have proposed at each generated position is the text's token.
 
     These are the bits that decoding the same text with this drafter gives. A steered drafter is judged unsteered.
+
+    Args:
+        drafter: drafter in question.
+        record: one of which `can_judge` is true; at most `MAX_TOKENS` of it count.
+
+    Returns:
+        [g] bool.
     """
-    state = drafter.open(text.rule)
+    first = record.first_generated
+    prompt, generated = record.tokens[:first].tolist(), record.tokens[first : first + MAX_TOKENS].tolist()
+    state = drafter.open(ProposalRule(record.sampling, prompt_length=first))
     try:
-        generated = text.tokens[text.first_generated :].tolist()
-        state.extend(text.tokens[: text.first_generated].tolist())
+        state.extend(prompt)
         proposed = state.propose_forced(generated)
     finally:
         state.close()
@@ -140,6 +133,193 @@ class PairedTest(LossTest):
         return frozenset(
             kind for kind in common | self._kept if kind not in self._keeps or not self._keeps[kind].shows(error)
         )
+
+
+class JudgedText(NamedTuple):
+    """A text that a candidate was judged on.
+
+    Attributes:
+        difference: hit rate of the candidate less that of the current drafter.
+        prompt_class: kind of text.
+        key: salted hash of its API key.
+        names: hashes of its session and of its beginning, by which it is known again.
+    """
+
+    difference: float
+    prompt_class: int
+    key: bytes
+    names: tuple[bytes, ...]
+
+    def line(self) -> str:
+        """Return it as a line of JSON."""
+        return json.dumps([self.difference, self.prompt_class, self.key.hex(), [name.hex() for name in self.names]])
+
+    @classmethod
+    def from_line(cls, line: str) -> Self:
+        """Restore what `line` returned; raises `ValueError` or `TypeError` if it is malformed."""
+        difference, prompt_class, key, names = json.loads(line)
+        restored = tuple([bytes.fromhex(name) for name in names])
+        return cls(float(difference), int(prompt_class), bytes.fromhex(key), restored)
+
+
+class OpenTrial(NamedTuple):
+    """A trial that is under way.
+
+    Attributes:
+        sequence: that of the candidate's package.
+        number: which candidate it is, from 1.
+        kept: kinds of text that it must be known to keep.
+    """
+
+    sequence: int
+    number: int
+    kept: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class VersionWatch:
+    """Comparison of the version that drafts with its parent, on texts since it was published.
+
+    It lasts for `WATCHED_TEXTS`, since what is asked for changes, and each needs more evidence than the one before: the
+    chance that a version which hits no less than its parent is ever retired is a hundredth.
+
+    Attributes:
+        version: version that drafts.
+        number: which comparison it is, of all versions, from 1.
+        loses: test of whether it hits less.
+        difference: sum of the differences of hit rates.
+    """
+
+    version: str
+    number: int
+    loses: SignTest = field(default_factory=SignTest)
+    difference: float = 0.0
+
+    def add(self, difference: float) -> None:
+        """Count a text: hit rate of the version less that of its parent."""
+        self.loses.add(-clipped(difference))
+        self.difference += difference
+
+    @property
+    def reason(self) -> str:
+        """Reason in a few words for which the version is to be retired; empty: there is none."""
+        if not self.loses.shows(candidate_error(self.number)):
+            return ""
+        return f"hits {self.difference / self.loses.count:+.3f} against its parent in {self.loses.count} texts"
+
+    def next(self, version: str) -> VersionWatch:
+        """Return the comparison that the next text of this version belongs to."""
+        if version == self.version and self.loses.count < WATCHED_TEXTS:
+            return self
+        return VersionWatch(version, self.number + 1)
+
+    def saved(self) -> list[Any]:
+        """Return it for a JSON file."""
+        return [self.version, self.number, self.loses.row(), self.difference]
+
+    @classmethod
+    def restored(cls, saved: Sequence[Any]) -> Self:
+        """Restore what `saved` returned; raises `ValueError` or `TypeError` if it is malformed."""
+        version, number, row, difference = saved
+        return cls(str(version), int(number), SignTest.from_row(row), float(difference))
+
+
+@dataclass(slots=True)
+class JudgeMemory:
+    """Everything that a judge must not forget during a trial, or between two.
+
+    Attributes:
+        trial: the present one; None: there is none.
+        watch: comparison of the version that drafts, or of the last one that was watched; None: there was none.
+        kinds: texts by kind, of which the older ones have faded.
+        seen: names of texts that came, the newest last.
+    """
+
+    trial: OpenTrial | None = None
+    watch: VersionWatch | None = None
+    kinds: dict[int, float] = field(default_factory=dict)
+    seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def see(self, names: Iterable[bytes]) -> bool:
+        """Note a text by its names, and return whether all of them are new."""
+        fresh = True
+        for name in names:
+            fresh = fresh and name not in self.seen
+            self.seen[name] = None
+            self.seen.move_to_end(name)
+        while len(self.seen) > MAX_SEEN:
+            self.seen.popitem(last=False)
+        return fresh
+
+    def count(self, prompt_class: int) -> None:
+        """Count a text of this kind."""
+        self.kinds = {which: texts * (1 - 1 / RECENT_TEXTS) for which, texts in self.kinds.items()}
+        self.kinds[prompt_class] = self.kinds.get(prompt_class, 0.0) + 1
+
+    def common(self) -> tuple[int, ...]:
+        """Return the kinds that a tenth or more of the newest texts have."""
+        total = sum(self.kinds.values())
+        return tuple(sorted(which for which, texts in self.kinds.items() if texts >= MIN_CLASS_SHARE * total))
+
+    def saved(self) -> dict[str, Any]:
+        """Return all but the names for a JSON file."""
+        watch = self.watch.saved() if self.watch else None
+        return {"trial": self.trial, "watch": watch, "kinds": sorted(self.kinds.items())}
+
+    def saved_names(self) -> np.ndarray:
+        """Return the names, the newest last: [n, NAME_BYTES] uint8."""
+        return np.frombuffer(b"".join(self.seen), np.uint8).reshape(-1, NAME_BYTES)
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any], names: np.ndarray) -> Self:
+        """Return what was saved.
+
+        Raises:
+            KeyError, ValueError, TypeError: it is malformed.
+        """
+        trial = None
+        if saved["trial"]:
+            sequence, number, kept = saved["trial"]
+            trial = OpenTrial(int(sequence), int(number), tuple(map(int, kept)))
+        watch = VersionWatch.restored(saved["watch"]) if saved["watch"] else None
+        kinds = {int(which): float(texts) for which, texts in saved["kinds"]}
+        return cls(trial, watch, kinds, OrderedDict.fromkeys(name.tobytes() for name in names))
+
+
+class TrialJournal:
+    """The file of the texts of a trial, one a line.
+
+    Args:
+        path: of the file, which need not be there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self, sequence: int, texts: Iterable[JudgedText] = ()) -> None:
+        """Begin the trial of the candidate `sequence`, with texts that it was judged on before."""
+        unfinished = self._path.with_name(f".{self._path.name}.unfinished")
+        lines = [json.dumps({"sequence": sequence}), *(text.line() for text in texts)]
+        unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        os.replace(unfinished, self._path)
+
+    def append(self, text: JudgedText) -> None:
+        """Add a text, which may count from now on."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text.line() + "\n")
+
+    def resume(self, sequence: int) -> list[JudgedText]:
+        """Return the texts of the candidate `sequence`, and go on behind them; a last line that was cut short is none.
+
+        Raises:
+            ValueError, TypeError, KeyError, OSError: there is no such journal, or it is broken.
+        """
+        first, *lines = self._path.read_text(encoding="utf-8").split("\n")
+        if json.loads(first)["sequence"] != sequence:
+            raise ValueError(f"{self._path} is of another trial")
+        texts = [JudgedText.from_line(line) for line in lines[:-1]]  # behind the last line's end is nothing, or a part
+        self.begin(sequence, texts)
+        return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +418,16 @@ class ShadowJudge:
         names = _names(record)
         fresh = self.memory.see(names)
         self._keys.add(record.key_salt)
-        text = ShadowText.of(record) if fresh else None
-        if text is None:
+        if not fresh or not can_judge(record):
             return record
         self.memory.count(record.prompt_class)
         candidate = self._candidate if self._may_count(record.key_salt) else None
         parent = self._parent if self._parent is not None and self.current.version != self._parent.version else None
         if candidate is None and parent is None:
             return record
-        rate = hits_of(self.current, text).mean()
+        rate = hits_of(self.current, record).mean()
         if candidate is not None:
-            difference = float(hits_of(candidate, text).mean() - rate)
+            difference = float(hits_of(candidate, record).mean() - rate)
             judged = JudgedText(difference, record.prompt_class, record.key_salt, names)
             if self._journal is not None:
                 self._journal.append(judged)
@@ -256,7 +435,7 @@ class ShadowJudge:
         if parent is not None:
             watch = self.memory.watch or VersionWatch(self.current.version, 1)
             self.memory.watch = watch.next(self.current.version)
-            self.memory.watch.add(float(rate - hits_of(parent, text).mean()))
+            self.memory.watch.add(float(rate - hits_of(parent, record).mean()))
         return record
 
     def fallen(self) -> str:

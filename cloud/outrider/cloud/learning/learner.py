@@ -9,11 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.learning.judge import ShadowJudge, TrialJournal
 from outrider.cloud.learning.lesson_record import read_records
 from outrider.cloud.learning.trainer import Trainer, VersionCandidate
 from outrider.cloud.learning.trainer_settings import TrainerSettings
-from outrider.cloud.learning.trial import TrialJournal
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
 from outrider.proto.errors import ConfigError, InvalidArgument, ModelRefused, NotFound, OutriderError
