@@ -12,12 +12,12 @@ from outrider.cloud.learning.cpu_share import LOOK_S, OPEN, RESTING, WAITING, Id
 class Machine:
     """A machine of two cores with verifiers that use `loads` cores each, and a gate that a trainer asks."""
 
-    def __init__(self, max_load: float = 0.7, patience_s: float = 60.0, **loads: float) -> None:
+    def __init__(self, max_load: float = 0.7, max_wait_s: float = 60.0, **loads: float) -> None:
         self.now = 100.0
         self.loads = loads
         self.used = dict.fromkeys(loads, 1000.0)
         self.looks = 0
-        self.gate = IdleGate(self._look, lambda: self.now, 2, max_load, patience_s)
+        self.gate = IdleGate(self._look, lambda: self.now, 2, max_load, max_wait_s)
 
     def _look(self) -> dict[str, float]:
         self.looks += 1
@@ -54,7 +54,7 @@ def test_training_runs_beside_idle_verifiers_and_stops_while_they_are_busy() -> 
 
 
 def test_a_fleet_that_never_idles_is_learned_from_once_in_a_while(caplog) -> None:
-    machine = Machine(patience_s=30.0, a=2.0)
+    machine = Machine(max_wait_s=30.0, a=2.0)
     opened = machine.run(301)
     assert len(opened) == machine.gate.hurried == 10
     assert {round(b - a) for a, b in itertools.pairwise(opened)} == {30}
@@ -71,7 +71,7 @@ def test_the_first_step_waits_until_the_load_is_known() -> None:
 
 
 def test_time_with_nothing_to_learn_from_is_no_waiting() -> None:
-    machine = Machine(patience_s=30.0, a=2.0)
+    machine = Machine(max_wait_s=30.0, a=2.0)
     machine.run(29)
     machine.gate.rest()
     assert machine.gate.state == RESTING

@@ -17,7 +17,7 @@ from outrider.cloud.learning.lesson_record import LessonRecord, record_of_text
 from outrider.cloud.learning.trainer_settings import OWN
 from outrider.drafters import ProposalRule
 from outrider.drafters.onnx import OnnxDrafter
-from outrider.drafters.packages import DrafterPackage, find_package, load_package
+from outrider.drafters.packages import DrafterPackage, find_package
 from outrider.proto.salts import salted
 from outrider.proto.types import Sampling
 
@@ -89,7 +89,7 @@ def plant(learner: Learner, size: float) -> DrafterPackage:
     candidate = trainer.write_candidate()
     assert candidate is not None
     del trainer.published_matrices
-    return load_package(trainer.publish(candidate))
+    return trainer.publish(candidate)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 PERIOD_S = 10.0  # over which a share is measured
 LOOK_S = 2.0  # between looks at the load
+MAX_WAIT_S = 60.0  # for idle time, after which a step is made
 WAITING, OPEN, RESTING = "waiting for idle time", "training", "nothing to learn from"
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class CpuShare:
 class IdleGate:
     """Leave for one training step after the other.
 
-    Training waits while verifiers take more than a share of the machine, but not for ever: after `patience_s` of it one
+    Training waits while verifiers take more than a share of the machine, but not for ever: after `max_wait_s` of it one
     step is made whatever they do, so a fleet that never idles is still learned from, a little.
 
     Args:
@@ -59,7 +60,7 @@ class IdleGate:
         clock: seconds that pass.
         cores: processor cores of this machine.
         max_load: share of them that verifiers may take, 0 to 1; at 1 training never waits.
-        patience_s: seconds of waiting after which a step is made.
+        max_wait_s: seconds of waiting after which a step is made.
 
     Attributes:
         load: share of the cores that verifiers took lately, 0 to 1; None: not known yet.
@@ -74,10 +75,10 @@ class IdleGate:
         clock: Callable[[], float],
         cores: int,
         max_load: float,
-        patience_s: float,
+        max_wait_s: float = MAX_WAIT_S,
     ) -> None:
         self._cpu_s, self._clock = cpu_s, clock
-        self._cores, self._max_load, self._patience_s = cores, max_load, patience_s
+        self._cores, self._max_load, self._max_wait_s = cores, max_load, max_wait_s
         self._used: Mapping[str, float] | None = None
         self._looked_at = 0.0
         self._waiting_since: float | None = None
@@ -106,11 +107,11 @@ class IdleGate:
         if self._waiting_since is None:
             self._waiting_since = now
         self.state = WAITING
-        if now - self._waiting_since < self._patience_s:
+        if now - self._waiting_since < self._max_wait_s:
             return False
         self._waiting_since = now
         self.hurried += 1
-        log.warning("no idle time for %g s, as verifiers take %.0f %% of it", self._patience_s, 100 * (self.load or 0))
+        log.warning("no idle time for %g s, as verifiers take %.0f %% of it", self._max_wait_s, 100 * (self.load or 0))
         return True
 
     def _look(self) -> None:

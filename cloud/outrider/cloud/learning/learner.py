@@ -11,11 +11,11 @@ from typing import Any
 
 from outrider.cloud.learning.judge import ShadowJudge, TrialJournal
 from outrider.cloud.learning.lesson_record import read_records
-from outrider.cloud.learning.trainer import Trainer, VersionCandidate
+from outrider.cloud.learning.trainer import Trainer
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
-from outrider.proto.errors import ConfigError, InvalidArgument, ModelRefused, NotFound, OutriderError
+from outrider.proto.errors import ConfigError, InvalidArgument, ModelRefused, OutriderError
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Learner:
     def __init__(self, settings: TrainerSettings) -> None:
         rehearsal = [record for path in settings.rehearsal for record in read_records(path)]
         self.trainer = Trainer(settings, rehearsal)
-        self._candidate: VersionCandidate | None = None
+        self._candidate: DrafterPackage | None = None
         self._tried_at = self.trainer.state.updates
         self._allowed: frozenset[bytes] = frozenset()
         self._revoked: frozenset[bytes] = frozenset()
@@ -80,7 +80,7 @@ class Learner:
         gone = self._allowed - keys
         self._allowed, self._revoked = keys, (self._revoked | gone) - keys
         for key in gone:
-            self.forget(key)
+            self.trainer.buffer.forget(key)
 
     def retire(self, versions: Collection[str]) -> None:
         """Delete published versions that turned out worse.
@@ -120,10 +120,6 @@ class Learner:
         if self._candidate is None and due and trainer.may_spread():
             self._begin()
         return True
-
-    def forget(self, key_salt: bytes) -> int:
-        """Drop all records of a key, and return their number of positions."""
-        return self.trainer.buffer.forget(key_salt)
 
     def status(self) -> dict[str, Any]:
         """Return plain values about the learning so far."""
@@ -167,7 +163,7 @@ class Learner:
         if candidate is None:
             return
         try:
-            self.judge.begin(_loaded(load_package(candidate.folder)), candidate.sequence)
+            self.judge.begin(_loaded(candidate), candidate.sequence)
         except OutriderError as error:
             self._drop(candidate, str(error))
             return
@@ -179,14 +175,14 @@ class Learner:
         trainer, trial = self.trainer, self.trainer.memory.trial
         if trial is None:
             return
-        candidate = trainer.find_candidate(trial.sequence)
         try:
-            if candidate is None:
-                raise NotFound("its package is gone", field="candidate")
-            loaded = _loaded(load_package(candidate.folder))
-            if trainer.is_published(candidate):  # it died between the package's move and its checkpoint
+            candidate = trainer.find_candidate(trial.sequence)
+            loaded = _loaded(candidate)
+            if (
+                candidate.folder.parent == trainer.versions.path
+            ):  # it died between the package's move and its checkpoint
                 trainer.memory.trial, self.judge.current = None, loaded
-                self.newest = load_package(trainer.publish(candidate))
+                self.newest = trainer.publish(candidate)
                 return
             self.judge.resume(loaded, trial, self._journal.resume(trial.sequence))
         except (OutriderError, OSError, ValueError, KeyError, TypeError) as error:
@@ -206,7 +202,7 @@ class Learner:
         self._tried_at = self.trainer.state.updates
         log.info("version %d of %s: %s", candidate.sequence, self.trainer.package.name, asdict(judgement))
         if judgement.better:
-            self.newest = load_package(self.trainer.publish(candidate))
+            self.newest = self.trainer.publish(candidate)
             return
         if judgement.worse:
             self.trainer.go_back()  # and not where it was only too early to tell
@@ -219,7 +215,7 @@ class Learner:
         if candidate is not None:
             self._drop(candidate, why)
 
-    def _drop(self, candidate: VersionCandidate, why: str) -> None:
+    def _drop(self, candidate: DrafterPackage, why: str) -> None:
         log.warning("version %d of %s was dropped: %s", candidate.sequence, self.trainer.package.name, why)
         self.trainer.state.counts["candidates dropped"] += 1
         self.trainer.save()  # before the package goes: a trial that is over must not begin again
@@ -245,11 +241,6 @@ def drafters_folder(settings: TrainerSettings) -> Path:
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def target_of(settings: TrainerSettings) -> str:
-    """Return the id of the target of the drafter that learns; raises what `find_package` does."""
-    return find_package(settings.drafter).target
 
 
 def check_reads_tokens(settings: TrainerSettings, tokenizers: Iterable[str]) -> None:

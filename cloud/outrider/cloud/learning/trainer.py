@@ -37,6 +37,8 @@ MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
 MIN_SHARE_OF_KEY = 0.02  # of the positions, for a key to count among those that taught
 MAX_VERSIONS = 32  # that are kept where no coordinator tells which are retired, 0.3 MB each
 TOLERATED = 3  # steps in a row that are not finite
+MAX_GRADIENT_NORM = 1.0
+AVERAGE_MEMORY = 0.99  # share of the average of the weights that a step leaves, at most
 _GONE = ".deleted"
 
 log = logging.getLogger(__name__)
@@ -131,15 +133,6 @@ class TrainerState:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VersionCandidate:
-    """A version that is not published yet: its package and the matrices in it."""
-
-    folder: Path
-    sequence: int
-    matrices: dict[str, LowRank]
-
-
 class Trainer:
     """The training of one drafter's adapter.
 
@@ -164,20 +157,15 @@ class Trainer:
         rank = max(settings.rank, self.package.adapter.rank if self.package.adapter else 0)
         self.drafter = AdaptedDrafter(load_parent(self.package), rank=rank, seed=settings.seed)
         self.loss = LOSSES[settings.loss]
-        self.buffer = Buffer(
-            rehearsal,
-            seed=settings.seed,
-            rehearsed=settings.rehearsed,
-            key_share=settings.key_share,
-        )
+        self.buffer = Buffer(rehearsal, seed=settings.seed, rehearsed=settings.rehearsed, key_share=settings.key_share)
         self.state = TrainerState(sequence=self.package.sequence)
         self.memory = JudgeMemory()
         self._first = self.drafter.matrices()
-        self._start = self._adapter_of(self.package)
-        self._published = self._start
+        self._published = self._start = self._adapter_of(self.package)
         self._forget_updates(self._start)
         self.versions = VersionFolder(settings.folder / "drafters" / self.package.name)
         self.versions.finish_deleting()
+        self._candidates = settings.folder / "candidates"
         settings.folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
@@ -222,7 +210,7 @@ class Trainer:
         loss = self.loss.value(rows)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.learned(), settings.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.learned(), MAX_GRADIENT_NORM)
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             self._fail("a loss or gradient that is not finite")
             return None
@@ -238,28 +226,26 @@ class Trainer:
         averaged = iter(self._averages)
         return {name: (next(averaged).numpy().copy(), next(averaged).numpy().copy()) for name in self._start}
 
-    def write_candidate(self) -> VersionCandidate | None:
+    def write_candidate(self) -> DrafterPackage | None:
         """Write the average of the weights as a package that no catalogue sees; None: it was refused.
 
         One that is refused, since it is not finite or changes the parent by too much, makes training go on from the
         last version published.
         """
-        state, matrices, name = self.state, self.published_matrices(), self.package.name
-        home = self._candidates()
-        shutil.rmtree(home, ignore_errors=True)
+        state = self.state
+        shutil.rmtree(self._candidates, ignore_errors=True)
         sequence = max([state.sequence, self.package.sequence, *self.versions.numbers()]) + 1
         learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
+        folder, matrices = self._candidates / str(sequence), self.published_matrices()
         try:
-            folder = write_adapter_package(
-                self.package.folder, home / str(sequence), matrices, sequence=sequence, learned_from=learned
-            )
+            write_adapter_package(self.package.folder, folder, matrices, sequence=sequence, learned_from=learned)
         except ModelRefused as error:
             state.counts["versions refused"] += 1
-            log.warning("a new version of %s was refused: %s", name, error)
+            log.warning("a new version of %s was refused: %s", self.package.name, error)
             self.go_back()
             return None
         state.counts["candidates"] += 1
-        return VersionCandidate(folder, sequence, matrices)
+        return load_package(folder)
 
     def may_spread(self) -> bool:
         """Return whether edges may get what was learned: enough keys taught it, a fiftieth of the positions each."""
@@ -267,36 +253,31 @@ class Trainer:
         least = MIN_SHARE_OF_KEY * keys.total()
         return sum(positions >= least for positions in keys.values()) >= self.settings.min_keys
 
-    def publish(self, candidate: VersionCandidate) -> Path:
-        """Move a candidate to where catalogues look, `versions`; return that.
+    def publish(self, candidate: DrafterPackage) -> DrafterPackage:
+        """Move a candidate to where catalogues look, `versions`; return it from there.
 
         One that is there already, since a trainer died next, is taken for published.
         """
-        state = self.state
         folder = self.versions.of(candidate.sequence)
         if candidate.folder != folder:
             folder.parent.mkdir(parents=True, exist_ok=True)
             candidate.folder.rename(folder)
-        state.sequence = candidate.sequence
-        state.counts["versions"] += 1
-        self._published = candidate.matrices
+        published = load_package(folder)
+        self.state.sequence = published.sequence
+        self.state.counts["versions"] += 1
+        self._published = self._adapter_of(published)
         self.versions.keep_newest(MAX_VERSIONS)
         self.save()
-        return folder
+        return published
 
-    def find_candidate(self, sequence: int) -> VersionCandidate | None:
-        """Return the candidate of this number, published or not, that an earlier run has written; None: it is gone."""
-        for home in (self.versions.path, self._candidates()):
-            folder = home / str(sequence)
-            try:
-                return VersionCandidate(folder, sequence, self._adapter_of(load_package(folder)))
-            except OutriderError:
-                continue
-        return None
+    def find_candidate(self, sequence: int) -> DrafterPackage:
+        """Return the candidate of this number, published or not, that an earlier run has written.
 
-    def is_published(self, candidate: VersionCandidate) -> bool:
-        """Return whether the candidate is where catalogues look."""
-        return candidate.folder.parent == self.versions.path
+        Raises:
+            OutriderError: its package is gone or broken.
+        """
+        folder = self.versions.of(sequence)
+        return load_package(folder if folder.exists() else self._candidates / str(sequence))
 
     def go_back(self) -> None:
         """Go on from the last version published, or from the parent."""
@@ -307,9 +288,6 @@ class Trainer:
         self._published = self._adapter_of(version)
         self.go_back()
         self.save()
-
-    def _candidates(self) -> Path:
-        return self.settings.folder / "candidates"
 
     def save(self) -> Path:
         """Write a checkpoint, which is there whole or not at all, and remove older ones."""
@@ -412,8 +390,8 @@ class Trainer:
 
     @torch.no_grad()
     def _average_in(self) -> None:
-        """Add the weights to their average, whose memory grows with it to `settings.average`."""
-        kept = min(self.settings.average, self.state.updates / (self.state.updates + 9))
+        """Add the weights to their average, whose memory grows with it to `AVERAGE_MEMORY`."""
+        kept = min(AVERAGE_MEMORY, self.state.updates / (self.state.updates + 9))
         for average, parameter in zip(self._averages, self.drafter.learned(), strict=True):
             average.lerp_(parameter, 1 - kept)
 

@@ -60,9 +60,7 @@ class TrainerActor:
         self._allowed: frozenset[bytes] = frozenset()  # as a coordinator has said last
         self._retired: frozenset[tuple[str, str]] = frozenset()  # since the last look
         self._share = CpuShare(settings.cpu_share, time.monotonic, time.process_time)
-        self._gate = IdleGate(
-            verifiers_cpu_s, time.monotonic, available_cores(), settings.max_load, settings.patience_s
-        )
+        self._gate = IdleGate(verifiers_cpu_s, time.monotonic, available_cores(), settings.max_load)
         self._inbox: deque[bytes] = deque()
         self._inbox_bytes = 0
         self._changed = threading.Condition()
@@ -89,7 +87,7 @@ class TrainerActor:
         """Drop all records of a key, and return their number of positions."""
         with self._learning:
             self._take_all()
-            return self._learner.forget(key_salt)
+            return self._learner.trainer.buffer.forget(key_salt)
 
     def allow(self, keys: frozenset[bytes]) -> None:
         """Hear which keys, named by their salts, allow learning now: see `Learner.allow`. It returns at once."""

@@ -84,8 +84,5 @@ class TrainerSettings(Settings):
     texts: int = 8
     positions: int = 2304
     warm_up_steps: int = 4
-    clip: float = 1.0
-    average: float = 0.99
     checkpoint_every: int = 8
-    patience_s: float = 60.0  # of waiting for idle time, after which a step is made
     watched: bool = False

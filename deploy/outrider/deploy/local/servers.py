@@ -278,14 +278,14 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
 
 def trainer(given: Given) -> int:
     """Run `outrider trainer`: start a detached actor in a running Ray cluster, and leave it there."""
-    from outrider.cloud.learning.learner import check_reads_tokens, drafters_folder, target_of
+    from outrider.cloud.learning.learner import check_reads_tokens, drafters_folder
     from outrider.cloud.learning.trainer_actor import start_trainer_actor
     from outrider.coordinator.ray_cluster import RayCluster, connect_ray
     from outrider.deploy.local.local_cluster import wait_until_loaded
 
     settings, cluster = given(TrainerSettings), given(TrainerActorSettings)
     folder = drafters_folder(settings)
-    model = target_of(settings)
+    model = find_package(settings.drafter).target
     connect_ray(cluster.ray_address)
     verifiers = asyncio.run(RayCluster().refresh())
     check_reads_tokens(settings, (each.tokenizer_sha256 for each in verifiers if each.model == model))
