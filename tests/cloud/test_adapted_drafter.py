@@ -12,8 +12,8 @@ import torch
 
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export.check import GraphCheck, logits_by_torch, run_in_chunks
+from outrider.cloud.export.parent import load_parent
 from outrider.cloud.learning.adapted import AdaptedDrafter
-from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.drafters.adapters import merged_graph, write_adapter_package
 from outrider.drafters.packages import DrafterPackage, find_package, load_package

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from outrider.cloud.export import export_drafter
 from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
+from outrider.cloud.export.parent import load_parent
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.learning.adapted import AdaptedDrafter
-from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import MISSING_NATS, SmallHead, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama

@@ -22,7 +22,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.export.parent import load_parent
 from outrider.cloud.models.family_index import load_tokenizer, resolve_target
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.cloud.training.drafter_training import build_drafter, read_drafter, start_embedding, train_drafter

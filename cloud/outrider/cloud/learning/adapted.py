@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from outrider.cloud.learning.parent import Parent
+from outrider.cloud.export.parent import Parent
 from outrider.cloud.learning.trainer_settings import RANK
 from outrider.cloud.models.heads import SmallEmbedding, head_terms, spread, tokens_of
 

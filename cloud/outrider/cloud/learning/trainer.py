@@ -20,12 +20,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from outrider.cloud.export.parent import load_parent
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.buffer import Buffer
 from outrider.cloud.learning.judge import JudgeMemory
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.losses import LOSSES, check_record, judged_rows
-from outrider.cloud.learning.parent import load_parent
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.drafters.adapters import LowRank, read_adapter, write_adapter_package
 from outrider.drafters.packages import DrafterPackage, find_package, load_package, read_manifest

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.export.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import reduce_vocabulary, tokens_of
 from outrider.cloud.training.measured_acceptance import logits_of
