@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lessons_for_tests import bigram_target, quick_settings, text_record
 
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning import trainer_actor as acting
 from outrider.cloud.learning.judge import JudgeMemory, TrialJournal
-from outrider.cloud.learning.learner import Learner, drafters_folder
-from outrider.cloud.learning.lesson_record import LessonRecord, read_records, write_records
+from outrider.cloud.learning.learner import Learner, drafters_folder, rehearsed_records
+from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.trainer import VersionFolder
 from outrider.cloud.learning.trainer_actor import TrainerActor
+from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows
 from outrider.drafters.adapters import read_adapter
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
@@ -308,19 +310,35 @@ def test_a_version_goes_as_a_whole_even_if_the_trainer_dies_meanwhile(tmp_path: 
 # --- around it ---
 
 
-def test_rehearsal_comes_from_a_file_and_a_broken_one_is_refused(tmp_path: Path) -> None:
-    corpus = [text_record(TARGET, vocab=VOCAB, seed=number, key="corpus") for number in range(3)]
-    file = tmp_path / "corpus.lessons"
-    write_records(file, corpus)
-    assert [record.sampling.seed for record in read_records(file)] == [0, 1, 2]
-    learner = Learner(settings(tmp_path / "a", rehearsal=(file,)))
-    assert learner.trainer.buffer.rehearsed_keys == {salted(b"", "corpus")}
-    for broken in (file.read_bytes()[:-5], b"\xff" * 50, b"ab"):
-        (tmp_path / "broken").write_bytes(broken)
-        with pytest.raises(InvalidArgument):
-            read_records(tmp_path / "broken")
-    with pytest.raises(InvalidArgument, match="cannot read"):
-        Learner(settings(tmp_path / "b", rehearsal=(tmp_path / "nowhere",)))
+def test_what_a_target_wrote_is_rehearsed_and_what_another_wrote_is_refused(tmp_path: Path) -> None:
+    said = [torch.randint(VOCAB, (length,), dtype=torch.int32) for length in (12, 9, 20)]
+    firsts, greedy = [4, 1, 5], torch.tensor([True, False, True])
+    logp = [torch.randn(n, VOCAB).mul(4).log_softmax(-1) for n in (8, 8, 15)]
+    folder = TeacherFolder(tmp_path / "says")
+    folder.begin({"target": "reference"})
+    for number, part in enumerate((slice(0, 2), slice(2, 3))):
+        rows = TeacherRows.of(said[part], firsts[part], greedy[part])
+        folder.add(number, rows, BestTokens.of(torch.cat(logp[part])))
+    rehearsal = (folder.folder,)
+    learner = Learner(settings(tmp_path / "a", rehearsal=rehearsal, rehearsed=1.0))
+    assert learner.trainer.buffer.rehearsed_keys == {salted(b"", "rehearsal")}
+    records = sorted(learner.trainer.buffer.draw(10**6, 0), key=lambda record: len(record.tokens))
+    for record, index in zip(records, (1, 0, 2), strict=True):
+        assert record.tokens.tolist() == said[index].tolist()
+        assert record.positions.tolist() == list(range(firsts[index], len(said[index])))
+        assert record.sampling.temperature == (0.0 if greedy[index] else 1.0)
+        best = logp[index].topk(64)
+        assert np.array_equal(record.top_ids, best.indices.numpy())
+        assert np.allclose(np.exp(record.rest_logp), 1 - best.values.exp().sum(1).numpy(), atol=1e-2)
+    assert learner.trainer.ready() is False, "nothing is new"
+    of_tokens = rehearsed_records(settings(tmp_path / "b", rehearsal=rehearsal, loss="cce"))
+    assert [len(record.tokens) for record in of_tokens] == [12, 20], "at T = 1 the noise is not known"
+    folder.add(2, TeacherRows.of([said[0] + VOCAB], [4], greedy[:1]), BestTokens.of(logp[0]))
+    with pytest.raises(InvalidArgument, match="beyond the vocabulary"):
+        Learner(settings(tmp_path / "c", rehearsal=rehearsal))
+    with pytest.raises(InvalidArgument, match="train teacher") as refused:
+        Learner(settings(tmp_path / "d", rehearsal=(tmp_path / "nowhere",)))
+    assert refused.value.field == "rehearsal"
 
 
 @pytest.fixture

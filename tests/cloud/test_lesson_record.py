@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lesson_records import record_of, teaching
+from safetensors.numpy import load, save
 
 from outrider.cloud.learning.lesson_record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonRecord
 from outrider.proto.errors import InvalidArgument
@@ -37,9 +38,9 @@ def test_rows_tell_the_targets_tokens_by_their_positions() -> None:
 def test_a_row_takes_268_bytes_and_128_more_where_ids_are_wide() -> None:
     few, many = (record_of(PROMPT, [7] * 400, range(3, 3 + n), vocab=300) for n in (100, 300))
     of_row = 64 * (2 + 2) + 4 + 4 + 4  # with the rest, its weight and its position
-    assert len(many.encode()) - len(few.encode()) == 200 * of_row
+    assert len(many.encode()) - len(few.encode()) == pytest.approx(200 * of_row, abs=64)
     wide = replace(few, top_ids=few.top_ids + np.uint32(1 << 20))
-    assert len(wide.encode()) - len(few.encode()) == 100 * 64 * 2 + len("false") - len("true")
+    assert len(wide.encode()) - len(few.encode()) == pytest.approx(100 * 64 * 2, abs=64)
 
 
 def test_salts_are_equal_for_equal_names_and_secrets_only() -> None:
@@ -92,39 +93,40 @@ def test_bytes_that_were_changed_are_refused_or_make_a_record_that_fits_together
 
 @given(st.binary(max_size=200))
 def test_a_strangers_bytes_are_refused(data: bytes) -> None:
-    for hostile in (data, b"OUTLESN2" + data, b"OUTLESN2" + struct.pack("<I", len(data)) + data):
+    for hostile in (data, struct.pack("<Q", len(data)) + data):
         with pytest.raises(InvalidArgument):
             LessonRecord.decode(hostile)
 
 
-def with_header(record: LessonRecord, **changes: object) -> bytes:
-    encoded = record.encode()
-    (length,) = struct.unpack_from("<I", encoded, 8)
-    header = json.loads(encoded[12 : 12 + length]) | changes
-    packed = json.dumps({name: value for name, value in header.items() if value is not ...}).encode()
-    return encoded[:8] + struct.pack("<I", len(packed)) + packed + encoded[12 + length :]
+def with_changes(record: LessonRecord, **changes: object) -> bytes:
+    """Return an encoded record with other facts, or other arrays where a change is an array; `...` leaves one out."""
+    arrays = load(record.encode())
+    facts = json.loads(arrays["facts"].tobytes())
+    for name, value in changes.items():
+        (arrays if name in arrays else facts)[name] = value
+    arrays["facts"] = np.frombuffer(json.dumps({k: v for k, v in facts.items() if v is not ...}).encode(), np.uint8)
+    return save({name: array for name, array in arrays.items() if array is not ...})
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"sizes": [1 << 62, 4, 64]}, "lessons.sizes"),
-        ({"sizes": [MAX_TOKENS + 1, 4, 64]}, "lessons.sizes"),
-        ({"sizes": [9, MAX_ROWS + 1, 64]}, "lessons.sizes"),
-        ({"sizes": [9, 4, 65]}, "lessons.sizes"),
-        ({"sizes": [9, -4, 64]}, "lessons.sizes"),
-        ({"sizes": [9, 4]}, "lessons.sizes"),
-        ({"sizes": [9, 4, 63]}, "lessons.sizes"),
-        ({"sizes": 3}, "lessons"),
-        ({"sampling": "AAA"}, "lessons"),
-        ({"sampling": "/w=="}, "lessons"),
-        ({"session": "00"}, "lessons.session_salt"),
-        ({"key": "xx"}, "lessons"),
-        ({"key": ...}, "lessons"),
-        ({"class": 16}, "lessons.prompt_class"),
-        ({"class": "many"}, "lessons"),
+        ({"tokens": np.zeros(MAX_TOKENS + 1, np.uint32)}, "lessons.tokens"),
+        ({"positions": np.zeros(MAX_ROWS + 1, np.uint32)}, "lessons.positions"),
+        ({"top_ids": np.zeros((4, 65), np.uint32)}, "lessons.top_ids"),
+        ({"top_ids": np.zeros((4, 63), np.uint32)}, "lessons.top_logp"),
+        ({"top_ids": np.zeros(4, np.uint32)}, "lessons.top_ids"),
+        ({"tokens": np.zeros(9, np.int64)}, "lessons.tokens"),
+        ({"tokens": ...}, "lessons"),
+        ({"sampling": np.array([255], np.uint8)}, "lessons"),
+        ({"sampling": ...}, "lessons"),
+        ({"session_salt": "00"}, "lessons.session_salt"),
+        ({"key_salt": "xx"}, "lessons"),
+        ({"key_salt": ...}, "lessons"),
+        ({"prompt_class": 16}, "lessons.prompt_class"),
+        ({"prompt_class": "many"}, "lessons"),
         ({"model": ""}, "lessons.model"),
-        ({"tokenizer": "gpt"}, "lessons.tokenizer_sha256"),
+        ({"tokenizer_sha256": "gpt"}, "lessons.tokenizer_sha256"),
         ({"at_s": -1}, "lessons.at_s"),
         ({"at_s": math.nan}, "lessons.at_s"),
         ({"at_s": 10**400}, "lessons"),
@@ -134,17 +136,12 @@ def with_header(record: LessonRecord, **changes: object) -> bytes:
         ({"first_generated": 0}, "lessons.first_generated"),
     ],
 )
-def test_a_header_that_cannot_be_true_is_refused_and_the_field_named(changes: dict[str, object], field: str) -> None:
+def test_what_cannot_be_true_is_refused_and_the_field_named(changes: dict[str, object], field: str) -> None:
     record = record_of(PROMPT, TEXT, ROWS)
-    assert same(LessonRecord.decode(with_header(record)), record)
+    assert same(LessonRecord.decode(with_changes(record)), record)
     with pytest.raises(InvalidArgument) as refused:
-        LessonRecord.decode(with_header(record, **changes))
+        LessonRecord.decode(with_changes(record, **changes))
     assert refused.value.field == field
-
-
-def test_a_record_of_a_release_before_says_nothing_of_its_tokenizer() -> None:
-    record = replace(record_of(PROMPT, TEXT, ROWS), tokenizer_sha256="ab" * 32)
-    assert LessonRecord.decode(with_header(record, tokenizer=...)).tokenizer_sha256 == ""
 
 
 def test_a_record_above_the_limit_of_bytes_is_refused_unread() -> None:
@@ -180,19 +177,6 @@ def test_rows_that_cannot_be_true_are_refused(name: str, place: int, value: floa
     with pytest.raises(InvalidArgument) as refused:
         changed(record, name, place, value)
     assert refused.value.field == f"lessons.{field}"
-
-
-def test_wrong_types_and_shapes_are_refused() -> None:
-    record = record_of(PROMPT, TEXT, ROWS)
-    for name, value in (
-        ("tokens", record.tokens.astype(np.int64)),
-        ("positions", record.positions[:-1]),
-        ("top_ids", record.top_ids[0]),
-        ("top_logp", record.top_logp[:, :-1]),
-        ("weights", record.weights[:-1]),
-    ):
-        with pytest.raises(InvalidArgument):
-            replace(record, **{name: value})
 
 
 @pytest.mark.parametrize(

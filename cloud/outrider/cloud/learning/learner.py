@@ -5,17 +5,27 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Collection, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from outrider.cloud.learning.judge import ShadowJudge, TrialJournal
-from outrider.cloud.learning.lesson_record import read_records
+from outrider.cloud.learning.lesson_record import LessonRecord, record_of_text
+from outrider.cloud.learning.losses import LOSSES, MIN_MASS, check_record
+from outrider.cloud.learning.teaching import MIN_LOGP
 from outrider.cloud.learning.trainer import Trainer
 from outrider.cloud.learning.trainer_settings import TrainerSettings
+from outrider.cloud.training.teacher import TeacherFolder
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
 from outrider.proto.errors import ConfigError, InvalidArgument, ModelRefused, OutriderError
+from outrider.proto.salts import SALT_BYTES, salted
+from outrider.proto.types import Sampling
+
+REHEARSAL_POSITIONS = 100_000  # that are in memory, about 38 MB
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +44,11 @@ class Learner:
         newest: newest version that proved better, or the parent.
 
     Raises:
-        OutriderError: the drafter cannot be trained on, or the file of rehearsal cannot be read.
+        OutriderError: the drafter cannot be trained on, or the texts to rehearse are not its target's.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
-        rehearsal = [record for path in settings.rehearsal for record in read_records(path)]
-        self.trainer = Trainer(settings, rehearsal)
+        self.trainer = Trainer(settings, rehearsed_records(settings))
         self._candidate: DrafterPackage | None = None
         self._tried_at = self.trainer.state.updates
         self._allowed: frozenset[bytes] = frozenset()
@@ -178,9 +187,7 @@ class Learner:
         try:
             candidate = trainer.find_candidate(trial.sequence)
             loaded = _loaded(candidate)
-            if (
-                candidate.folder.parent == trainer.versions.path
-            ):  # it died between the package's move and its checkpoint
+            if candidate.folder.parent == trainer.versions.path:  # it died before its checkpoint
                 trainer.memory.trial, self.judge.current = None, loaded
                 self.newest = trainer.publish(candidate)
                 return
@@ -224,6 +231,49 @@ class Learner:
 
 def _loaded(package: DrafterPackage) -> OnnxDrafter:
     return OnnxDrafter(package, threads=1)
+
+
+def rehearsed_records(settings: TrainerSettings) -> list[LessonRecord]:
+    """Return a sample of the texts in the folders of `outrider train teacher` that a trainer is to rehearse.
+
+    Raises:
+        InvalidArgument: a folder holds no such texts, or those of a target with other tokens.
+    """
+    drafter, loss = find_package(settings.drafter), LOSSES[settings.loss]
+    folders = [TeacherFolder(path.expanduser(), field="rehearsal") for path in settings.rehearsal]
+    for folder in folders:
+        folder.facts()
+    share = REHEARSAL_POSITIONS / max(1, sum(sum(folder.counts()) for folder in folders))
+    choose = np.random.default_rng([settings.seed, 3])
+    records = []
+    for rows, best in chain.from_iterable(folder.batches() for folder in folders):
+        counts = rows.starts.diff() - rows.firsts
+        begins = (counts.cumsum(0) - counts).tolist()
+        for index, begin in enumerate(begins):
+            greedy = bool(rows.greedy[index])
+            if choose.random() >= share or not (greedy or loss.reads_target):  # the noise of the others is not known
+                continue
+            sampling = Sampling(temperature=0.0 if greedy else 1.0)
+            record = record_of_text(
+                rows[index].tolist(),
+                int(rows.firsts[index]),
+                sampling,
+                model=drafter.target,
+                session_salt=bytes(SALT_BYTES),
+                key_salt=salted(b"", "rehearsal"),
+            )
+            said = slice(begin, begin + len(record))
+            top_logp = best.logprobs[said].numpy().clip(MIN_LOGP)
+            rest = 1 - np.exp(top_logp.astype(np.float64)).sum(axis=1)
+            record = replace(
+                record,
+                top_ids=best.tokens[said].numpy().astype(np.uint32),
+                top_logp=top_logp,
+                rest_logp=np.log(rest.clip(MIN_MASS)).astype(np.float32),
+            )
+            check_record(record, drafter, loss)
+            records.append(record)
+    return records
 
 
 def drafters_folder(settings: TrainerSettings) -> Path:

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cloud.learning.lesson_record import TOP
 
-_LEAST_LOGP = -60000.0  # the least that a float16 can say
+MIN_LOGP = -60000.0  # the least that a float16 can say
 _SLICE = 1 << 17  # logits that are read at once, so that they stay in a core's cache
 
 
@@ -50,7 +50,7 @@ def _teaching(logits: torch.Tensor) -> Teaching:
     whole = logits.shape[1] <= TOP
     rest = torch.full_like(mass, -math.inf) if whole else ((mass - of_top).clamp(min=0.0) / mass).log()
     # Rounding may make them a little more than 0.
-    top_logp = (top - log_sums).clamp(_LEAST_LOGP, 0.0).half()
+    top_logp = (top - log_sums).clamp(MIN_LOGP, 0.0).half()
     finite = log_sums[:, 0].isfinite() & top_logp.isfinite().all(dim=-1)
     return Teaching(
         top_ids.cpu().numpy().astype(np.uint32),

@@ -60,8 +60,9 @@ class TrainerSettings(Settings):
     )
     rehearsal: tuple[Path, ...] = option(
         (),
-        "files of records to rehearse, so that what traffic does not have is not forgotten",
+        "folders of `outrider train teacher` to rehearse, so that what traffic does not have is not forgotten",
         flag="learn-rehearsal",
+        metavar="DIR",
         group=LEARNING,
         many="words",
     )

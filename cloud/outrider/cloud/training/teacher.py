@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -110,8 +110,9 @@ class BestTokens:
 class TeacherFolder:
     """The folder: `FACTS`, and a file for each batch of rows, which is there whole or not at all."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, field: str = "teacher") -> None:
+        """Take a folder, which need not be there, that the setting `field` names."""
+        self.folder, self._field = folder, field
 
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Write what the rows are of, or raise InvalidArgument where those that are there are of something else."""
@@ -134,7 +135,9 @@ class TeacherFolder:
         """Return what `begin` wrote."""
         path = self.folder / FACTS
         if not path.is_file():
-            raise InvalidArgument(f"{self.folder} has no {FACTS}; `outrider train teacher` writes it", field="teacher")
+            raise InvalidArgument(
+                f"{self.folder} has no {FACTS}; `outrider train teacher` writes it", field=self._field
+            )
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return facts
 
@@ -169,9 +172,7 @@ class TeacherFolder:
         Raises:
             InvalidArgument: there are fewer than two, one to learn from and one to measure on.
         """
-        names = ("tokens", "starts", "firsts", "greedy")
-        columns = [self._read(name) for name in names]
-        rows = [TeacherRows(*tensors) for tensors in zip(*columns, strict=True)]
+        rows = [TeacherRows(*tensors) for tensors in self._read("tokens", "starts", "firsts", "greedy")]
         if sum(map(len, rows)) < 2:
             raise InvalidArgument(
                 f"{self.folder} has too few rows; let `outrider train teacher` go on", field="teacher"
@@ -180,14 +181,19 @@ class TeacherFolder:
 
     def best(self) -> BestTokens:
         """Return what `BestTokens` has of all rows, in memory."""
-        return BestTokens(torch.cat(self._read("best_tokens")), torch.cat(self._read("best_logprobs")))
+        return BestTokens.joined([BestTokens(*tensors) for tensors in self._read("best_tokens", "best_logprobs")])
 
-    def _read(self, name: str) -> list[torch.Tensor]:
-        read = []
+    def batches(self) -> Iterator[tuple[TeacherRows, BestTokens]]:
+        """Yield the rows of one batch after the other, so that no more than these are in memory."""
+        names = ("tokens", "starts", "firsts", "greedy", "best_tokens", "best_logprobs")
+        for *rows, tokens, logprobs in self._read(*names):
+            yield TeacherRows(*rows), BestTokens(tokens, logprobs)
+
+    def _read(self, *names: str) -> Iterator[list[torch.Tensor]]:
+        """Yield these tensors of each batch."""
         for number in range(len(self.counts())):
             with safe_open(self.folder / BATCH.format(number), "pt") as file:
-                read.append(file.get_tensor(name))
-        return read
+                yield [file.get_tensor(name) for name in names]
 
 
 class CachedTeacher:
