@@ -13,8 +13,7 @@ from random_models import SMALL, save_random_model, teacher_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cloud.testing import save_byte_tokenizer
-from outrider.cloud.training.drafter_training import train_drafter
-from outrider.cloud.training.pruned import kept_layers, read_pruned
+from outrider.cloud.training.drafter_training import kept_layers, read_pruned, train_drafter
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
 from outrider.proto.errors import ConfigError, InvalidArgument
 

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.cloud.export.steered import STEERING_FILE, biases_by, steered_by
 from outrider.cloud.target.projection import PROJECTION_FILE, Projection, default_layers, projection_id
 from outrider.cloud.testing import tiny_llama
+from outrider.cloud.training import run
 from outrider.cloud.training.steer import (
     AGES,
     SURVIVAL,
@@ -215,14 +216,15 @@ class Crash(Exception):
     pass
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit(config: SteerTraining) -> None:
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit(config, monkeypatch) -> None:
     whole = train_steering(config)
+    monkeypatch.setattr(run, "SAVE_EVERY_S", 0.0)
 
     def crash_at_four(step: int) -> None:
         if step == 4:
             raise Crash
 
-    broken = replace(config, output=config.output.with_name("broken"), checkpoint_every_steps=3)
+    broken = replace(config, output=config.output.with_name("broken"))
     with pytest.raises(Crash):
         train_steering(broken, on_step=crash_at_four)
     torch.manual_seed(99)

@@ -17,10 +17,9 @@ from transformers import MistralConfig, MistralForCausalLM
 from outrider.cloud.models.family_index import load_tokenizer
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.drafter_training import train_drafter
-from outrider.cloud.training.steer import train_steering
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, kl_of_best
 from outrider.cloud.training.teacher_writing import Opening, read_rows, write_rows, write_teacher
-from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining, SteerTraining, TeacherWriting
+from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining, TeacherWriting
 from outrider.proto.errors import Cancelled, InvalidArgument
 
 BOS, EOS = 0, 1
@@ -360,22 +359,6 @@ def test_a_resumed_run_on_a_folder_is_the_same_run(target: Path, teacher: Path, 
         train_drafter(broken, on_step=steps.append, stopping=lambda: len(steps) == 3)
     resumed = load_file(train_drafter(replace(broken, resume=True)).folder / "model.safetensors")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
-def test_steering_learns_from_a_folder(target: Path, teacher: Path, tmp_path: Path) -> None:
-    drafter = train_drafter(drafter_of(target, teacher, tmp_path / "drafter", steps=20)).folder
-    steer = SteerTraining(
-        target=str(target),
-        teacher=teacher,
-        output=tmp_path / "steer",
-        drafter=drafter,
-        steps=2,
-        block=32,
-        rank=4,
-        max_age=4,
-        layers=(1,),
-    )
-    assert train_steering(steer).steps == 2
 
 
 def test_another_targets_folder_and_one_without_rows_are_refused(target: Path, teacher: Path, tmp_path: Path) -> None:

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from outrider.cloud.export.parent import load_parent
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import reduce_vocabulary, tokens_of
+from outrider.cloud.target.target import tokenizer_json
 from outrider.cloud.training.measured_acceptance import logits_of
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
-from outrider.cloud.training.pruned import read_pruned
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
-from outrider.cloud.training.same_tokenizer import check_tokenizer, check_tokenizer_of_folder
 from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
-from outrider.cloud.training.training_texts import Texts
+from outrider.cloud.training.training_texts import Texts, check_tokenizer, check_tokenizer_of_folder
 from outrider.drafters import embedded_packages, find_package
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.tokenizer import tokenizer_hash
 
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
 DECAY_FRACTION = 0.4  # last share of the budget, over which the learning rates fall to zero
+MAX_LOGITS_ERROR = 1e-3  # in standard deviations
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def train_drafter(
     config: DrafterTraining,
     *,
-    on_step: Callable[[int], None] | None = None,
-    stopping: Callable[[], bool] | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> TrainingResult:
     """Distil a drafter and write it to `config.output`, with the arguments and errors of `carry_out`.
 
@@ -53,8 +55,8 @@ def matrices_and_others(drafter: SmallLlama) -> tuple[list[torch.nn.Parameter], 
     return matrices, [p for p in drafter.parameters() if not any(p is matrix for matrix in matrices)]
 
 
-def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: bool) -> SmallLlama:
-    """Make a drafter with the target's vocabulary and special tokens."""
+def build_drafter(target: PreTrainedModel, shape: DrafterShape) -> SmallLlama:
+    """Make a drafter with the target's vocabulary and special tokens, which starts from its embedding."""
     config = target.config
     settings: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -74,9 +76,8 @@ def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: b
         drafter = LlamaForCausalLM(LlamaConfig(**settings))
     else:
         drafter = MistralForCausalLM(MistralConfig(**settings, sliding_window=shape.window))
-    if warm_start:
-        embedding, by_target = (m.get_input_embeddings().get_parameter("weight").detach() for m in (drafter, target))
-        embedding.copy_(start_embedding(by_target, embedding))
+    embedding, by_target = (m.get_input_embeddings().get_parameter("weight").detach() for m in (drafter, target))
+    embedding.copy_(start_embedding(by_target, embedding))
     moved: SmallLlama = drafter.to(target.device)
     return moved
 
@@ -117,6 +118,77 @@ def _in_training(drafter: SmallLlama, target: PreTrainedModel, whose: str, field
         raise InvalidArgument(f"the drafter {whose} has {counts}; take one of this target", field=field)
     drafter.train()
     return drafter
+
+
+def read_pruned(
+    source: str, target: PreTrainedModel, target_source: str, *, layers: Sequence[int], context: int
+) -> PreTrainedModel:
+    """Load the model of a folder or hub name in float32, with some of its layers, ready for training.
+
+    Args:
+        source: folder or hub name.
+        target: model that it is to draft for.
+        target_source: folder or hub name of that.
+        layers: numbers of the layers to keep, or one number of how many (`kept_layers`); empty: all.
+        context: longest sequence of the drafter, which may be less than the model's own.
+
+    Raises:
+        InvalidArgument: it has another tokenizer, no such layers, or is built in another way than is understood here.
+    """
+    refusal = f"{source!r} is no causal language model with safetensors weights"
+    model: Any = load_causal_lm(source, refusal, field="source", device=str(target.device))
+    check_tokenizer(source, tokenizer_hash(tokenizer_json(source, source)), target_source, field="source")
+    if not (hasattr(model, "model") and hasattr(model.model, "layers") and hasattr(model, "lm_head")):
+        raise InvalidArgument(f"{source!r} is a {model.config.model_type}, whose layers are not found", field="source")
+    if model.config.vocab_size != target.config.vocab_size:  # of one tokenizer: they differ in unused rows at the end
+        model.resize_token_embeddings(target.config.vocab_size, mean_resizing=False)
+    _check_logits(model, source)
+    if layers:
+        keep_layers(model, kept_layers(layers, len(model.model.layers)))
+    model.config.max_position_embeddings = min(model.config.max_position_embeddings, context)
+    model.train().requires_grad_(True)
+    pruned: PreTrainedModel = model
+    return pruned
+
+
+def kept_layers(wanted: Sequence[int], layers: int) -> list[int]:
+    """Return the numbers of the layers to keep of `layers`.
+
+    Of a count n the first n - 1 and the last are kept: what goes is one block before the last layer, which loses least
+    when layers are dropped whole (Gromov et al., arXiv 2403.17887; Minitron, arXiv 2408.11796).
+    """
+    if len(wanted) == 1 and wanted[0] > 0:
+        count = wanted[0]
+        kept = [*range(count - 1), layers - 1]
+    else:
+        count, kept = len(wanted), sorted(set(wanted))
+    if count > layers or kept[-1] >= layers or len(kept) < count:
+        raise InvalidArgument(f"it has layers 0 to {layers - 1}; name each once, or give a count", field="keep_layers")
+    return kept
+
+
+def keep_layers(model: Any, kept: Sequence[int]) -> None:
+    """Drop all other layers of a model, and what its configuration says of them."""
+    config = model.config
+    model.model.layers = nn.ModuleList([model.model.layers[index] for index in kept])
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index] for index in kept]
+    config.num_hidden_layers = len(kept)
+
+
+@torch.no_grad()
+def _check_logits(model: Any, source: str) -> None:
+    """Refuse a model whose logits are more than a product of its last state and its head."""
+    tokens = torch.arange(min(8, model.config.vocab_size), device=model.device)[None]
+    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    logits = model(input_ids=tokens, use_cache=False).logits
+    error = (hidden @ model.lm_head.weight.T - logits).abs().max()
+    if not float(error) <= MAX_LOGITS_ERROR * float(logits.std()):
+        raise InvalidArgument(
+            f"{source!r} does more to its logits than multiply (it caps or scales them, or adds a bias)", field="source"
+        )
 
 
 def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
@@ -175,7 +247,7 @@ class _DrafterRun(TrainingRun):
             source, layers = config.source, config.keep_layers
             drafter = read_pruned(source, target, config.target, layers=layers, context=config.shape.context)
         elif config.start is None:
-            drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
+            drafter = build_drafter(target, config.shape)
         else:
             drafter = read_start(config.start, target)
         if config.vocabulary is not None:
@@ -187,8 +259,6 @@ class _DrafterRun(TrainingRun):
             texts,
             drafter=drafter,
             students={"drafter": logits_of(drafter)},
-            decisive="drafter",
-            trained=list(drafter.parameters()),
             optimizers=[Muon(matrices, lr=config.matrix_lr), adam(others, config.other_lr)],
             fall=linear_fall(DECAY_FRACTION),
         )

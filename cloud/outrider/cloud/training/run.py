@@ -6,7 +6,6 @@ The subclasses in `drafter_training` and `steer` define what is trained.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import shutil
@@ -27,21 +26,21 @@ from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.models.heads import head_terms, tokens_of
 from outrider.cloud.training.measured_acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.optimizers import Budget
-from outrider.cloud.training.same_tokenizer import save_tokenizer
 from outrider.cloud.training.teacher import CachedTeacher, TeacherFolder
 from outrider.cloud.training.training_report import Reporter, acceptance_table, duration
 from outrider.cloud.training.training_settings import Training
-from outrider.cloud.training.training_texts import BlockSampler, Texts, gather_texts, load_target
+from outrider.cloud.training.training_texts import BlockSampler, Texts, gather_texts, load_target, save_tokenizer
 from outrider.proto.errors import Cancelled, InvalidArgument
 from outrider.proto.plumbing.cores import available_cores
 
 TRAINING_FILE = "training.json"
 STATE = "state.pt"  # of a checkpoint, beside the drafter
-BEST = "best"
 MAX_GRADIENT_NORM = 1.0
+MEASURE_EVERY_S = 600.0
+SAVE_EVERY_S = 300.0
+STEPS_PER_LOSS = 20  # whose mean is one entry of the record
 MODELS = {"target", "start", "source", "parent"}  # settings that are a model's name or its folder
-# Settings that may differ between a run and its resumption: they do not change its result.
-FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
+FREE_ON_RESUME = ("output", "resume")  # settings that may differ between a run and its resumption
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,8 @@ class Progress:
         run: settings that must not change between resumes.
         drawn: blocks that were read.
         elapsed_s: seconds spent training, over all resumes.
-        losses: (step, mean KL in nats a token since the entry before).
+        losses: as in `TrainingResult`.
         recent: losses of the steps since the last entry of `losses`.
-        best_kl: least held-out KL that was measured, nats a token.
-        stale: measurements since that one.
     """
 
     run: dict[str, Any]
@@ -87,12 +84,20 @@ class Progress:
     tokens_seen: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
     recent: list[float] = field(default_factory=list)
-    best_kl: float = math.inf
-    stale: int = 0
 
 
 class TrainingRun(ABC):
-    """A training run: target, drafter, optimizers, text and progress."""
+    """A training run: target, drafter, optimizers, text and progress.
+
+    Args:
+        config: settings of the run.
+        target: model to learn from.
+        texts: text to train and to measure on.
+        drafter: model to train.
+        students: what is measured, by name.
+        optimizers: those of all that is trained, whose learning rates are their peaks.
+        fall: course of the learning rates, see `Budget`.
+    """
 
     def __init__(
         self,
@@ -102,35 +107,18 @@ class TrainingRun(ABC):
         *,
         drafter: PreTrainedModel,
         students: Mapping[str, Student],
-        decisive: str,
-        trained: Sequence[torch.nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         fall: Callable[[float], float],
     ) -> None:
-        """Begin at step 0.
-
-        Args:
-            config: settings of the run.
-            target: model to learn from.
-            texts: text to train and to measure on.
-            drafter: model to train.
-            students: what is measured, by name.
-            decisive: name of the student whose KL ends a run early.
-            trained: parameters, whose gradients are clipped together.
-            optimizers: optimizers whose learning rates are their peaks.
-            fall: course of the learning rates, see `Budget`.
-        """
         self.config = config
         self.target = target
         self.texts = texts
         self.reporter = Reporter()
         self.drafter: Any = drafter
         self.students = students
-        self.decisive = decisive
-        self.trained = trained
         self.optimizers = optimizers
         self.budget = Budget(config.steps, config.minutes, config.warm_up_steps, fall)
-        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        self._peaks = [group["lr"] for group in self._groups]
         self.sampler = BlockSampler(texts.places, config.block, config.seed)
         self.teacher = CachedTeacher(
             texts.rows,
@@ -164,10 +152,20 @@ class TrainingRun(ABC):
 
     # --- every run's ---
 
+    @property
+    def parameters(self) -> int:
+        """Number of the drafter's parameters, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.drafter.parameters())
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Groups of parameters that are trained, those of one optimizer after another's."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint; raise InvalidArgument where that is another run's."""
         state = torch.load(checkpoint / STATE, weights_only=True)
-        progress = Progress(**state["progress"])
+        progress = Progress(**{each.name: state["progress"][each.name] for each in fields(Progress)})
         for name, value in self.progress.run.items():
             if progress.run.get(name) != value:
                 raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
@@ -178,13 +176,12 @@ class TrainingRun(ABC):
         self.progress, self.sampler.drawn = progress, progress.drawn
         self.reporter.say(f"resumed after step {progress.step}")
 
-    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> dict[str, MeanAcceptance]:
-        """Train until the budget is spent, publish, and return the last measurement."""
-        config, progress = self.config, self.progress
+    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> TrainingResult:
+        """Train until the budget is spent, measure, and publish."""
+        progress = self.progress
         self.reporter.stage("training")
         self.reporter.say(f"drafter of {self.parameters:,} parameters; {len(self.texts.places):,} tokens to learn from")
-        saved = (progress.step, progress.elapsed_s)
-        measured = progress.elapsed_s
+        saved_s = measured_s = progress.elapsed_s
         while self.budget.spent(progress.step, progress.elapsed_s) < 1:
             began = time.monotonic()
             progress.recent.append(self.step())
@@ -194,28 +191,31 @@ class TrainingRun(ABC):
             if stopping():
                 self._save()
                 raise Cancelled(f"stopped after step {progress.step}; its checkpoint is kept, go on with --resume")
-            if (
-                progress.step - saved[0] >= config.checkpoint_every_steps
-                or progress.elapsed_s - saved[1] >= 60 * config.checkpoint_every_minutes
-            ):
+            if progress.elapsed_s - saved_s >= SAVE_EVERY_S:
                 self._save()
-                saved = (progress.step, progress.elapsed_s)
-            if progress.elapsed_s - measured >= 60 * config.measure_every_minutes:
-                acceptance = self.measure()
-                self.reporter.say(f"step {progress.step}\n{acceptance_table(acceptance)}")
-                measured = progress.elapsed_s
-                if self._has_stopped_learning(acceptance):
-                    self.reporter.say(f"no better for {config.patience} measurements: this is the end")
-                    break
-        return self._finish()
+                saved_s = progress.elapsed_s
+            if progress.elapsed_s - measured_s >= MEASURE_EVERY_S:
+                self.reporter.say(f"step {progress.step}\n{acceptance_table(self.measure())}")
+                measured_s = progress.elapsed_s
+        written, acceptance = self._save(), self.measure()
+        self.reporter.say(f"finished after {progress.step} steps\n{acceptance_table(acceptance)}")
+        self._publish(written, acceptance)
+        return TrainingResult(
+            folder=self.config.output,
+            parameters=self.parameters,
+            steps=progress.step,
+            tokens_seen=progress.tokens_seen,
+            losses=progress.losses,
+            acceptance=acceptance,
+            elapsed_s=progress.elapsed_s,
+        )
 
     def step(self) -> float:
         """Make an optimizer step, and return its loss, nats a token."""
         config, progress = self.config, self.progress
         rate = self.budget.rate(progress.step, progress.elapsed_s)
-        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * rate
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            group["lr"] = peak * rate
         places = torch.from_numpy(self.sampler.draw(config.blocks_per_step)).to(config.device)
         passes = places.split(config.blocks_per_pass)
         total = 0.0
@@ -223,7 +223,7 @@ class TrainingRun(ABC):
             loss = self._loss(part) / len(passes)
             loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.trained, MAX_GRADIENT_NORM)
+        torch.nn.utils.clip_grad_norm_([each for group in self._groups for each in group["params"]], MAX_GRADIENT_NORM)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -239,57 +239,28 @@ class TrainingRun(ABC):
 
     def measure(self) -> dict[str, MeanAcceptance]:
         """Measure all students on the same held-out text, at T = 0 on what the target wrote at T = 0, if any."""
+
+        def compared(rows: list[HeldOutText]) -> dict[str, MeanAcceptance]:
+            return compare_students(self.target, self.students, rows, seed=self.config.seed)
+
         self.drafter.eval()
         rows, greedy_rows = self.texts.held_out
-        measured = self._compare(rows or greedy_rows)
+        measured = compared(rows or greedy_rows)
         if rows and greedy_rows:
-            greedy = self._compare(greedy_rows)
+            greedy = compared(greedy_rows)
             measured = {name: replace(each, greedy=greedy[name].greedy) for name, each in measured.items()}
         self.drafter.train()
         return measured
-
-    @property
-    def parameters(self) -> int:
-        """Number of the drafter's parameters, tied ones counted once."""
-        return sum(parameter.numel() for parameter in self.drafter.parameters())
-
-    def _compare(self, rows: list[HeldOutText]) -> dict[str, MeanAcceptance]:
-        return compare_students(self.target, self.students, rows, seed=self.config.seed)
-
-    def _has_stopped_learning(self, acceptance: Mapping[str, MeanAcceptance]) -> bool:
-        """Count measurements without a better one, and keep the weights of the best."""
-        progress = self.progress
-        if not self.config.patience:
-            return False
-        kl = acceptance[self.decisive].kl
-        progress.stale += 1
-        if kl < progress.best_kl:
-            progress.best_kl, progress.stale = kl, 0
-            best = self.config.output / BEST
-            shutil.rmtree(best, ignore_errors=True)
-            self.write_models(best)
-        return progress.stale >= self.config.patience
-
-    def _finish(self) -> dict[str, MeanAcceptance]:
-        """Publish the last weights, or the best where those are kept and better."""
-        newest, acceptance = self._save(), self.measure()
-        if self.config.patience and acceptance[self.decisive].kl > self.progress.best_kl:
-            newest = self.config.output / BEST
-            self.read_models(newest)
-            acceptance = self.measure()
-        self.reporter.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
-        self._publish(newest, acceptance)
-        return acceptance
 
     def _report(self) -> None:
         progress = self.progress
         share = self.budget.spent(progress.step, progress.elapsed_s)
         rate = progress.tokens_seen / max(progress.elapsed_s, 1e-9)
         left = progress.elapsed_s / max(share, 1e-9) * (1 - share)
-        loss = float(np.mean(progress.recent[-20:]))
+        loss = float(np.mean(progress.recent))
         self.reporter.advance(share, f"step {progress.step} loss {loss:.3f} {rate:,.0f} tokens/s {duration(left)} left")
-        if len(progress.recent) >= 20:
-            progress.losses.append((progress.step, float(np.mean(progress.recent))))
+        if len(progress.recent) >= STEPS_PER_LOSS:
+            progress.losses.append((progress.step, loss))
             progress.recent.clear()
 
     def _save(self) -> Path:
@@ -351,8 +322,8 @@ def checkpoints(output: Path) -> list[Path]:
 def carry_out(
     begin: Callable[[PreTrainedModel, Texts], TrainingRun],
     config: Training,
-    on_step: Callable[[int], None] | None,
-    stopping: Callable[[], bool] | None,
+    on_step: Callable[[int], None] = lambda _: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> TrainingResult:
     """Take the run that `begin` makes at its first step to its end.
 
@@ -380,17 +351,7 @@ def carry_out(
     run = begin(target, gather_texts(config, target))
     if found:
         run.resume(found[-1])
-    acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
-    progress = run.progress
-    return TrainingResult(
-        folder=config.output,
-        parameters=run.parameters,
-        steps=progress.step,
-        tokens_seen=progress.tokens_seen,
-        losses=progress.losses,
-        acceptance=acceptance,
-        elapsed_s=progress.elapsed_s,
-    )
+    return run.to_the_end(on_step, stopping)
 
 
 def settings_of_run(config: Training) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from outrider.cloud.training.drafter_training import SmallLlama, matrices_and_ot
 from outrider.cloud.training.measured_acceptance import MeanAcceptance
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
 from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
-from outrider.cloud.training.same_tokenizer import check_tokenizer_of_folder
 from outrider.cloud.training.training_settings import SteerTraining
-from outrider.cloud.training.training_texts import Texts
+from outrider.cloud.training.training_texts import Texts, check_tokenizer_of_folder
 from outrider.proto.errors import InvalidArgument
 
 AGES = (1, 2, 4, 8, 16, 32)  # positions, of the vectors that acceptance is measured with
@@ -37,8 +36,8 @@ SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position furt
 def train_steering(
     config: SteerTraining,
     *,
-    on_step: Callable[[int], None] | None = None,
-    stopping: Callable[[], bool] | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> TrainingResult:
     """Train a drafter and its steering and write both to `config.output`, with the arguments and errors of `carry_out`.
 
@@ -125,8 +124,6 @@ class _SteerRun(TrainingRun):
             texts,
             drafter=drafter,
             students={str(age or "none"): partial(self._logits, age) for age in (0, *AGES)},
-            decisive=str(AGES[0]),
-            trained=list(self.steered.parameters()),
             optimizers=[Muon(by_muon, lr=config.matrix_lr), adam(others, config.other_lr)],
             fall=cosine_fall,
         )

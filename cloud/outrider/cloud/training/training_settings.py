@@ -59,10 +59,6 @@ class Training(Settings):
     matrix_lr: float = option(0.02, "peak learning rate of the drafter's matrices", check=above(0))
     other_lr: float = option(3e-3, "peak learning rate of everything else", check=above(0))
     warm_up_steps: int = option(40, "steps over which the learning rates grow", check=at_least(0))
-    measure_every_minutes: float = option(10.0, "time between measurements of acceptance", check=above(0))
-    patience: int = option(0, "stop after N measurements without gain; 0: never", check=at_least(0))
-    checkpoint_every_steps: int = option(1_000_000, "steps between checkpoints", check=at_least(1))
-    checkpoint_every_minutes: float = option(5.0, "time between checkpoints", check=above(0))
     threads: int = option(1, "torch threads on the CPU; 0: one per core", check=at_least(0))
     device: str = option("cpu", "torch device of both models, such as cpu, cuda or cuda:1", metavar="DEVICE")
     seed: int = option(0, "seed of all random numbers", check=at_least(0))
@@ -151,7 +147,6 @@ class DrafterTraining(Training):
         "it reads others as the nearest that it knows; not set: the whole vocabulary",
         check=at_least(1),
     )
-    warm_start: bool = option(True, "start a new drafter from the target's embedding")
 
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
