@@ -289,7 +289,8 @@ def trainer(given: Given) -> int:
     connect_ray(cluster.ray_address)
     verifiers = asyncio.run(RayCluster().refresh())
     check_reads_tokens(settings, (each.tokenizer_sha256 for each in verifiers if each.model == model))
-    settings = replace(settings, folder=folder.parent)
+    rehearsal = tuple([path.expanduser().resolve() for path in settings.rehearsal])  # the actor runs elsewhere
+    settings = replace(settings, folder=folder.parent, rehearsal=rehearsal)
     actor = start_trainer_actor(model, settings, ray_options={"num_cpus": cluster.cpus}, **given.logging)
     with waiting(f"loading the trainer of {settings.drafter}"):
         info = wait_until_loaded(f"trainer of {model}", actor)
