@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from lessons_for_tests import bigram_target, text_record
 
+from outrider.cloud.learning import buffer as buffering
 from outrider.cloud.learning.buffer import Buffer
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.proto.salts import salted
@@ -73,8 +74,9 @@ def test_a_share_of_a_batch_is_rehearsed_and_never_ages() -> None:
     assert not any(each.sampling.seed >= 1000 for each in Buffer().draw(200, 0))
 
 
-def test_no_key_has_more_than_its_share_of_the_sample() -> None:
-    buffer = Buffer(class_positions=1000, key_share=0.05)
+def test_no_key_has_more_than_its_share_of_the_sample(monkeypatch) -> None:
+    monkeypatch.setattr(buffering, "CLASS_POSITIONS", 1000)
+    buffer = Buffer(key_share=0.05)
     for number in range(300):
         buffer.add(record(number, key="flood"))
         buffer.add(record(number + 1000, key=f"key-{number % 30}"))
@@ -85,8 +87,9 @@ def test_no_key_has_more_than_its_share_of_the_sample() -> None:
     assert sum(kept.values()) * 10 <= 1000
 
 
-def test_a_key_that_floods_takes_turns_with_the_others_among_the_new() -> None:
-    buffer = Buffer(new_positions=300)
+def test_a_key_that_floods_takes_turns_with_the_others_among_the_new(monkeypatch) -> None:
+    monkeypatch.setattr(buffering, "NEW_POSITIONS", 300)
+    buffer = Buffer()
     for number in range(500):
         buffer.add(record(number, key="flood"))
     for number in range(5):
@@ -96,10 +99,11 @@ def test_a_key_that_floods_takes_turns_with_the_others_among_the_new() -> None:
     assert sum(each.sampling.seed >= 1000 for each in new) >= 2
 
 
-def test_the_sample_is_fair_to_old_and_new_and_the_classes_take_turns() -> None:
+def test_the_sample_is_fair_to_old_and_new_and_the_classes_take_turns(monkeypatch) -> None:
     early = 0
+    monkeypatch.setattr(buffering, "CLASS_POSITIONS", 200)
     for seed in range(20):
-        buffer = Buffer(seed=seed, class_positions=200, key_share=1.0)
+        buffer = Buffer(seed=seed, key_share=1.0)
         for number in range(80):
             buffer.add(record(number, length=5))
         buffer.draw(10**6, 0)
@@ -107,6 +111,7 @@ def test_the_sample_is_fair_to_old_and_new_and_the_classes_take_turns() -> None:
         assert len(kept) == 40
         early += sum(number < 40 for number in kept)
     assert early == pytest.approx(400, abs=60)  # of 800; a queue of the newest would keep none
+    monkeypatch.undo()
     buffer = Buffer(seed=0)
     for number in range(60):
         buffer.add(record(number, prompt_class=int(number % 10 == 0)))
@@ -128,8 +133,9 @@ def test_forgetting_a_key_leaves_nothing_of_it() -> None:
     assert buffer.forget(salted(b"", "one")) == 0
 
 
-def test_records_beyond_the_retention_are_dropped_wherever_they_are() -> None:
-    buffer = Buffer(retention_s=60.0)
+def test_records_beyond_the_retention_are_dropped_wherever_they_are(monkeypatch) -> None:
+    monkeypatch.setattr(buffering, "RETENTION_S", 60.0)
+    buffer = Buffer()
     for number in range(10):
         buffer.add(record(number, at_s=1000.0 + 10 * number))
     buffer.draw(50, 0)

@@ -43,8 +43,6 @@ TEXTS = {
     "draft-price": "2",
     "learn-cpu-share": "0.25",
     "learn-max-load": "0.5",
-    "learn-rehearsed": "0.25",
-    "rehearsed": "0.25",
     "edited": "0.25",
 }
 

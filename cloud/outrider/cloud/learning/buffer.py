@@ -15,7 +15,7 @@ import numpy as np
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.trainer_settings import KEY_SHARE, REHEARSED
 
-CLASS_POSITIONS = 100_000  # about 33 MB
+CLASS_POSITIONS = 100_000  # of a class in the sample, about 33 MB
 NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
 RETENTION_S = 24 * 3600.0
 
@@ -31,11 +31,8 @@ class Buffer:
     Args:
         rehearsal: records of the drafter's own corpus; they have no key, and do not age.
         seed: seed of the sample and of `draw`.
-        class_positions: positions of a class in the sample.
-        key_share: largest share of these that one key has.
-        new_positions: positions that wait to be learned from; the oldest go to the sample unread.
+        key_share: largest share of the positions of a class in the sample that one key has.
         rehearsed: share of a batch that is rehearsed, where there is something to.
-        retention_s: age at which a record is dropped, in seconds.
     """
 
     def __init__(
@@ -43,19 +40,13 @@ class Buffer:
         rehearsal: Sequence[LessonRecord] = (),
         *,
         seed: int = 0,
-        class_positions: int = CLASS_POSITIONS,
         key_share: float = KEY_SHARE,
-        new_positions: int = NEW_POSITIONS,
         rehearsed: float = REHEARSED,
-        retention_s: float = RETENTION_S,
     ) -> None:
         self._rehearsal = list(rehearsal)
         self._ranks = np.random.default_rng([seed, 1])
         self._seed = seed
-        self._class_positions = class_positions
-        self._key_positions = int(class_positions * key_share)
-        self._new_positions = new_positions
-        self._retention_s = retention_s
+        self._key_positions = int(CLASS_POSITIONS * key_share)
         self._rehearsed = rehearsed
         self._new: dict[bytes, deque[LessonRecord]] = {}  # by key
         self._sample: dict[int, list[_Ranked]] = {}  # by class
@@ -78,7 +69,7 @@ class Buffer:
     def add(self, record: LessonRecord) -> None:
         """Take a new record; the key with the most positions makes room."""
         self._new.setdefault(record.key_salt, deque()).append(record)
-        while self.waiting > self._new_positions and self.num_waiting_records > 1:
+        while self.waiting > NEW_POSITIONS and self.num_waiting_records > 1:
             self._into_sample(self._take_new(max(self._new, key=lambda key: _positions(self._new[key]))))
 
     def draw(self, positions: int, step: int) -> list[LessonRecord]:
@@ -99,7 +90,7 @@ class Buffer:
 
     def expire(self, now: float) -> int:
         """Drop records older than the retention at Unix time `now`, and return their number of positions."""
-        return self._drop(lambda record: record.at_s < now - self._retention_s)
+        return self._drop(lambda record: record.at_s < now - RETENTION_S)
 
     def forget(self, key_salt: bytes) -> int:
         """Drop all records of a key, and return their number of positions."""
@@ -134,7 +125,7 @@ class Buffer:
         sample = self._sample.setdefault(record.prompt_class, [])
         sample.append((float(self._ranks.random()), record))
         self._trim(sample, [each for each in sample if each[1].key_salt == record.key_salt], self._key_positions)
-        self._trim(sample, list(sample), self._class_positions)
+        self._trim(sample, list(sample), CLASS_POSITIONS)
 
     @staticmethod
     def _trim(sample: list[_Ranked], among: list[_Ranked], limit: int) -> None:

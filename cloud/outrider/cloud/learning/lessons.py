@@ -223,11 +223,9 @@ class LessonCollector(NoLessons):
     # --- the engine's thread ---
 
     def permit(self, key: int, api_key: str) -> None:
-        """Keep lessons of the stream `key`, which its edge, and the API key of this name, allow."""
         self._permits[key] = key_salt(self._secret, api_key)
 
     def take(self, logits: torch.Tensor | None, judged: Sequence[StepLessons], step_s: float) -> None:
-        """Choose rows of a step and copy what the target said in them; the last rows of a text make its record."""
         if logits is None or not self._permits:
             return
         began_s = time.thread_time()
@@ -265,7 +263,6 @@ class LessonCollector(NoLessons):
         return len(kept)
 
     def end(self, key: int) -> None:
-        """Make a record of what a turn has left, which has ended without a step."""
         part = self._texts.pop(key, None)
         if part is not None and part.rows:
             part.start = max(0, part.rows[0].position - CONTEXT)
@@ -273,7 +270,6 @@ class LessonCollector(NoLessons):
             self._put(part)
 
     def close(self, key: int) -> None:
-        """Keep nothing more of a stream, which is gone."""
         self.end(key)
         self._permits.pop(key, None)
 
@@ -318,13 +314,11 @@ class LessonCollector(NoLessons):
     # --- any thread ---
 
     def forget(self, api_key: str) -> Future[int]:
-        """Drop all lessons of an API key, here and at the trainer; the answer is how many positions that had."""
         answer: Future[int] = Future()
         self._forgettings.append((key_salt(self._secret, api_key), answer))
         return answer
 
     def stop(self) -> None:
-        """End; what is not handed over is lost."""
         self._stopping.set()
         self._thread.join(STOP_WITHIN_S)
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.cores import available_cores
@@ -193,7 +193,7 @@ class TrainerLink:
 
     def forget(self, key_salt: bytes) -> Future[int]:
         """Drop all lessons of one API key; raises `Unavailable` if there is no trainer."""
-        return cast("Future[int]", self._called("forget", key_salt))
+        return self._called("forget", key_salt)
 
     def _called(self, method: str, argument: object) -> Future[Any]:
         import ray

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.proto.settings import Settings, above, at_least, between, no_empty_text, option
+from outrider.proto.settings import Settings, at_least, between, no_empty_text, option
 
 LEARNING = "learning while serving"
-LOSS_NAMES = ("kl-tail", "cce")  # of `losses`
 RANK = 8
 OWN: Mapping[
     str, Any
@@ -30,7 +29,13 @@ class TrainerSettings(Settings):
     """The drafter that learns, from what, how fast, and with how much of a core.
 
     Attributes:
+        loss: name of what the drafter minimises, see `losses.LOSSES`.
+        rehearsed: share of a batch that is rehearsed.
+        publish_every: steps between candidates for a new version.
         key_share: as in `Buffer`.
+        rank: of the change of each matrix.
+        texts: new texts that are enough for a step.
+        positions: those of a step; half as many new ones are enough, too.
         watched: whether a version that drafts is compared with its parent on later texts, and retired if it hits less;
             where there is a coordinator, that does it.
     """
@@ -43,8 +48,6 @@ class TrainerSettings(Settings):
         group=LEARNING,
         check=no_empty_text,
     )
-    loss: str = option("kl-tail", "what the drafter minimises", flag="learn-loss", group=LEARNING, choices=LOSS_NAMES)
-    rate: float = option(3e-3, "learning rate", flag="learn-rate", group=LEARNING, check=above(0))
     cpu_share: float = option(
         0.5, "share of one core that training may take", flag="learn-cpu-share", group=LEARNING, check=between(0, 1)
     )
@@ -66,12 +69,6 @@ class TrainerSettings(Settings):
         group=LEARNING,
         many="words",
     )
-    rehearsed: float = option(
-        REHEARSED, "share of a batch that is rehearsed", flag="learn-rehearsed", group=LEARNING, check=between(0, 1)
-    )
-    publish_every: int = option(
-        16, "steps between candidates for a new version", flag="learn-publish-every", group=LEARNING, check=at_least(1)
-    )
     min_keys: int = option(
         8,
         "API keys that must have taught a version before edges get it, each a fiftieth of it",
@@ -79,7 +76,11 @@ class TrainerSettings(Settings):
         group=LEARNING,
         check=at_least(1),
     )
-    seed: int = option(0, "seed of all random numbers", flag="learn-seed", group=LEARNING, check=at_least(0))
+    loss: str = "kl-tail"
+    rate: float = 3e-3
+    rehearsed: float = REHEARSED
+    publish_every: int = 16
+    seed: int = 0
     key_share: float = KEY_SHARE
     rank: int = RANK
     texts: int = 8
