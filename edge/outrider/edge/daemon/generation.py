@@ -121,7 +121,7 @@ class Generation:
         self._began: float = state["began"]
         self._revoked: Callable[[], bool] = state["revoked"]
         self._first_token_s = 0.0  # 0: there is none yet
-        self._observers = [TextObserver(service.metrics, self.request_id, service.cloud.lost) for _ in request.choices]
+        self._observers = [TextObserver(service.metrics, service.cloud.lost) for _ in request.choices]
         self._parsers = [request.tools.parser() for _ in request.choices] if request.tools else []
         self._called: set[int] = set()  # choices with calls
         self._completion_tokens = 0
