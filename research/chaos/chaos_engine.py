@@ -11,12 +11,13 @@ import numpy as np
 
 from outrider.cloud.serving.batching import Batch, Batching, Share
 from outrider.cloud.serving.local_source import LocalSource, NoSource
-from outrider.cloud.serving.own_drafter import DraftResult, DraftTask, OwnDrafter, next_task
+from outrider.cloud.serving.own_drafter import DraftTask, OwnDrafter, next_task
 from outrider.cloud.serving.runner import StepResult
 from outrider.cloud.serving.slots import Slot
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import Internal
+from outrider.proto.session import Drafted
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, common_length, token_ids
 from research.chaos.world import CONTEXT, EOS, TOKENIZER, VOCAB, Event, LocalClock, Violation, World
@@ -187,7 +188,7 @@ class SimulatedThreads:
     def _work(self, task: DraftTask) -> None:
         self._end(task, self._drafting.work(task)[0])
 
-    def _end(self, task: DraftTask, result: DraftResult | BaseException | None) -> None:
+    def _end(self, task: DraftTask, result: Drafted | BaseException | None) -> None:
         if self._world.now < self.stuck_until:
             self._world.clock.at(self.stuck_until, partial(self._drafting.later, 0.0, partial(self._end, task, result)))
             return
@@ -224,10 +225,10 @@ class OwnDrafting:
     def _reads(self) -> float:
         return self.clock.monotonic() + self.drafter.worked_s
 
-    def work(self, task: DraftTask) -> tuple[DraftResult | BaseException | None, float]:
+    def work(self, task: DraftTask) -> tuple[Drafted | BaseException | None, float]:
         """Return the result of a task's next piece, and the virtual seconds that it takes."""
         self.drafter.worked_s = 0.0
-        result: DraftResult | BaseException | None
+        result: Drafted | BaseException | None
         try:
             result = task.work()
         except Internal as error:
@@ -235,7 +236,7 @@ class OwnDrafting:
         else:
             self._check_prefix(task)
         seconds, self.drafter.worked_s = self.drafter.worked_s, 0.0
-        self._world.counts["own drafts"] += 0 if isinstance(result, Internal | None) else len(result.done.drafts)
+        self._world.counts["own drafts"] += 0 if isinstance(result, Internal | None) else len(result.drafts)
         return result, seconds
 
     def _check_prefix(self, task: DraftTask) -> None:

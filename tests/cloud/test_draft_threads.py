@@ -13,14 +13,13 @@ from outrider.cloud.serving.own_drafter import (
     MAX_WAIT_S,
     STUCK_S,
     DraftedText,
-    DraftResult,
     DraftTask,
     DraftThreads,
     OwnDrafter,
 )
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import TokenPrefix
-from outrider.proto.session import DraftJob
+from outrider.proto.session import Drafted, DraftJob
 from outrider.proto.session.both_ends import LocalJob
 from outrider.proto.types import DraftToken, Sampling, token_ids
 
@@ -89,7 +88,7 @@ class Bench:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.threads = DraftThreads(0)
-        self.answers: list[tuple[str, DraftResult | BaseException]] = []
+        self.answers: list[tuple[str, Drafted | BaseException]] = []
         self.ended: set[str] = set()  # tasks whose drafts are of no use any more
         self._left = 0
 
@@ -97,7 +96,7 @@ class Bench:
         job = LocalJob(DraftJob(0, tuple(range(unread)), count, 0), 1.0, 0.0, lambda confidence: confidence)
         text = DraftedText(OwnDrafter(drafter or CountingDrafter(self.clock), vocab_size=1 << 20))
 
-        def answer(task: DraftTask, result: DraftResult | BaseException) -> None:
+        def answer(task: DraftTask, result: Drafted | BaseException) -> None:
             self.answers.append((name, result))
             self._left -= 1
             if not self._left:
@@ -133,7 +132,7 @@ def test_the_job_with_the_least_to_read_goes_first(bench) -> None:
     assert bench.threads.num_waiting == 3
     assert bench.work() == ["short", "middle", "long"]
     assert all(
-        token_ids(result.done.drafts) == (n, n + 1) for n, (_, result) in zip((3, 40, 90), bench.answers, strict=True)
+        token_ids(result.drafts) == (n, n + 1) for n, (_, result) in zip((3, 40, 90), bench.answers, strict=True)
     )
 
 
@@ -182,24 +181,22 @@ def test_others_get_their_turn_between_the_pieces_of_a_long_text(bench) -> None:
 
 def test_a_result_tells_work_from_waiting_and_reading_from_drafting(bench) -> None:
     """Two pieces and a rest are read, each with one draft that is thrown away, before two drafts are made."""
-    bench.submit("text", 2 * CHUNK + 20)
+    task = bench.submit("text", 2 * CHUNK + 20)
     bench.clock.now += 0.3
     bench.work()
     [(_, result)] = bench.answers
     rest_s = 2 * (READ_S * CHUNK + DRAFT_S) + READ_S * 20 + DRAFT_S
-    assert result.read_s == pytest.approx(rest_s)
-    assert result.done.seconds == pytest.approx(rest_s + 2 * DRAFT_S + READ_S), "the second follows the first"
-    assert result.waited_s == 0, "before its last piece it has waited for nobody"
+    assert task.read_s == pytest.approx(rest_s)
+    assert result.seconds == pytest.approx(rest_s + 2 * DRAFT_S + READ_S), "the second follows the first"
+    assert task.waited_s == 0, "before its last piece it has waited for nobody"
 
 
 def test_the_wait_for_a_thread_is_told(bench) -> None:
-    bench.submit("first", 2)
-    bench.submit("second", 2)
+    first, second = bench.submit("first", 2), bench.submit("second", 2)
     bench.clock.now += 0.25
     bench.work()
-    (_, first), (_, second) = bench.answers
     assert first.waited_s == pytest.approx(0.25)
-    assert second.waited_s == pytest.approx(0.25 + first.done.seconds)
+    assert second.waited_s == pytest.approx(0.25 + first.worked_s)
     assert first.read_s == second.read_s == 0, "a few tokens are read with the first draft"
 
 
@@ -208,7 +205,7 @@ def test_a_job_whose_drafts_are_of_no_use_any_more_reads_nothing_and_is_answered
     bench.ended.add("text")
     bench.work()
     [(_, result)] = bench.answers
-    assert (result.done.drafts, result.done.seconds) == ((), 0.0)
+    assert (result.drafts, result.seconds) == ((), 0.0)
     assert task.text.num_unread == 500, "the next job goes on from there"
 
 
@@ -230,7 +227,7 @@ def test_whatever_a_drafter_raises_its_thread_goes_on(bench, error) -> None:
     bench.submit("whole", 5)
     assert bench.work() == ["broken", "whole"]
     assert bench.answers[0][1] is error
-    assert len(bench.answers[1][1].done.drafts) == 2
+    assert len(bench.answers[1][1].drafts) == 2
 
 
 def test_a_piece_that_takes_too_long_is_stuck_and_waiting_is_not(bench) -> None:
@@ -255,9 +252,9 @@ def test_each_thread_works_for_another_text_at_the_same_time() -> None:
             both.wait()
             return super().open(rule)
 
-    results: list[DraftResult | BaseException] = []
+    results: list[Drafted | BaseException] = []
 
-    def answer(task: DraftTask, result: DraftResult | BaseException) -> None:
+    def answer(task: DraftTask, result: Drafted | BaseException) -> None:
         results.append(result)
         answered.wait()
 
@@ -266,7 +263,7 @@ def test_each_thread_works_for_another_text_at_the_same_time() -> None:
         job = LocalJob(DraftJob(0, (1, 2), 3, 0), 1.0, 0.0, lambda confidence: confidence)
         threads.submit(DraftTask(text, job, RULE, lambda job: True, answer))
     answered.wait()
-    assert [len(result.done.drafts) for result in results] == [3, 3]
+    assert [len(result.drafts) for result in results] == [3, 3]
     assert threads.stop()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cloud.serving.batching import Batching
 from outrider.cloud.serving.local_source import MAX_FAILURES, LocalSource
-from outrider.cloud.serving.own_drafter import STUCK_S, DraftResult, DraftTask, OwnDrafter
+from outrider.cloud.serving.own_drafter import STUCK_S, DraftTask, OwnDrafter
 from outrider.cloud.serving.slots import Slot
 from outrider.cloud.serving.verifier_metrics import VerifierMetrics
 from outrider.drafters import ProposalRule
@@ -120,8 +120,8 @@ class Engine:
         return {sample.name.removeprefix("outrider:verifier_"): sample.value for sample in samples}
 
 
-def done(task: DraftTask, tokens: int = 3, seconds: float = 0.25) -> DraftResult:
-    return DraftResult(Drafted(task.job.job, tuple(DraftToken(7, 0.9) for _ in range(tokens)), seconds))
+def done(task: DraftTask, tokens: int = 3, seconds: float = 0.25) -> Drafted:
+    return Drafted(task.job.job, tuple(DraftToken(7, 0.9) for _ in range(tokens)), seconds)
 
 
 def fail(engine: Engine) -> Slot:

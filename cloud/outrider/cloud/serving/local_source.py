@@ -19,7 +19,6 @@ from outrider.cloud.serving.batching import Batching, Share
 from outrider.cloud.serving.own_drafter import (
     STUCK_S,
     DraftedText,
-    DraftResult,
     DraftTask,
     DraftThreads,
     OwnDrafter,
@@ -35,6 +34,7 @@ from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.cores import available_cores
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
+from outrider.proto.session import Drafted, VerifierSession
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import DraftToken
@@ -190,18 +190,18 @@ class LocalSource(NoSource):
             followed.session, followed.rule = session, rule
         return followed
 
-    def _answered(self, task: DraftTask, result: DraftResult | BaseException) -> None:
+    def _answered(self, task: DraftTask, result: Drafted | BaseException) -> None:
         """Have the engine's thread take a result; called from another."""
         self._post(lambda: self._take(task, result))
 
-    def _take(self, task: DraftTask, result: DraftResult | BaseException) -> None:
+    def _take(self, task: DraftTask, result: Drafted | BaseException) -> None:
         followed = next((each for each in self._texts.values() if each.task is task), None)
         if followed is None:
             return  # all has stopped
         followed.task = None
         if not isinstance(result, BaseException):
-            self._metrics.counts.drafted_here += len(result.done.drafts)
-            self._metrics.counts.drafting_here_s += result.done.seconds
+            self._metrics.counts.drafted_here += len(result.drafts)
+            self._metrics.counts.drafting_here_s += result.seconds
         ends = followed.slot.session.ends
         if followed.gone or ends is None:
             self._leave(followed)
@@ -209,7 +209,7 @@ class LocalSource(NoSource):
             self._fail(followed.slot, result)
         else:
             self._failures = 0
-            ends.take(result.done, waited_s=result.waited_s, read_s=result.read_s)
+            ends.take(result, waited_s=task.waited_s, read_s=task.read_s)
 
     # --- ends ---
 

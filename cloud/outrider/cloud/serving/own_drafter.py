@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.cloud.target.backend import TargetFacts
@@ -159,21 +159,6 @@ class DraftedText:
             del self._unread[:count]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftResult:
-    """The result of a task.
-
-    Attributes:
-        done: the drafts, with all time that the drafter has worked for them.
-        waited_s: time before its last piece of work in which no thread was free, in seconds.
-        read_s: part of its work in which more than a few unread tokens were read, in seconds.
-    """
-
-    done: Drafted
-    waited_s: float = 0.0
-    read_s: float = 0.0
-
-
 @dataclass(slots=True, eq=False)
 class DraftTask:
     """A job for the drafter, in pieces.
@@ -183,10 +168,14 @@ class DraftTask:
         job: job of the session machine.
         rule: rule of its proposals.
         goes_on: tells whether further drafts can be of use.
-        answer: called from the thread that ends it, with its result or with what the drafter raised.
+        answer: called from the thread that ends it, with its drafts or with what the drafter raised.
         due_since: time that decides whose turn it is: when it was queued, or the job whose place it takes; seconds.
         queued_at: time from which it has waited for a thread, in seconds.
         began_at: time at which the thread that works for it took it, in seconds; 0: it waits.
+        waited_s: time before its newest piece of work in which no thread was free, in seconds.
+        worked_s: time that the drafter has worked for it, in seconds.
+        read_s: part of that in which more than a few unread tokens were read, in seconds.
+        begun: whether a thread has worked for it.
         clock: monotonic time in seconds.
     """
 
@@ -194,54 +183,42 @@ class DraftTask:
     job: LocalJob
     rule: ProposalRule
     goes_on: Callable[[LocalJob], bool]
-    answer: Callable[[DraftTask, DraftResult | BaseException], None]
+    answer: Callable[[DraftTask, Drafted | BaseException], None]
     due_since: float = 0.0
     queued_at: float = 0.0
     began_at: float = 0.0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+    read_s: float = 0.0
+    begun: bool = False
     clock: Callable[[], float] = time.monotonic
-    _pieces: Iterator[DraftResult | None] | None = None
 
     @property
     def num_unread(self) -> int:
         """Number of tokens that it has to read before it can propose."""
         return self.text.num_unread + (0 if self.begun else len(self.job.job.extend_with))
 
-    @property
-    def begun(self) -> bool:
-        return self._pieces is not None
-
     def is_stuck(self, now: float) -> bool:
         """Return whether a thread has been at one piece of it for more than `STUCK_S` seconds."""
         return 0 < self.began_at < now - STUCK_S
 
-    def work(self) -> DraftResult | None:
-        """Do the next piece; return the result with the last."""
-        self.began_at = self.clock()
-        if self._pieces is None:
-            self._pieces = self._work()
-        return next(self._pieces)
-
-    def _work(self) -> Iterator[DraftResult | None]:
-        seconds = read_s = 0.0
-        began = self.began_at
-        waited_s = began - self.queued_at
-        self.text.begin(self.job.job, self.rule)
-        while self.text.num_unread > CHUNK and self.goes_on(self.job):
-            self.text.read(CHUNK)
-            ended = self.clock()
-            seconds += ended - began
-            read_s += ended - began
-            yield None
-            began = self.began_at
-            waited_s = began - self.queued_at
+    def work(self) -> Drafted | None:
+        """Do the next piece; return the drafts with the last."""
+        self.began_at = began = self.clock()
+        self.waited_s = began - self.queued_at
+        if not self.begun:
+            self.begun = True
+            self.text.begin(self.job.job, self.rule)
         drafts: tuple[DraftToken, ...] = ()
-        if self.goes_on(self.job):
-            if self.text.num_unread > CATCH_UP:
-                self.text.read(self.text.num_unread)
-                read_s += self.clock() - began
+        useful = self.goes_on(self.job)
+        is_last = not useful or self.text.num_unread <= CHUNK
+        if useful and self.text.num_unread > CATCH_UP:
+            self.text.read(min(CHUNK, self.text.num_unread))
+            self.read_s += self.clock() - began
+        if useful and is_last:
             drafts = self.text.propose(self.job, self.goes_on)
-        seconds += self.clock() - began
-        yield DraftResult(Drafted(self.job.job, drafts, seconds), waited_s, read_s)
+        self.worked_s += self.clock() - began
+        return Drafted(self.job.job, drafts, self.worked_s) if is_last else None
 
 
 class DraftThreads:
