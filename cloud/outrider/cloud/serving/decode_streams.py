@@ -60,15 +60,7 @@ class DecodeStreams:
         engine: Engine,
         health: VerifierHealth,
     ) -> None:
-        """Serve an engine.
-
-        Args:
-            config: settings of the verifier.
-            rules: rules that it announces.
-            secret: key that signs leases; empty: none is asked for.
-            incarnation: name of this process in leases.
-            engine: decodes.
-            health: knows open streams, and whether the engine is well.
+        """Serve `engine`; `secret` signs leases (empty: none is asked for), which name this process by `incarnation`.
 
         Raises:
             ConfigError: spans are wanted, and OpenTelemetry is not installed.

@@ -52,17 +52,10 @@ class VerifierHealth:
         rules: HealthRules | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Judge an engine by its heartbeat.
+        """Judge the engine of `heart` in the verifier `name`, and say so by the gRPC health service `servicer`.
 
-        Args:
-            heart: what its thread notes.
-            metrics: where sessions that are sent away are counted.
-            servicer: gRPC health service.
-            name: name of the verifier, for the log.
-            on_failure: called once, when no step succeeds any more or the engine has hung for good; and, from a
-                thread of its own, where this event loop has.
-            rules: bounds of engine and event loop; None: the default.
-            clock: monotonic time in seconds.
+        `on_failure` is called once, when no step succeeds any more or the engine has hung for good; and, from a thread
+        of its own, where this event loop has.
         """
         rules = rules or HealthRules()
         self.condition = EngineCondition.WELL

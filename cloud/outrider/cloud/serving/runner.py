@@ -87,14 +87,7 @@ class ModelRunner:
         min_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Run batches on `backend`.
-
-        Args:
-            backend: target with the KV cache of all sessions; tapped from now on, if there is a projection.
-            projections: projections that make steering vectors, by id.
-            min_step_s: initial `min_step_s`.
-            clock: time of the engine, seconds.
-        """
+        """Run batches on `backend`; `projections`, by id, make steering vectors of what is tapped there from now on."""
         self._backend = backend
         self._vectors = SteeringVectors(backend, projections)
         self.min_step_s = min_step_s
