@@ -46,7 +46,6 @@ class Share:
     """One session's share of a step.
 
     Attributes:
-        slot: the session.
         num_tokens: uncomputed tokens of its transcript that the step computes, in their order.
         block: [k] drafts that the step verifies after them; None: more of the prompt is left for later steps.
         branches: drafts beside the block that it verifies too; no two, and no draft of the block, have one place and
@@ -82,7 +81,7 @@ class Batch:
     """The engine's next action: a step, or a time to look again.
 
     Attributes:
-        shares: sessions' shares of the step that begins now; empty: none does.
+        shares: those of the step that begins now; empty: none does.
         wake_at: when to plan again if nothing happens before; infinite: at the next event.
         delayed: whether a step could begin now but waits for the drafts of others.
     """
@@ -147,7 +146,6 @@ class Batching:
         max_gap_s: longest step in which prompts are read while others decode, seconds, where the step without them
             takes less than two thirds of it.
         prefill_chunk: rows of prompts in such a step instead; 0: as many as that time allows.
-        limit: most rows of a step.
         cost: measured cost of steps that only decode.
         prefill_row_s: smoothed cost of a row of a prompt, seconds.
         base_s, row_s: line through that cost, with a row of every session that runs, seconds; 0: not measured yet.

@@ -92,8 +92,6 @@ class EngineCore:
     """The decoding of many sessions on one target; `post_*` may be called from any thread, as may what only reads.
 
     Attributes:
-        sessions: what events do to its sessions.
-        inbox: events that wait.
         heart: notes of turns and steps, for whoever judges.
         timings: the newest steps' times; a reader may take them out.
         step_s: smoothed time of a decoding step.

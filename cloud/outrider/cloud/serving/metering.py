@@ -18,11 +18,6 @@ class TextMeter:
 
     What it reads is taken out before it is read, and what turns out to be cached is given back. No text is cut off for
     its own prompt, however long that is: it delays the key's next ones.
-
-    Args:
-        key: name of the key.
-        bucket: that of the key.
-        clock: monotonic time in seconds.
     """
 
     def __init__(self, key: str, bucket: Bucket, clock: Callable[[], float] = time.monotonic) -> None:

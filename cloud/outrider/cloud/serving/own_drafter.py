@@ -164,9 +164,6 @@ class DraftTask:
     """A job for the drafter, in pieces.
 
     Attributes:
-        text: prefix that it works on.
-        job: job of the session machine.
-        rule: rule of its proposals.
         goes_on: tells whether further drafts can be of use.
         answer: called from the thread that ends it, with its drafts or with what the drafter raised.
         due_since: time that decides whose turn it is: when it was queued, or the job whose place it takes; seconds.
@@ -176,7 +173,6 @@ class DraftTask:
         worked_s: time that the drafter has worked for it, in seconds.
         read_s: part of that in which more than a few unread tokens were read, in seconds.
         begun: whether a thread has worked for it.
-        clock: monotonic time in seconds.
     """
 
     text: DraftedText

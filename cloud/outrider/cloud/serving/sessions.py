@@ -48,9 +48,6 @@ class Sessions:
     """All sessions by the key of their stream, those whose turn began first in front.
 
     Attributes:
-        backend: target with the KV cache of all sessions.
-        rules: rules that sessions are told.
-        max_sessions: most of them.
         draining: whether sessions are being sent elsewhere.
         failed: whether no step succeeds here any more.
         admitted: epochs of the newest `MAX_ADMITTED` texts that got a slot, by name, for the coordinator's account.

@@ -65,10 +65,7 @@ class Slot:
     Attributes:
         key: number of its stream.
         session: session machine of the present turn.
-        outbox: where its frames go.
         ready_since: when it could have begun its next step, seconds.
-        owner: that of its lease.
-        handle: its sequence in the backend.
         matcher: enforces its grammar, if it has one.
         masks_by: until when a step waits for its grammar's mask, seconds.
         counts: those of its transcript so far, where penalties want them.

@@ -22,7 +22,6 @@ class StreamState:
 
     Attributes:
         session: id of its session; empty until Open has come.
-        epoch: that of the Open.
         opened: whether its Open has been answered.
         goes_on: whether a Continue may still follow the last commit of a turn.
     """

@@ -51,13 +51,8 @@ class VerifierActor:
     elsewhere within `config.drain_grace_s`, then the process ends. Ray starts it again where it can, and also where the
     process ends because steps fail whatever they are for.
 
-    Args:
-        config: settings of the server.
-        lease_secret: shared with the coordinator; empty: sessions need no lease.
-        ray_options: options that it was started with, for `recipe`.
-
     Raises:
-        OutriderError: the errors of `VerifierServer.start`; Ray then gives the actor up, and its callers see the error.
+        OutriderError: the server cannot be started; Ray then gives the actor up, and its callers see the error.
     """
 
     def __init__(
@@ -218,7 +213,7 @@ def start_verifier_actor(
 
     Args:
         name: replaces `config.name`; leases and the coordinator's lists use it.
-        config: settings of the server.
+        config: settings of the verifier.
         lease_secret: shared with the coordinator; empty: sessions need no lease.
         ray_options: arguments of `ActorClass.options`, such as num_cpus, num_gpus, resources, lifetime.
 

@@ -65,7 +65,6 @@ class VerifierMetrics(Collector):
 
     Attributes:
         registry: Prometheus registry of this verifier alone.
-        counts: what is only counted.
         drafter_here: its own drafter, as name@version; empty: none that works.
     """
 

@@ -58,14 +58,11 @@ class VerifierServer:
         on_failure: Callable[[], None] = lambda: None,
         sink: LessonSink | None = None,
     ) -> None:
-        """Load the target and check it.
+        """Load the target of `config` and check it.
 
-        Args:
-            config: settings of the verifier.
-            lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
-            on_failure: called once, in the event loop, when steps fail whatever they are for, or from a thread beside
-                it, where the loop stands still: the process should end.
-            sink: whoever learns, if `config.learn` is set.
+        `lease_secret` is shared with the coordinator; empty: no lease is asked for (loopback only). `on_failure` is
+        called once, in the event loop, when steps fail whatever they are for, or from a thread beside it, where the
+        loop stands still: the process should end. `sink` takes lessons, if `config.learn` is set.
 
         Raises:
             NotFound, ModelRefused: the target or a projection cannot be loaded.
