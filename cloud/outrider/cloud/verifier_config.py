@@ -163,18 +163,10 @@ class VerifierConfig(GrpcServerSettings):
         "keep texts in memory for a day, for `outrider trainer`: those whose edge and API key allow it, none else",
         group=LEARNING,
     )
-    learn_positions_s: float = option(
-        500.0,
-        "limit of the positions that are kept a second; misses come first",
-        metavar="N",
-        flag="learn-positions-s",
-        check=above(0),
-    )
     min_step_s: float = option(0.0, "minimum time of a step, to imitate a larger target", check=at_least(0))
     drain_grace_s: float = option(
         10.0, "time for sessions to move to other verifiers before it ends", check=at_least(0)
     )
-    watch_node_s: float = option(1.0, "time between checks whether Ray drains the node; 0: none", check=at_least(0))
     stall_s: float = option(30.0, "time that a client may leave its commits unread", check=above(0))
     trace_endpoint: str = trace_endpoint_option()
     log_level: str = option("", "log level of an actor's process, which has no command line; empty: Ray's")

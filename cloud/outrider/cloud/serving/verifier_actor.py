@@ -34,6 +34,7 @@ CONCURRENT_CALLS = 8
 # verifiers too, and its first answer may be from before the drain. Without a coordinator nobody acknowledges.
 ACKNOWLEDGED_WITHIN_S = 30.0
 FORGOTTEN_WITHIN_S = 60.0
+WATCH_NODE_S = 1.0  # between looks whether Ray drains the node
 FAILED_WITHIN_S = 5.0  # for the streams of a failed verifier to end
 
 Result = TypeVar("Result")
@@ -76,7 +77,7 @@ class VerifierActor:
             raise
         if threading.current_thread() is threading.main_thread():
             self._on_second_sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
-        if config.watch_node_s and _runs_in_ray():
+        if _runs_in_ray():
             threading.Thread(target=self._watch_node, name="outrider-node", daemon=True).start()
 
     def info(self) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class VerifierActor:
 
     def _watch_node(self) -> None:
         """Leave a node that is being drained: Ray then starts this actor again on another."""
-        while not self._stopped.wait(self._config.watch_node_s):
+        while not self._stopped.wait(WATCH_NODE_S):
             if _node_is_draining():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

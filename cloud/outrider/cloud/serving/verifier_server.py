@@ -44,6 +44,7 @@ from outrider.proto.status import VerifierStatus
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 # A client waits with more. A relay has a stream for each session, two more for each that come back, and spare ones.
 MAX_STREAMS_OF_CONNECTION = 1024
+LEARN_POSITIONS_S = 500.0  # most positions that are kept a second for the trainer; misses come first
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class VerifierServer:
             self._lessons = LessonCollector(
                 config.model_id,
                 sink,
-                config.learn_positions_s,
+                LEARN_POSITIONS_S,
                 tokenizer_sha256=target.tokenizer_sha256,
                 secret=lease_secret,
                 count=lambda *counted: self._engine.metrics.lessons(*counted),
