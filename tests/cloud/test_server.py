@@ -15,13 +15,14 @@ from functools import partial, wraps
 
 import grpc
 import pytest
+from decoded_by_hand import decode_by_hand
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.serving import decode_streams
 from outrider.cloud.serving.heartbeat import HealthJudge, HealthRules
 from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing import VOCAB, decode_by_hand, save_tiny_target
+from outrider.cloud.testing import VOCAB, save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.channel import LEASE_METADATA

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.testing import VOCAB, decode_by_hand
+from decoded_by_hand import decode_by_hand
+
+from outrider.cloud.testing import VOCAB
 from outrider.proto.testing import word
 
 _FIRST_WORD = 3  # 0 to 2 are special to the model

@@ -22,12 +22,13 @@ sys.path += [str(ROOT / "tests" / name) for name in ("fuzz", "end_to_end", "prot
 import codec_door  # noqa: E402 - found by the path above
 import psutil  # noqa: E402
 from command_processes import Command, free_port, without_progress  # noqa: E402
+from decoded_by_hand import decode_by_hand  # noqa: E402
 from hostile_streams import Canary, HostileStreams  # noqa: E402
 from http_streams import metric_value  # noqa: E402
 from machines_under_fire import Fire  # noqa: E402
 from recorded_streams import PROMPT, TURN  # noqa: E402
 
-from outrider.cloud.testing import decode_by_hand, save_tiny_target  # noqa: E402
+from outrider.cloud.testing import save_tiny_target  # noqa: E402
 from outrider.proto.tokenizer import tokenizer_hash  # noqa: E402
 
 SHARES = {"codec": 0.5, "machines": 0.35, "verifier": 0.15}

@@ -12,6 +12,7 @@ from typing import Any, Self
 from unittest import mock
 
 import grpc
+from decoded_by_hand import decode_by_hand
 from extreme_values import MAX_SINGLE
 from golden_messages import EXAMPLES
 from loop_thread import LoopThread
@@ -20,7 +21,7 @@ from recorded_streams import HASH, PROMPT, oracle
 from refusals import check_refusal
 
 from outrider.cloud.serving.verifier_server import VerifierServer
-from outrider.cloud.testing import decode_by_hand, save_tiny_target
+from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError
