@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from outrider.cloud.target.distribution import VerificationInput
 from outrider.cloud.target.projection import Projection
 from outrider.cloud.target.steering_vectors import SteeringVectors
 from outrider.proto.session.verifier import Verified, tokens_before_scores, unscored_tokens
-from outrider.proto.types import DraftToken, PromptLogprobs, token_ids
+from outrider.proto.types import PromptLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,6 @@ class ModelRunner:
         block = share.block
         if block is None:
             return StepRow(slot.handle, tokens, None, scored=scored, top_logprobs=top)
-        if not self._backend.facts.verifies_branches:
-            share = replace(share, branches=())
         mask: np.ndarray | None = None
         masks: Sequence[np.ndarray | None] = [None] * len(share.branches)
         if slot.matcher is not None:
@@ -159,22 +157,17 @@ class ModelRunner:
             if allowed is None:
                 raise RuntimeError("the grammar has not answered for this step")
             mask, masks = allowed.tokens, [allowed.branches[beside] for beside in share.tokens_beside]
-        verification = _verification_input(slot, block, mask)
+        verification = VerificationInput(
+            session.sampling,
+            session.transcript,
+            session.prompt_length,
+            block,
+            mask,
+            session.logprobs,
+            session.top_logprobs,
+            slot.count_tokens() if session.sampling.has_penalties else None,
+            session.eos_tokens,
+        )
         tapped = session.wanted_vector is not None
         beside = [VerificationBranch.of(verification, *each) for each in zip(share.branches, masks, strict=True)]
         return StepRow(slot.handle, tokens, verification, tapped, scored, top, tuple(beside))
-
-
-def _verification_input(slot: Slot, block: tuple[DraftToken, ...], allowed: np.ndarray | None) -> VerificationInput:
-    session = slot.session
-    return VerificationInput(
-        session.sampling,
-        session.transcript,
-        session.prompt_length,
-        block,
-        allowed,
-        session.logprobs,
-        session.top_logprobs,
-        slot.count_tokens() if session.sampling.has_penalties else None,
-        session.eos_tokens,
-    )
