@@ -227,7 +227,7 @@ class EngineCore:
             self._recovery.note_plan()
         except Exception as error:  # a defect, in one session's plan or in everybody's
             self._note_defect("planning failed; trying each session alone", error)
-            self._recovery.after_plan(lambda slot: self.batching.plan([slot], now))
+            self._recovery.after_plan(now)
             return Batch(wake_at=now)
         if batch.shares:
             self.source.begin(batch.shares, self._clock())

@@ -107,8 +107,8 @@ class Recovery:
             self._batching.limit.fail(batch.num_rows, fitting)
             log.warning("a step of %d rows is too large, one of %d is not", batch.num_rows, fitting)
 
-    def after_plan(self, plan: Callable[[Slot], object]) -> None:
-        """Find the sessions for which `plan` fails, and end them.
+    def after_plan(self, now: float) -> None:
+        """Find the sessions for which planning fails, and end them.
 
         Raises:
             VerifierFailed: none of them is at fault, or planning fails for none alone but again and again for all.
@@ -116,7 +116,7 @@ class Recovery:
         self._failed_plans += 1
         for slot in self._sessions.running():
             try:
-                plan(slot)
+                self._batching.plan([slot], now)
             except Exception as error:  # a session's report may meet any defect
                 self.end(slot, error)
                 self._failed_plans = 0
@@ -129,7 +129,7 @@ class Recovery:
         Raises:
             VerifierFailed: it is not at fault.
         """
-        self._sessions.release(slot)  # the probe may need its pages
+        self._sessions.release(slot)  # the verifier's own text may need its pages
         if isinstance(error, FloatingPointError):
             self._counts.corrupted += 1
         session = slot.session
