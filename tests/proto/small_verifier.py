@@ -160,6 +160,7 @@ class SmallVerifier:
     """A verifier's sessions.
 
     Attributes:
+        name: tells its states from those of the other verifier, which announces another name.
         step: results of the step that runs; None: none does.
         held: frames that wait for its end, with the keys of their streams.
         boxes: what it says, by key.
@@ -168,6 +169,7 @@ class SmallVerifier:
 
     def __init__(self, rules: Rules, name: str) -> None:
         self.rules = rules
+        self.name = name
         self.terms = terms(rules, name)
         self.pages = SmallTarget()
         self.sessions = Sessions(self.pages, self.terms, 4, ignore, ignore)
@@ -191,7 +193,7 @@ class SmallVerifier:
             if box.ended:
                 self.sessions.close(key)
         if self.sessions.draining and not (len(self.sessions) or self.held or self.step):
-            self.__init__(self.rules, self.terms.name)
+            self.__init__(self.rules, self.name)
         return tuple(said)
 
     def options(self) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
@@ -225,7 +227,7 @@ class SmallVerifier:
         return (slot.session.transcript, received.chain, token_ids(received.tokens)) if received._alive else None
 
     def _dies(self) -> None:
-        self.__init__(self.rules, self.terms.name)
+        self.__init__(self.rules, self.name)
 
     def _drains(self) -> None:
         self.sessions.drain()
