@@ -15,7 +15,7 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving import batching
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.slots import Owner
+from outrider.cloud.serving.slots import ANYBODY, Owner
 from outrider.cloud.target.sampler import token_facts
 from outrider.cloud.target.target import Target, load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
@@ -269,11 +269,11 @@ def test_a_verifier_that_cannot_tell_them_refuses_the_session_by_name(bench) -> 
     rules = replace(bench.engine.rules, scores_prompts=False)
     engine = Engine(TransformersBackend(bench.target), rules, VerifierConfig(threads=1))
     box = CollectingOutbox()
-    engine._admit(0, bench.frame((5, 6)), box, None, "", None, None)
+    engine._admit(0, bench.frame((5, 6)), box, None, ANYBODY)
     refused = box.items.get_nowait()
     assert isinstance(refused, InvalidArgument)
     assert refused.field == "open.prompt_logprobs"
-    engine._admit(1, bench.frame((5, 6), prompt_logprobs=None), box, None, "", None, None)
+    engine._admit(1, bench.frame((5, 6), prompt_logprobs=None), box, None, ANYBODY)
     assert not isinstance(box.items.get_nowait(), Exception)
 
 
