@@ -84,17 +84,6 @@ def are_numbers(rows: torch.Tensor) -> bool:
     return bool(rows.amax(dim=-1).isfinite().all())
 
 
-def processed_logits_of_all(logits: torch.Tensor, sessions: Sequence[VerificationInput]) -> torch.Tensor:
-    """Return `processed_logits` [sum of rows, vocab] float64 of the rows of `sessions`, in their order."""
-    scores = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
-    first = 0
-    for session in sessions:
-        rows = slice(first, first + session.rows)
-        scores[rows] = processed_logits(logits[rows], session)
-        first += session.rows
-    return scores
-
-
 def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """Return unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf: excluded.
 

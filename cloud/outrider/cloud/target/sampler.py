@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outrider.cloud.target.distribution import VerificationInput, adjusted_logits, are_numbers, processed_logits_of_all
+from outrider.cloud.target.distribution import VerificationInput, adjusted_logits, are_numbers, processed_logits
 from outrider.cloud.target.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
 from outrider.proto.types import CommittedToken, Sampling, TokenFacts, TopLogprobs, token_ids
@@ -102,7 +102,12 @@ class Sampler:
         return choice
 
     def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput], asked: np.ndarray) -> RowChoices:
-        scores = processed_logits_of_all(logits, sessions)
+        scores = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+        first = 0
+        for session in sessions:
+            rows = slice(first, first + session.rows)
+            scores[rows] = processed_logits(logits[rows], session)
+            first += session.rows
         logp = scores - torch.logsumexp(scores, dim=-1, keepdim=True)
         tokens = self._choose(scores, sessions)
         wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)
