@@ -30,12 +30,11 @@ from outrider.cloud.serving import recovery
 from outrider.cloud.serving.own_drafter import DraftedText
 from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.slots import Slot
-from outrider.cloud.target import transformers_backend
 from outrider.cloud.target.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.target.prefix_tree import CachedPage, PrefixTree
 from outrider.cloud.target.projection import FoldedProjection
 from outrider.cloud.target.sampler import Sampler, VerificationInput
-from outrider.cloud.target.target import ROUNDED, TILES
+from outrider.cloud.target.target import ROUNDED, TILES, Target
 from outrider.drafters import ProposalRule
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy.steering_rate import FixedSteering, SteeringRate
@@ -422,10 +421,8 @@ def masks_of_the_block_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def vectors_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = transformers_backend.newest_rows
-    monkeypatch.setattr(
-        transformers_backend, "newest_rows", lambda *arguments: [max(0, row - 1) for row in right(*arguments)]
-    )
+    right = Target.tapped
+    monkeypatch.setattr(Target, "tapped", lambda target, rows: right(target, [max(0, row - 1) for row in rows]))
 
 
 def blame_without_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:

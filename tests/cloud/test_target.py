@@ -448,11 +448,12 @@ def test_remote_code_is_refused_and_never_run(tmp_path):
 
 def test_an_architecture_that_ignores_the_cache_is_refused(folders, monkeypatch):
     target = load(folders("llama")[0])
-    right = target._run
+    right = target.model_pass
 
-    def one_position_too_far(tokens, spans, wanted):
-        return right(tokens, spans, wanted) + 1.0 * (spans[0].start > 0)
+    def one_position_too_far(tokens, positions, wanted, batch):
+        logits, *_ = right(tokens, positions, wanted, batch)
+        return (logits + 1.0 * (batch.spans[0].start > 0),)
 
-    monkeypatch.setattr(target, "_run", one_position_too_far)
+    monkeypatch.setattr(target, "model_pass", one_position_too_far)
     with pytest.raises(ModelRefused, match="differs"):
         target.check()
