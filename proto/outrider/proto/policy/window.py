@@ -11,9 +11,7 @@ from outrider.proto.types import Goal
 
 TOKEN_BYTES = 2  # a draft on the wire, for vocabularies below 2^14 and most ids above 127
 FIRST_WINDOW = 8  # while nothing has been measured
-MESSAGE_BYTES = 45  # a small Draft on the wire: HTTP/2 framing, a window update, gRPC's prefix, the message
 _SURELY = 1 + 1e-9  # times a bound: beyond what rounding can make of a chance
-_MIN_TOKENS = 0.2  # replayed: 40 % fewer bytes at round trips of 30 to 120 ms for 0.2 % of speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +113,3 @@ def due_to_flush(now: float, *, commit_at: float, round_trip_s: float, step_s: f
     since = now - (commit_at - round_trip_s)
     deadline = math.ceil(since / step_s) * step_s
     return since + next_s > deadline
-
-
-def worth_a_message(expected_tokens: float, *, step_s: float, byte_s: float) -> bool:
-    """Return whether `expected_tokens` more accepted drafts of a sent chain are worth a message of their own."""
-    return expected_tokens >= _MIN_TOKENS and expected_tokens * step_s >= MESSAGE_BYTES * byte_s

@@ -11,7 +11,6 @@ from outrider.proto.session.events import Done, Emit, Reopen
 from outrider.proto.types import (
     LATER_SETTINGS,
     MAX_TOKEN_ID,
-    CloudFrame,
     Commit,
     Continue,
     FinishReason,
@@ -373,10 +372,6 @@ class EdgeStream:
     def end_turn(self, error: OutriderError | None) -> None:
         self.connected = self.connected and self.terms.keep_s > 0 and error is None
         self.opening = False
-
-    def carries(self, frame: CloudFrame) -> bool:
-        """Return whether a frame is of this stream, and not of one that was left and still speaks."""
-        return frame.epoch == self.epoch
 
     def serves(self, commit: Commit) -> bool:
         """Return whether a commit is of the present turn; one of an earlier turn may come until this has a stream."""

@@ -174,10 +174,6 @@ class DraftTree:
 
     # --- the chain's messages ---
 
-    def unsent(self, credit: int) -> list[DraftToken]:
-        """Return the drafts that may be sent where `credit` of those in flight are allowed."""
-        return self.drafts[self.sent : max(self.sent, credit)]
-
     def send(
         self, tokens: tuple[DraftToken, ...], drafter: DrafterName, branches: tuple[Branch, ...] = (), *, complete: bool
     ) -> Draft:
