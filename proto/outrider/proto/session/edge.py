@@ -562,7 +562,7 @@ class EdgeSession:
         """Return whether the unsent drafts of a chain already sent are worth a message; each accepted saves a step."""
         measured = self._meter.measurements
         survival = itertools.accumulate(self._tree.chances(self.drafter), operator.mul)
-        expected = sum(itertools.islice(survival, self._tree.sent, None))  # of the unsent drafts, accepted ones
+        expected: float = sum(itertools.islice(survival, self._tree.sent, None))  # of the unsent drafts, accepted ones
         saved_s, sent_s = expected * measured.step.mean, _MESSAGE_BYTES * measured.round_trip.slope
         return expected >= _MIN_TOKENS and saved_s >= sent_s
 
