@@ -12,7 +12,7 @@ from echo_server import connected, echo_server
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.deploy.cli import parse
-from outrider.deploy.commands.conditions import Cable, ConditionSettings, parse_cable
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.demo import demo_conditions
 from outrider.deploy.link.shape import LinkShape
 
@@ -22,13 +22,17 @@ RTT_S = 0.05
 @pytest.mark.parametrize(
     ("text", "cable", "words"),
     [
-        ("0", Cable(), "target at its own speed, no link between"),
-        ("20", Cable(20), "target at its own speed, link 20 ms"),
-        ("20,10,50", Cable(20, 10, 50), "target at its own speed, link 20 ms, 10/50 Mbit/s"),
+        ("0", LinkShape(), "target at its own speed, no link between"),
+        ("20", LinkShape.of(rtt_ms=20), "target at its own speed, link 20 ms"),
+        (
+            "20,10,50",
+            LinkShape.of(rtt_ms=20, up_mbit=10, down_mbit=50),
+            "target at its own speed, link 20 ms, 10/50 Mbit/s",
+        ),
     ],
 )
-def test_a_link_is_named_by_round_trip_and_rates(text: str, cable: Cable, words: str) -> None:
-    assert (parse_cable(text), str(cable)) == (cable, text)
+def test_a_link_is_named_by_round_trip_and_rates(text: str, cable: LinkShape, words: str) -> None:
+    assert (LinkShape.parse(text), str(cable)) == (cable, text)
     assert bool(cable) is (text != "0")
     assert ConditionSettings(link=cable).words == words
 
@@ -36,20 +40,22 @@ def test_a_link_is_named_by_round_trip_and_rates(text: str, cable: Cable, words:
 @pytest.mark.parametrize("text", ["", "far", "20,10", "20,10,50,1", "20,0,1", "-5", "nan"])
 def test_what_is_no_link_is_refused_by_its_form(text: str, capsys) -> None:
     with pytest.raises(ValueError, match="MS,UP,DOWN"):
-        parse_cable(text)
+        LinkShape.parse(text)
     with pytest.raises(SystemExit):
         parse(["up", f"--link={text}"])
     assert "--link" in capsys.readouterr().err
 
 
 def test_the_demo_paces_what_is_too_quick_unless_told_otherwise() -> None:
-    assert demo_conditions(parse(["demo"]), "reference") == ConditionSettings(pace=30, link=Cable(20))
-    assert demo_conditions(parse(["demo"]), "smollm2") == ConditionSettings(link=Cable(30))
+    assert demo_conditions(parse(["demo"]), "reference") == ConditionSettings(pace=30, link=LinkShape.of(rtt_ms=20))
+    assert demo_conditions(parse(["demo"]), "smollm2") == ConditionSettings(link=LinkShape.of(rtt_ms=30))
     given = parse(["demo", "--pace", "0", "--link", "5"])
-    assert demo_conditions(given, "reference") == ConditionSettings(link=Cable(5))
-    assert demo_conditions(parse(["demo", "--pace", "9"]), "smollm2") == ConditionSettings(pace=9, link=Cable(30))
+    assert demo_conditions(given, "reference") == ConditionSettings(link=LinkShape.of(rtt_ms=5))
+    assert demo_conditions(parse(["demo", "--pace", "9"]), "smollm2") == ConditionSettings(
+        pace=9, link=LinkShape.of(rtt_ms=30)
+    )
     assert parse(["up"])(ConditionSettings) == ConditionSettings()
-    assert ConditionSettings(pace=30, link=Cable(20)).words == "target paced at 30 ms, link 20 ms"
+    assert ConditionSettings(pace=30, link=LinkShape.of(rtt_ms=20)).words == "target paced at 30 ms, link 20 ms"
 
 
 def test_edges_see_each_verifier_behind_a_link_of_its_own(monkeypatch) -> None:

@@ -10,16 +10,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider.deploy import demo
-from outrider.deploy.commands.conditions import Cable, ConditionSettings
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.decode_options import BuiltInPrompts
 from outrider.deploy.demo import ComparedTexts
+from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import DrafterShelf
 from outrider.edge import Completion
 from outrider.edge.preparation import Ready
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, FinishReason
 
-EMULATED = ConditionSettings(pace=30, link=Cable(20))
+EMULATED = ConditionSettings(pace=30, link=LinkShape.of(rtt_ms=20))
 
 
 def compared(ratio: float) -> ComparedTexts:

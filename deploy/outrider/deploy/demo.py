@@ -17,8 +17,9 @@ from outrider.cloud.models.family_index import embedded_targets
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, choose_prompts, held_out, read_prompts
-from outrider.deploy.commands.conditions import Cable, ConditionSettings
+from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.decode_options import BuiltInPrompts, DemoSettings
+from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.local.local_cluster import local_cluster
 from outrider.deploy.process.progress import waiting
 from outrider.deploy.show import LiveText
@@ -107,7 +108,8 @@ async def _demo(given: Given) -> int:
 
 def demo_conditions(given: Given, target: str) -> ConditionSettings:
     """Return the conditions that are asked for; an embedded target is paced, since its own steps are too quick."""
-    pace, link = (30.0, Cable(20.0)) if target in embedded_targets() else (0.0, Cable(30.0))
+    paced = target in embedded_targets()
+    pace, link = (30.0, LinkShape(0.02)) if paced else (0.0, LinkShape(0.03))
     asked = given.fields(ConditionSettings)
     return ConditionSettings(
         pace=pace if asked["pace"] is None else asked["pace"], link=link if asked["link"] is None else asked["link"]

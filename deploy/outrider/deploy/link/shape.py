@@ -79,6 +79,38 @@ class LinkShape:
             queue_bytes=int(queue_kib * 1024),
         )
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `MS` or `MS,UP,DOWN`, with rates in Mbit/s; raise `ValueError` for anything else."""
+        form = f"{text!r} is neither MS nor MS,UP,DOWN, such as 20 or 20,10,50"
+        try:
+            rtt_ms, *rates = map(float, text.split(","))
+        except ValueError:
+            raise ValueError(form) from None
+        if len(rates) not in (0, 2) or not (0 <= rtt_ms < math.inf and all(0 < rate < math.inf for rate in rates)):
+            raise ValueError(form)
+        return cls.of(rtt_ms=rtt_ms, **dict(zip(("up_mbit", "down_mbit"), rates, strict=False)))
+
+    def __bool__(self) -> bool:
+        """Return whether there is a link at all."""
+        return self != LinkShape()
+
+    def __str__(self) -> str:
+        return ",".join(f"{number:g}" for number in self._numbers)
+
+    @property
+    def words(self) -> str:
+        """Name in outputs, such as `link 20 ms, 10/50 Mbit/s`."""
+        rtt_ms, *rates = self._numbers
+        shown = ", {:g}/{:g} Mbit/s".format(*rates) if rates else ""
+        return f"link {rtt_ms:g} ms{shown}" if self else "no link between"
+
+    @property
+    def _numbers(self) -> tuple[float, ...]:
+        """Round trip in ms, and rates in Mbit/s where there are limits."""
+        rates = (self.up_bytes_per_s, self.down_bytes_per_s)
+        return 1e3 * self.rtt_s, *(rate / BYTES_PER_MBIT for rate in rates if rate < math.inf)
+
     @property
     def up(self) -> WayShape:
         """Direction from the edge."""

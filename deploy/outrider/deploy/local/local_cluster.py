@@ -11,13 +11,12 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.deploy.commands.conditions import Cable
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.process.progress import stage
 from outrider.deploy.process.termination import WATCH
@@ -60,7 +59,7 @@ async def local_cluster(
     verifiers: int = 1,
     coordinator: Mapping[str, Any] | None = None,
     trainer: TrainerSettings | None = None,
-    link: Cable | None = None,
+    link: LinkShape | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Start a local Ray cluster with `verifiers` actors of one target and a coordinator; end them all on leaving.
 
@@ -124,7 +123,7 @@ async def local_cluster(
 
             check_reads_tokens(trainer, (info["tokenizer_sha256"] for info in infos.values()))
         # What is relayed passes the link in front of the coordinator.
-        shape = LinkShape.of(**asdict(link)) if link else None
+        shape = link or None
         far = FarFleet(shape, start) if shape is not None and not coordinator_config.relay else None
         listen = coordinator_config.listen
         if shape is not None:
