@@ -12,7 +12,7 @@ from echo_server import connected, echo_server
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.deploy.cli import parse
-from outrider.deploy.commands.conditions import ConditionSettings
+from outrider.deploy.commands.serving_options import ConditionSettings
 from outrider.deploy.demo import demo_conditions
 from outrider.deploy.link.shape import LinkShape
 

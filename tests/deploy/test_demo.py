@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider.deploy import demo
-from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.decode_options import BuiltInPrompts
+from outrider.deploy.commands.serving_options import ConditionSettings
 from outrider.deploy.demo import ComparedTexts
 from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import DrafterShelf

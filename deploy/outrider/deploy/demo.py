@@ -17,8 +17,8 @@ from outrider.cloud.models.family_index import embedded_targets
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.arguments import Given
 from outrider.deploy.built_in_prompts import Prompt, choose_prompts, held_out, read_prompts
-from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.decode_options import BuiltInPrompts, DemoSettings
+from outrider.deploy.commands.serving_options import ConditionSettings
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.local.local_cluster import local_cluster
 from outrider.deploy.process.progress import waiting
@@ -87,7 +87,7 @@ async def _demo(given: Given) -> int:
         console.print("(the link is emulated; --link 0: none)")
     config = replace(config, min_step_s=conditions.pace / 1e3)
     bare = None
-    async with local_cluster(config, verifiers=given(DemoSettings).verifiers, link=conditions.link) as cluster:
+    async with local_cluster(config, verifiers=conditions.verifiers, link=conditions.link) as cluster:
         compared = await _compare(cluster.coordinator, config.target, given, console)
         if conditions.pace and cluster.near is not None:
             with waiting("the same on bare loopback, at the target's own speed"):
@@ -110,10 +110,8 @@ def demo_conditions(given: Given, target: str) -> ConditionSettings:
     """Return the conditions that are asked for; an embedded target is paced, since its own steps are too quick."""
     paced = target in embedded_targets()
     pace, link = (30.0, LinkShape(0.02)) if paced else (0.0, LinkShape(0.03))
-    asked = given.fields(ConditionSettings)
-    return ConditionSettings(
-        pace=pace if asked["pace"] is None else asked["pace"], link=link if asked["link"] is None else asked["link"]
-    )
+    asked = {name: value for name, value in given.fields(ConditionSettings).items() if value is not None}
+    return ConditionSettings(**{"pace": pace, "link": link} | asked)
 
 
 def _reasons(

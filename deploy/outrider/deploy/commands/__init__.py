@@ -2,7 +2,6 @@
 
 edge_options      chat, edge, doctor
 decode_options    run, demo
-conditions        the price of a local cluster's target and the link to it, for up and demo
 serving_options   up, coordinator, verifier
 training_options  train, export
 operating         status, scale, certs, key, link, submit

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from outrider.cloud.verifier_config import TARGET
 from outrider.deploy.arguments import Command, part
-from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.edge_options import (
     CHOSEN,
     GrammarSettings,
@@ -17,7 +16,7 @@ from outrider.deploy.commands.edge_options import (
     StopSettings,
     edge_part,
 )
-from outrider.deploy.commands.serving_options import found_target
+from outrider.deploy.commands.serving_options import ConditionSettings, found_target
 from outrider.edge.edge_config import CONNECTION, DRAFTING, SHARING, EdgeConfig
 from outrider.proto.plumbing.files import cache_folder
 from outrider.proto.settings import Settings, at_least, option
@@ -34,10 +33,9 @@ class BuiltInPrompts(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings(Settings):
-    """Output and size of the demonstration."""
+    """Output of the demonstration."""
 
     quiet: bool = option(False, "print only the table")
-    verifiers: int = option(1, "number of verifiers", check=at_least(1))
 
 
 RUN = Command(

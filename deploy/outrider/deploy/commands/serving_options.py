@@ -9,7 +9,7 @@ from outrider.cloud.learning.trainer_settings import TrainerSettings
 from outrider.cloud.verifier_config import AUTO, ENGINE, HERE, LEARNING, SERVING, TARGET, VerifierConfig
 from outrider.coordinator.coordinator_config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, Part, part
-from outrider.deploy.commands.conditions import ConditionSettings
+from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option
@@ -20,10 +20,25 @@ LISTENING = ("listen", "insecure_listen", "connections_per_address", "metrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpSettings(Settings):
-    """Size of a local cluster."""
+class ConditionSettings(Settings):
+    """Size of a local cluster, the price of its target, and the link to it."""
 
     verifiers: int = option(1, "number of verifiers", check=at_least(1))
+    pace: float = option(
+        0.0, "minimum time of a target step, in place of a larger target; 0: its own", metavar="MS", check=at_least(0)
+    )
+    link: LinkShape = option(
+        LinkShape(),
+        "emulated link between edges and this cluster: round trip, and rates from and to the edge in Mbit/s; 0: none",
+        metavar="MS[,UP,DOWN]",
+        parse=LinkShape.parse,
+    )
+
+    @property
+    def words(self) -> str:
+        """Price and link in outputs, such as `target paced at 30 ms, link 20 ms`."""
+        paced = f"target paced at {self.pace:g} ms" if self.pace else "target at its own speed"
+        return f"{paced}, {self.link.words}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +100,6 @@ UP = Command(
             ACCESS,
         ),
         part(ServerTls, defaults=NO_CERTIFICATE),
-        part(UpSettings),
         part(ConditionSettings),
         found_target(TARGET, SERVING, ENGINE, HERE, LEARNING),
         part(TrainerSettings, *TEACHING),

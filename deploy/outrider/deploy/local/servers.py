@@ -15,13 +15,12 @@ from outrider.cloud.models.family_index import find_target
 from outrider.cloud.verifier_config import AUTO, VerifierConfig
 from outrider.coordinator.coordinator_config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
-from outrider.deploy.commands.conditions import ConditionSettings
 from outrider.deploy.commands.serving_options import (
     ActorSettings,
+    ConditionSettings,
     FixedVerifierSettings,
     SecretSettings,
     TrainerActorSettings,
-    UpSettings,
 )
 from outrider.deploy.credentials import lease_secret, serving_tls
 from outrider.deploy.local.local_cluster import catalogue_folders, check_ports, local_cluster
@@ -54,7 +53,7 @@ def up(given: Given) -> int:
 
 async def _up(given: Given) -> int:
     asked = given.fields(CoordinatorConfig)
-    verifiers, conditions = given(UpSettings).verifiers, given(ConditionSettings)
+    conditions = given(ConditionSettings)
     config = given(
         VerifierConfig,
         metrics_listen="127.0.0.1:0" if asked["metrics_listen"] else "",
@@ -72,13 +71,15 @@ async def _up(given: Given) -> int:
         learning = replace(learning, min_keys=1, key_share=1.0)  # all texts are one key's, and all edges are
     async with local_cluster(
         config,
-        verifiers=verifiers,
+        verifiers=conditions.verifiers,
         coordinator=asked | {"tls": tls, "votes_a_day": VOTES_A_DAY},
         trainer=learning,
         link=conditions.link,
     ) as running:
         stop = set_when_asked_to_end()
-        print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}", flush=True)
+        print(
+            f"coordinator on {running.coordinator}, {conditions.verifiers} verifier(s) of {config.target}", flush=True
+        )
         if conditions.pace or conditions.link:
             print(f"{conditions.words}: emulated, to show what a larger and a farther target is like", flush=True)
         for name, address in running.metrics_addresses.items():
