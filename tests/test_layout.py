@@ -59,7 +59,7 @@ ROOMS = {room: folder for room, folder in lines.ROOMS.items() if room != "tests"
 # What runs a command; the settings, the tables and the machines that they share are other modules.
 COMMANDS = {
     *("deploy.certs", "deploy.status", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
-    *("deploy.submit", "deploy.training"),
+    *("deploy.link_command", "deploy.submit", "deploy.training"),
     "research.traces",
 }
 Graph = dict[str, set[str]]

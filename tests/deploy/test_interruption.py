@@ -97,7 +97,7 @@ def test_what_a_command_has_started_ends_with_it() -> None:
     words = ["link", "--to", "127.0.0.1:1"]
     program = (
         "import subprocess, sys\n"
-        "import outrider.deploy.link.link_command as command\n"
+        "import outrider.deploy.link_command as command\n"
         "def link(given):\n"
         "    subprocess.Popen(['/bin/sh', '-c', 'sleep 600 & sleep 600 & wait'], start_new_session=True)\n"
         "    print('started', flush=True)\n"
@@ -110,7 +110,7 @@ def test_what_a_command_has_started_ends_with_it() -> None:
 
 def test_a_main_thread_that_does_not_listen_is_ended_without_it() -> None:
     program = (
-        "import outrider.deploy.link.link_command as command\n"
+        "import outrider.deploy.link_command as command\n"
         "def link(given):\n"
         "    print('deaf', flush=True)\n"
         "    while True:\n"
@@ -125,7 +125,7 @@ def test_a_main_thread_that_does_not_listen_is_ended_without_it() -> None:
 def test_a_handler_of_rays_that_is_quicker_than_the_watch_is_no_end_of_its_own() -> None:
     program = (
         "import signal, sys, time\n"
-        "import outrider.deploy.link.link_command as command\n"
+        "import outrider.deploy.link_command as command\n"
         "from outrider.deploy.process.termination import EndWatch\n"
         "seen = EndWatch._seen\n"
         "EndWatch._seen = lambda watch, number: (time.sleep(0.1), seen(watch, number))  # the thread is late\n"

@@ -23,7 +23,7 @@ MODULES = (
     "outrider.cloud.serving.verifier_server", "outrider.cloud.target.transformers_backend",
     "transformers.models.llama.modeling_llama", "outrider.coordinator.coordinator_server", "outrider.deploy.cli",
     "outrider.deploy.local.servers", "outrider.deploy.commands.edge_options", "outrider.deploy.commands.operating",
-    "outrider.deploy.commands.serving_options", "outrider.deploy.daemon", "outrider.deploy.link.link_command",
+    "outrider.deploy.commands.serving_options", "outrider.deploy.daemon", "outrider.deploy.link_command",
     "outrider.edge.client", "outrider.edge.daemon.http_server", "outrider.drafters.ngram",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -110,8 +111,8 @@ def demo_conditions(given: Given, target: str) -> ConditionSettings:
     """Return the conditions that are asked for; an embedded target is paced, since its own steps are too quick."""
     paced = target in embedded_targets()
     pace, link = (30.0, LinkShape(0.02)) if paced else (0.0, LinkShape(0.03))
-    asked = {name: value for name, value in given.fields(ConditionSettings).items() if value is not None}
-    return ConditionSettings(**{"pace": pace, "link": link} | asked)
+    asked: dict[str, Any] = {k: v for k, v in given.fields(ConditionSettings).items() if v is not None}
+    return ConditionSettings(**({"pace": pace, "link": link} | asked))
 
 
 def _reasons(

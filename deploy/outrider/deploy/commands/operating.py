@@ -118,5 +118,5 @@ STATUS = Command(
 SCALE = Command("outrider.deploy.local.fleet:scale", (part(ScaleSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
-LINK = Command("outrider.deploy.link.link_command:link", (part(LinkSettings),))
+LINK = Command("outrider.deploy.link_command:link", (part(LinkSettings),))
 SUBMIT = Command("outrider.deploy.submit:submit", (part(SubmitSettings, defaults={"address": job_server}),))
