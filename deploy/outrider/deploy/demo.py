@@ -110,9 +110,11 @@ async def _demo(given: Given) -> int:
 def demo_conditions(given: Given, target: str) -> ConditionSettings:
     """Return the conditions that are asked for; an embedded target is paced, since its own steps are too quick."""
     paced = target in embedded_targets()
-    pace, link = (30.0, LinkShape(0.02)) if paced else (0.0, LinkShape(0.03))
-    asked: dict[str, Any] = {k: v for k, v in given.fields(ConditionSettings).items() if v is not None}
-    return ConditionSettings(**({"pace": pace, "link": link} | asked))
+    fields: dict[str, Any] = (
+        {"pace": 30.0, "link": LinkShape(0.02)} if paced else {"pace": 0.0, "link": LinkShape(0.03)}
+    )
+    asked = given.fields(ConditionSettings)
+    return ConditionSettings(**fields | {name: value for name, value in asked.items() if value is not None})
 
 
 def _reasons(
