@@ -57,8 +57,6 @@ def test_vllms_fields_for_structure_become_grammars(live, fields, grammar) -> No
         ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "leave one out"),
         ({"max_tokens": 0}, "max_tokens", "without echo"),
-        ({"suffix": "}"}, "suffix", "in that of the model"),
-        ({"best_of": 4}, "best_of", "take the best"),
     ],
 )
 def test_what_would_mean_another_answer_is_refused_with_the_reason(live, fields, param, words) -> None:

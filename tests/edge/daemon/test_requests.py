@@ -63,7 +63,6 @@ def test_a_value_out_of_range_or_of_another_type_is_refused_by_name(field, bad) 
         (ChatRequest, "web_search_options", {}, None),
         (CompletionRequest, "suffix", "end", ""),
         (CompletionRequest, "best_of", 3, 1),
-        (CompletionRequest, "skip_special_tokens", False, True),
     ],
 )
 def test_what_is_not_done_here_is_refused_unless_it_asks_for_nothing(kind, field, refused, trivial) -> None:
@@ -304,7 +303,6 @@ HOSTILE = [
     b'{"model":"tiny","prompt":"x","\\ud800":1}',
     b'{"model":"tiny","messages":[{"role":"user","content":"\\udfff"}]}',
     b'{"model":"tiny","prompt":"x","temperature":NaN}',
-    b'{"model":"tiny","prompt":"x","temperature":-Infinity}',
     b'{"model":"tiny","prompt":"x","temperature":1e999}',
     b'{"model":"tiny","prompt":"x","seed":' + b"9" * 100_000 + b"}",
     b'{"model":"tiny","prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",

@@ -322,12 +322,10 @@ def test_the_operator_may_name_the_format(start, scripted) -> None:
             "tools[0].function.parameters",
         ),
         ({"tools": [CLOCK, CLOCK]}, "tools"),
-        ({"tools": [CLOCK] * 200}, "tools"),
         ({"tools": [CLOCK], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
         ({"tools": [CLOCK], "prediction": {"type": "content", "content": "x"}}, "tools"),
         (
             {

@@ -233,3 +233,12 @@ def test_a_target_without_tools_says_so_in_each_api(live) -> None:
     for reply in (respond(live), say(live)):
         assert reply.status == 400
         assert "shows no tools to the model" in reply.json["error"]["message"]
+
+
+def test_what_follows_a_call_in_one_commit_is_no_part_of_its_arguments(hermes) -> None:
+    hermes.client.pieces = ['<tool_call>\n{"name": "now", "arguments": {', "}}\n</tool_call> So."]
+    for more in ({}, {"include": ["message.output_text.logprobs"]}):
+        *_, call, said = events(respond(hermes, stream=True, **more))[-1]["response"]["output"]
+        assert (call["arguments"], said["content"][0]["text"]) == ("{}", " So.")
+    deltas = [e for e in events(say(hermes, stream=True)) if e["type"] == "content_block_delta"]
+    assert [delta["index"] for delta in deltas] == [0, 0, 1]
