@@ -34,7 +34,7 @@ from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.plumbing.cores import available_cores
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.session import Drafted, VerifierSession
+from outrider.proto.session import Drafted
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import VerifierSession
 from outrider.proto.types import DraftToken
