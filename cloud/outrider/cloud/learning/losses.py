@@ -6,7 +6,7 @@ tokens S and the mass outside. The drafter reads each text once; the target's ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.learning.lesson_record import TOP, LessonRecord
+from outrider.cloud.training.teacher import passes
 from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import TorchNoise
@@ -129,6 +130,9 @@ class _Passage:
     tokens: np.ndarray
     places: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     @classmethod
     def of(cls, record: LessonRecord) -> _Passage:
         places = record.positions.astype(np.int64) - record.start - 1  # of the token before
@@ -138,12 +142,12 @@ class _Passage:
 
 def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: Loss) -> JudgedRows | None:
     """Return the rows of `records` with what `loss` reads, as the drafter sees them now; None: there are none."""
-    passages = sorted((_Passage.of(record) for record in records if len(record)), key=lambda each: len(each.tokens))
+    passages = sorted((_Passage.of(record) for record in records if len(record)), key=len)
     if not passages:
         return None
 
     def log_probabilities() -> torch.Tensor:
-        return torch.cat([_read(drafter, part) for part in _parts(passages)])
+        return torch.cat([_read(drafter, part) for part in passes(passages, TOKENS_PER_PASS)])
 
     def gathered(name: str, dtype: type) -> torch.Tensor:
         parts = [np.asarray(getattr(passage.record, name)) for passage in passages]
@@ -171,22 +175,13 @@ def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: 
     )
 
 
-def _parts(passages: Sequence[_Passage]) -> Iterator[Sequence[_Passage]]:
-    """Divide passages, shortest first, into passes of at most `TOKENS_PER_PASS` or of one passage."""
-    first = 0
-    for end in range(1, len(passages) + 1):
-        if end == len(passages) or (end + 1 - first) * len(passages[end].tokens) > TOKENS_PER_PASS:
-            yield passages[first:end]
-            first = end
-
-
 def _read(drafter: AdaptedDrafter, passages: Sequence[_Passage]) -> torch.Tensor:
     """Return the log-probabilities [n, vocab] of the passages' rows, in the order of their places in each."""
-    longest = max(len(passage.tokens) for passage in passages)
+    longest = max(map(len, passages))
     tokens = torch.zeros(len(passages), longest, dtype=torch.int64)  # zeros to the right: a causal model never looks
     sources = []
     for index, passage in enumerate(passages):
-        tokens[index, : len(passage.tokens)] = torch.from_numpy(passage.tokens.astype(np.int64))
+        tokens[index, : len(passage)] = torch.from_numpy(passage.tokens.astype(np.int64))
         sources.append(torch.from_numpy(passage.places) + index * longest)
     log_q: torch.Tensor = drafter(tokens, torch.cat(sources))
     return log_q

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -27,6 +27,17 @@ FACTS = "teacher.json"
 BATCH = "part-{:06d}.safetensors"
 LEAST = 1e-6  # probability of all tokens beyond the best that the loss tells from none
 MARKED_TOKENS = 4096  # by whose embeddings a target is known
+
+_Sized = TypeVar("_Sized", bound=Sized)
+
+
+def passes(ordered: Sequence[_Sized], tokens: int) -> Iterator[Sequence[_Sized]]:
+    """Divide what grows in length into parts of at most `tokens` tokens, padding included, or of one each."""
+    first = 0
+    for end in range(1, len(ordered) + 1):
+        if end == len(ordered) or (end + 1 - first) * len(ordered[end]) > tokens:
+            yield ordered[first:end]
+            first = end
 
 
 def target_mark(target: PreTrainedModel) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from transformers import DynamicCache, PreTrainedModel
 
 from outrider.cloud.models.family_index import load_causal_lm, load_tokenizer
-from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, target_mark
+from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows, passes, target_mark
 from outrider.cloud.training.training_report import Reporter, duration
 from outrider.cloud.training.training_settings import TeacherWriting
 from outrider.proto.errors import Cancelled, InvalidArgument
@@ -43,6 +43,9 @@ class Opening:
     tokens: list[int]
     first: int
     reads: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 def write_teacher(
@@ -137,7 +140,7 @@ class _Writer:
             openings += self._openings_of_answers(rows)
         openings = [self._cut(opening, choose) for opening in openings]
         read = [opening for opening in openings if opening.reads]
-        answered = sorted((o for o in openings if not o.reads), key=lambda o: len(o.tokens))
+        answered = sorted((opening for opening in openings if not opening.reads), key=len)
         greedy = torch.from_numpy(choose.random(len(answered)) < config.greedy)
 
         parts = []
@@ -211,8 +214,12 @@ class _Writer:
 
 def _entries(path: Path) -> list[Mapping[str, Any]]:
     """Return what a file holds; documents are in pieces of at most `PIECE` characters."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.split("\n") if path.suffix == ".jsonl" else [json.dumps({"text": text})]
     entries: list[Mapping[str, Any]] = []
-    for number, line in _lines(path):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             match json.loads(line):
                 case {"text": str() as text} if text.strip():
@@ -228,14 +235,6 @@ def _entries(path: Path) -> list[Mapping[str, Any]]:
     if not entries:
         raise InvalidArgument(f"{path} holds no text", field="texts")
     return entries
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    if path.suffix != ".jsonl":
-        yield 1, json.dumps({"text": path.read_text(encoding="utf-8")})
-        return
-    with path.open(encoding="utf-8") as lines:
-        yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
 
 
 @torch.inference_mode()
@@ -311,24 +310,15 @@ def read_rows(
 
     `report` is called with the tokens read after every pass.
     """
-    ordered = sorted(openings, key=lambda o: len(o.tokens))
+    ordered = sorted(openings, key=len)
     best: list[BestTokens] = []
-    for group in _groups(ordered, TOKENS_A_PASS):
-        longest = len(group[-1].tokens)
-        batch = torch.tensor([o.tokens + [0] * (longest - len(o.tokens)) for o in group], device=model.device)
+    for group in passes(ordered, TOKENS_A_PASS):
+        longest = len(group[-1])
+        batch = torch.tensor([o.tokens + [0] * (longest - len(o)) for o in group], device=model.device)
         logits = model(input_ids=batch, use_cache=False).logits
         for row, opening in zip(logits, group, strict=True):
-            best.append(BestTokens.of(row[opening.first - 1 : len(opening.tokens) - 1].float().log_softmax(-1)))
+            best.append(BestTokens.of(row[opening.first - 1 : len(opening) - 1].float().log_softmax(-1)))
         report(sum(map(len, best[-len(group) :])))
     texts = [torch.tensor(o.tokens, dtype=torch.int32) for o in ordered]
     rows = TeacherRows.of(texts, [o.first for o in ordered], torch.zeros(len(ordered), dtype=torch.bool))
     return rows, BestTokens.joined(best)
-
-
-def _groups(ordered: Sequence[Opening], tokens: int) -> Iterator[Sequence[Opening]]:
-    """Split rows that grow in length into passes of some `tokens` tokens."""
-    first = 0
-    for last in range(1, len(ordered) + 1):
-        if last == len(ordered) or (last + 1 - first) * len(ordered[last].tokens) > tokens:
-            yield ordered[first:last]
-            first = last
