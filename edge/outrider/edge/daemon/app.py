@@ -22,7 +22,6 @@ from outrider.edge.daemon.http_errors import MESSAGES, json_response
 from outrider.edge.daemon.messages import COUNT_TOKENS, messages_routes
 from outrider.edge.daemon.responses import ResponsesApi
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
-from outrider.proto.plumbing.access import Keys
 from outrider.proto.release import release
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -52,13 +51,12 @@ PAGE_HEADERS = {
 class Api:
     """The handlers of all routes."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, auth: Auth) -> None:
         self._service = service
+        self._auth = auth
         self._started = int(time.time())
-        self._keys: Keys | None = None
 
-    def application(self, auth: Auth) -> Guard:
-        self._keys = auth.keys
+    def application(self) -> Guard:
         routes = [
             Route(CHAT, TextEndpoint(self._service, ChatRequest, _chat), methods=["POST"]),
             Route(COMPLETIONS, TextEndpoint(self._service, CompletionRequest, _completion), methods=["POST"]),
@@ -72,7 +70,7 @@ class Api:
             Route("/metrics", self._exposition, methods=["GET"]),
             *page_routes(),
         ]
-        return Guard(Router(routes, redirect_slashes=False), auth, self._service.http_metrics, ROUTES)
+        return Guard(Router(routes, redirect_slashes=False), self._auth, self._service.http_metrics, ROUTES)
 
     async def _models(self, request: HttpRequest) -> Response:  # noqa: ARG002 - Starlette's signature
         return json_response({"object": "list", "data": [self._card(self._service.cloud.serving())]})
@@ -94,14 +92,14 @@ class Api:
 
     async def _health(self, request: HttpRequest) -> Response:
         """Answer with the status, and with what it is due to where a request needs no key, or shows one."""
-        cloud = self._service.cloud
+        cloud, keys = self._service.cloud, self._auth.keys
         status, reason = cloud.health
         drafter = cloud.client.drafter_name
-        if self._keys is not None and request.scope["state"]["key"] is None:
+        if keys is not None and request.scope["state"]["key"] is None:
             reason, drafter = WITH_A_KEY if reason else "", ""
         if self._service.limiter.draining:
             status, reason = "unavailable", SHUTTING_DOWN
-        elif self._keys is not None and self._keys.unusable:
+        elif keys is not None and keys.unusable:
             status, reason = "unavailable", "every API key is refused: the file of keys is unusable; the log says why"
         body = {"status": status, "reason": reason, "drafter": drafter}
         if status == "unavailable":

@@ -58,7 +58,7 @@ class ToolSupport:
     def of(cls, source: TemplateSource | None, tokenizer: Tokenizer, name: str = AUTO) -> ToolSupport:
         """Find out by a chat template, and the operator's `--tool-format`."""
         if source is None:
-            return NO_TOOLS
+            return cls()
         template = source.with_tools or source.text
         if not knows_tools(template):
             return cls(why_not="has a chat template that shows no tools to the model; leave tools out")
@@ -71,9 +71,6 @@ class ToolSupport:
         return cls(spoken, "", template, special)
 
 
-NO_TOOLS = ToolSupport()
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """Parts that answer requests once the client is prepared."""
@@ -81,7 +78,7 @@ class Served:
     ready: Ready
     template: TemplateProcess | None
     tokens: TokenText
-    tools: ToolSupport = NO_TOOLS
+    tools: ToolSupport = field(default_factory=ToolSupport)
 
     def check_model(self, model: str) -> None:
         """Raise `ApiError` 404 for another model than the one here."""

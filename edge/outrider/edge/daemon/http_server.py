@@ -70,7 +70,7 @@ class Daemon:
             self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s, unknown_fields=unknown
         )
         self._host, self._port = split_address(config.listen, "listen")
-        self._app = Api(service).application(Auth(self._host, keys, config.allow_host, config.allow_origin))
+        self._app = Api(service, Auth(self._host, keys, config.allow_host, config.allow_origin)).application()
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
