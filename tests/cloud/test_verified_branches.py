@@ -18,7 +18,7 @@ from outrider.cloud.serving.batching import Share
 from outrider.cloud.serving.runner import ModelRunner
 from outrider.cloud.serving.slots import Outbox, Slot
 from outrider.cloud.target.backend import VerificationBranch
-from outrider.cloud.target.branch_cache import BranchCache
+from outrider.cloud.target.kv_cache import BranchCache
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import BlockBranch, DraftToken, FinishReason, Open, Sampling, token_ids
 

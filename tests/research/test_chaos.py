@@ -13,8 +13,7 @@ from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.sessions import Sessions
-from outrider.coordinator.key_places import KeyPlaces
-from outrider.coordinator.lease_admission import CallerAdmission
+from outrider.coordinator.lease_admission import CallerAdmission, KeyPlaces
 from outrider.proto.plumbing.loop_watch import Stillness
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.received import ReceivedDrafts

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.benchmark.bench_verifier import VerifierProcess
-from outrider.bench.benchmark.measure import Measured, measure_text
+from outrider.bench.bench_command import Measured, measure_text
+from outrider.bench.bench_verifier import VerifierProcess
 from outrider.cloud.serving.runner import StepTiming
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.built_in_prompts import held_out

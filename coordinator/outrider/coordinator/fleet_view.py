@@ -12,8 +12,14 @@ from functools import cache
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.lease_admission import RESUME_S
 from outrider.coordinator.queue import RETRY_WHEN_FULL_S, KeyShare, PlaceQueue, PlaceTicket
-from outrider.proto.errors import NotFound, OutriderError, ResourceExhausted, TokenizerMismatch, Unavailable
-from outrider.proto.near import did_you_mean
+from outrider.proto.errors import (
+    NotFound,
+    OutriderError,
+    ResourceExhausted,
+    TokenizerMismatch,
+    Unavailable,
+    did_you_mean,
+)
 from outrider.proto.types import LeaseRequest
 
 MAX_REMEMBERED = 1 << 16  # beginnings: those of some 3,000 long texts

@@ -27,7 +27,7 @@ from outrider.edge.link.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget
+from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     Disconnected,
@@ -47,7 +47,6 @@ from outrider.proto.session import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.session.silence import SilenceWatch, Silent
 from outrider.proto.types import (
     CloudFrame,
     EdgeFrame,

@@ -20,7 +20,7 @@ from outrider.cloud.target import target as target_module
 from outrider.cloud.target.backend import StepRow
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.drafters.token_text import TokenDecoder
-from outrider.edge import text as text_module
+from outrider.edge import event_stream as text_module
 from outrider.proto import types as settings_module
 from outrider.proto.session import verifier
 from outrider.proto.session.stream import EdgeStream

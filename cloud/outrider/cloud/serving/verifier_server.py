@@ -31,8 +31,7 @@ from outrider.proto.address import is_local_address
 from outrider.proto.channel import REPORT_METHOD, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
 from outrider.proto.lease import check_coordinator
-from outrider.proto.plumbing.connections import BoundedHealth, ConnectionWatch, connection_options
-from outrider.proto.plumbing.half_open import token_in
+from outrider.proto.plumbing.connections import BoundedHealth, ConnectionWatch, connection_options, token_in
 from outrider.proto.plumbing.logs import about
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
