@@ -15,8 +15,8 @@ from outrider.coordinator.cluster import Cluster
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.proto import codec
+from outrider.proto.cluster_status import decode_status
 from outrider.proto.rpc_errors import from_rpc_error
-from outrider.proto.status import decode_status
 
 SECRET = b"0123456789abcdef"
 ENCODERS: dict[str, Callable[..., bytes]] = {

@@ -14,9 +14,9 @@ import grpc.aio
 
 from outrider.coordinator.cluster import SendAway, VerifierInfo, VerifierState
 from outrider.proto.channel import REPORT_METHOD
+from outrider.proto.cluster_status import TrainerStatus
 from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, MANIFEST
 from outrider.proto.errors import NotFound, Unavailable
-from outrider.proto.status import TrainerStatus
 from outrider.proto.tokenizer import tokenizer_hash
 
 TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})

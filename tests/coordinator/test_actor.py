@@ -20,8 +20,8 @@ import pytest
 from outrider.cloud.serving.verifier_actor import VerifierActor, start_verifier_actor
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.coordinator.cluster import VerifierInfo
+from outrider.proto.cluster_status import VerifierStatus
 from outrider.proto.errors import ConfigError
-from outrider.proto.status import VerifierStatus
 
 Build = Callable[..., VerifierActor]
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.coordinator_config import CoordinatorConfig
 from outrider.coordinator.coordinator_metrics import MAX_MODELS, CoordinatorMetrics
+from outrider.proto.cluster_status import TrainerStatus
 from outrider.proto.errors import ConfigError, NotFound
-from outrider.proto.status import TrainerStatus
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 

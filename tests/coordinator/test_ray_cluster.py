@@ -23,8 +23,8 @@ from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.ray_cluster import RayCluster
 from outrider.deploy.local.local_cluster import _start_local_ray
+from outrider.proto.cluster_status import TrainerStatus
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
-from outrider.proto.status import TrainerStatus
 from outrider.proto.types import LeaseRequest
 
 pytestmark = pytest.mark.ray

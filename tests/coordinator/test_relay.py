@@ -22,6 +22,7 @@ from outrider.coordinator.coordinator_metrics import RelayMetrics
 from outrider.coordinator.relay import StreamRelay
 from outrider.proto import codec
 from outrider.proto.channel import LEASE_METADATA
+from outrider.proto.cluster_status import RelayStatus
 from outrider.proto.errors import (
     Internal,
     LeaseExpired,
@@ -33,7 +34,6 @@ from outrider.proto.errors import (
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.rpc_errors import from_rpc_error, to_status
-from outrider.proto.status import RelayStatus
 from outrider.proto.streams import CLIENT_GONE
 from outrider.proto.types import LeaseRequest
 

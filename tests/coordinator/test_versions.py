@@ -15,8 +15,8 @@ from fake_cluster import ScriptedCluster, ready, write_package
 
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_LEAD, MAX_VOTERS, VersionState
+from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error
-from outrider.proto.status import VersionStatus
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 Coordinating = Callable[..., AbstractAsyncContextManager[Any]]

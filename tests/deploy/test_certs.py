@@ -183,7 +183,7 @@ def test_a_key_file_that_holds_none_is_refused_by_its_option(tmp_path, content):
 
 
 def test_public_authorities_are_named_public():
-    options = parsed("status", "--drain", "verifier", "--coordinator", "c.example:443", "--tls-ca", "public")
+    options = parsed("drain", "verifier", "--coordinator", "c.example:443", "--tls-ca", "public")
     assert security(options).tls == ClientTls(PUBLIC)
 
 

@@ -194,7 +194,7 @@ def test_what_to_type_next_fits_the_options_and_is_understood(options, needed) -
     typed = [shlex.split(line) for line in lines if line.startswith("  outrider")]
     assert [words[1] for words in typed] == ["edge", "chat", "run", "status", "status"]
     assert f"  outrider run {needed} 'Once upon a time'" in lines
-    assert f"  outrider status {needed} --drain verifier-0" in lines
+    assert f"  outrider drain verifier-0 {needed}" in lines
     assert f"  outrider edge {needed.replace('--tls-', '--cloud-tls-')}" in lines
     for words in typed:
         parse(words[1:])

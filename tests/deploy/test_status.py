@@ -8,7 +8,7 @@ import itertools
 from rich.console import Console
 
 from outrider.deploy.status import as_json, links_of, tables
-from outrider.proto.status import (
+from outrider.proto.cluster_status import (
     ClassAcceptance,
     ClusterStatus,
     EdgeStatus,

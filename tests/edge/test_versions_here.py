@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from outrider.drafters import DrafterShelf, NgramDrafter
 from outrider.edge import Client, EdgeConfig
+from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.drafter_format import published_name, trial_name
 from outrider.proto.errors import PermissionDenied
-from outrider.proto.status import VersionStatus
 
 KNOWN = (VersionStatus("swift", "7", "retired", why="hits -0.1 against 6 in 20 texts"),)
 READY = SimpleNamespace(shelf=DrafterShelf(NgramDrafter(name="a"), NgramDrafter(name=trial_name("a", "2"))))

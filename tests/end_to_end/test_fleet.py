@@ -17,7 +17,7 @@ from outrider.deploy.local.fleet import scale
 from outrider.deploy.local.local_cluster import local_cluster
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.edge.link.control_client import CoordinatorClient
-from outrider.proto.status import ClusterStatus, VerifierStatus
+from outrider.proto.cluster_status import ClusterStatus, VerifierStatus
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
 

@@ -16,8 +16,8 @@ from outrider.drafters import find_package
 from outrider.drafters.packages import load_package
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.control_client import CoordinatorClient
+from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.drafter_format import MANIFEST
-from outrider.proto.status import VersionStatus
 from outrider.proto.types import Sampling
 
 pytestmark = [pytest.mark.ray, pytest.mark.soak]

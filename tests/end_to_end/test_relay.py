@@ -10,7 +10,7 @@ from fleets import Fleet, fleet
 
 from outrider.coordinator.coordinator_server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
-from outrider.proto.status import RelayStatus
+from outrider.proto.cluster_status import RelayStatus
 from outrider.proto.types import LeaseRequest
 
 PROMPT = "def main(argv):\n"

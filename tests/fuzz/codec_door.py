@@ -11,8 +11,8 @@ from recorded_streams import recorded_stream
 from refusals import check_refusal
 
 from outrider.proto import codec
+from outrider.proto.cluster_status import decode_status, encode_status
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
-from outrider.proto.status import decode_status, encode_status
 
 MAX_LENGTH = 4096
 _FEW = 3000  # tokens that a verifier with a small context takes in one message

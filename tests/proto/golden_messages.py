@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from outrider.proto import codec
 from outrider.proto import types as t
-from outrider.proto.status import (
+from outrider.proto.cluster_status import (
     ClassAcceptance,
     ClusterStatus,
     EdgeStatus,

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.proto import codec
 from outrider.proto import types as t
-from outrider.proto.codec import FILE, Table, many
-from outrider.proto.errors import InvalidArgument, ResourceExhausted
-from outrider.proto.status import (
+from outrider.proto.cluster_status import (
     ClassAcceptance,
     ClusterStatus,
     EdgeStatus,
@@ -24,6 +22,8 @@ from outrider.proto.status import (
     decode_status,
     encode_status,
 )
+from outrider.proto.codec import FILE, Table, many
+from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.v1 import decoding_pb2 as pb
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)

@@ -18,10 +18,10 @@ import grpc.aio
 
 from outrider.coordinator.coordinator_config import StaticVerifier
 from outrider.proto.channel import LEASE_METADATA, REPORT_METHOD
+from outrider.proto.cluster_status import TrainerStatus, VerifierStatus
 from outrider.proto.errors import InvalidArgument, NotFound
 from outrider.proto.lease import sign_coordinator, text_name
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
-from outrider.proto.status import TrainerStatus, VerifierStatus
 from outrider.proto.tokenizer import tokenizer_hash
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.version_trials import VersionState
+from outrider.proto.cluster_status import RelayStatus, TrainerStatus, VersionStatus
 from outrider.proto.errors import OutriderError
-from outrider.proto.status import RelayStatus, TrainerStatus, VersionStatus
 from outrider.proto.types import LeaseRequest, SessionReport
 
 MAX_MODELS = 64  # labels for models in reports, which come from strangers; further ones count as `other`

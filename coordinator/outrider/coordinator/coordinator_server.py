@@ -24,6 +24,7 @@ from outrider.coordinator.service import ControlService
 from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from outrider.proto.cluster_status import ClusterStatus, encode_status
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.connections import (
     BoundedHealth,
@@ -36,7 +37,6 @@ from outrider.proto.plumbing.extras import lacking
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.status import ClusterStatus, encode_status
 from outrider.proto.streams import write_answers
 
 logger = logging.getLogger(__name__)

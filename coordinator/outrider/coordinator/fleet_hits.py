@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from outrider.proto.status import ClassAcceptance
+from outrider.proto.cluster_status import ClassAcceptance
 from outrider.proto.types import (
     LINK_CLASSES,
     MAX_REPORTED_DRAFTERS,

@@ -17,8 +17,8 @@ from ray._private import ray_constants, services
 
 from outrider.coordinator.cluster import SendAway, VerifierInfo, known_fields
 from outrider.coordinator.roster import Roster
+from outrider.proto.cluster_status import TrainerStatus
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unavailable
-from outrider.proto.status import TrainerStatus
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.lease_admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.version_trials import VersionState
+from outrider.proto.cluster_status import ClusterStatus
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -31,7 +32,6 @@ from outrider.proto.plumbing.access import Keys
 from outrider.proto.plumbing.logs import about
 from outrider.proto.release import release
 from outrider.proto.salts import key_salt
-from outrider.proto.status import ClusterStatus
 from outrider.proto.types import (
     NAME,
     PROTOCOL_VERSION,

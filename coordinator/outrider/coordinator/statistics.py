@@ -14,8 +14,8 @@ from pathlib import Path
 
 from outrider.coordinator.fleet_hits import MAX_SHOWN, Drafter, FleetAcceptance
 from outrider.coordinator.version_trials import DrafterVersions, VersionChange, VersionState, hashed
+from outrider.proto.cluster_status import EdgeStatus, VersionStatus
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.status import EdgeStatus, VersionStatus
 from outrider.proto.types import SessionReport
 
 logger = logging.getLogger(__name__)

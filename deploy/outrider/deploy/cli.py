@@ -42,7 +42,7 @@ class Entry:
         return command
 
 
-ON_EDGES = ("chat", "edge", "doctor", "status")  # need less than the others
+ON_EDGES = ("chat", "edge", "doctor", "status", "drain")  # need less than the others
 EDGE = "outrider.deploy.commands.edge_options"
 DECODING = "outrider.deploy.commands.decode_options"
 SERVING = "outrider.deploy.commands.serving_options"
@@ -66,7 +66,8 @@ COMMANDS = {
     "export": Entry("write a drafter as a checked ONNX package", f"{TRAINING}:EXPORT"),
     "submit": Entry("run a command as a job on a Ray cluster, and follow it", f"{OPERATING}:SUBMIT"),
     "scale": Entry("start or drain verifiers of a Ray cluster until it has N", f"{OPERATING}:SCALE"),
-    "status": Entry("show verifiers, drafters, leases and links; drain a verifier", f"{OPERATING}:STATUS"),
+    "status": Entry("show verifiers, drafters, leases and links", f"{OPERATING}:STATUS"),
+    "drain": Entry("move a verifier's sessions to other verifiers", f"{OPERATING}:DRAIN"),
     "certs": Entry("make certificates for tests and closed networks", f"{OPERATING}:CERTS"),
     "key": Entry("make an API key, or forget what one has taught", f"{OPERATING}:KEY"),
     "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),

@@ -28,7 +28,7 @@ from outrider.deploy.targets import with_target
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.edge.chat.rendering import TemplateProcess
 from outrider.edge.link.control_client import CoordinatorClient
-from outrider.proto.status import VerifierStatus
+from outrider.proto.cluster_status import VerifierStatus
 
 QUESTIONS = Path(__file__).parent / "questions.jsonl"
 CHEAP_STEP_MS = 15.0

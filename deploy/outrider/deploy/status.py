@@ -1,4 +1,4 @@
-"""`outrider status`: a cluster's status as tables, or as one JSON object; and the draining of a verifier.
+"""`outrider status`, a cluster's state as tables or as one JSON object, and `outrider drain`.
 
 The JSON object has the fields of `ClusterStatus`. In it
 
@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,14 +29,14 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.deploy.arguments import Given
-from outrider.deploy.commands.operating import StatusSettings
+from outrider.deploy.commands.operating import DrainSettings, StatusSettings
 from outrider.deploy.credentials import security
 from outrider.edge.edge_config import EdgeConfig
 from outrider.edge.features import class_name
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.address import address_of_server
+from outrider.proto.cluster_status import ClusterStatus, TrainerStatus, VerifierStatus, VersionStatus
 from outrider.proto.errors import Unavailable
-from outrider.proto.status import ClusterStatus, TrainerStatus, VerifierStatus, VersionStatus
 from outrider.proto.types import SessionReport
 
 DRAIN_TIMEOUT_S = 60.0
@@ -64,22 +64,12 @@ def status(given: Given) -> int:
 
 
 async def _status(given: Given) -> int:
-    """Drain a verifier if asked to, and show the status, again and again with `--watch`.
-
-    While the coordinator is away, the last status stays.
-    """
-    settings, fields = given(StatusSettings), given.fields(EdgeConfig)
-    address = address_of_server(fields["coordinator"], "coordinator", has_tls=fields["tls_ca"] is not None)
-    options = {"timeout_s": DRAIN_TIMEOUT_S} if settings.drain else {}
-    client = CoordinatorClient(address, security=security(given), **options)
+    """Show the status, again and again with `--watch`; while the coordinator is away, the last one stays."""
+    settings = given(StatusSettings)
     show: Callable[[ClusterStatus], None] = _print_json if settings.json else _print_tables
-    with contextlib.ExitStack() as stack:
-        try:
-            if settings.drain:
-                sessions = await client.drain(settings.drain)
-                words = f"{settings.drain} takes no more sessions; {sessions} were asked to move"
-                Console(stderr=True, highlight=False).print(words, markup=False)
-            seen = await client.status()
+    async with _coordinator(given) as client:
+        seen = await client.status()
+        with contextlib.ExitStack() as stack:
             if settings.watch and not settings.json and Console().is_terminal:
                 live = stack.enter_context(Live(screen=True, auto_refresh=False))
                 show = lambda seen: live.update(tables(seen), refresh=True)  # noqa: E731
@@ -89,9 +79,31 @@ async def _status(given: Given) -> int:
                 with contextlib.suppress(Unavailable):
                     seen = await client.status()
                 show(seen)
-        finally:
-            await client.close()
     return 0
+
+
+def drain(given: Given) -> int:
+    """Run `outrider drain`."""
+    return asyncio.run(_drain(given))
+
+
+async def _drain(given: Given) -> int:
+    name = given(DrainSettings).name
+    async with _coordinator(given, timeout_s=DRAIN_TIMEOUT_S) as client:
+        sessions = await client.drain(name)
+    print(f"{name} takes no more sessions; {sessions} were asked to move")
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _coordinator(given: Given, **options: Any) -> AsyncIterator[CoordinatorClient]:
+    fields = given.fields(EdgeConfig)
+    address = address_of_server(fields["coordinator"], "coordinator", has_tls=fields["tls_ca"] is not None)
+    client = CoordinatorClient(address, security=security(given), **options)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def _print_json(status: ClusterStatus) -> None:

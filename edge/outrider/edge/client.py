@@ -46,7 +46,7 @@ from outrider.proto.session import DrafterSteering, EdgeSession, Selection, Shar
 from outrider.proto.types import Learning, LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
 
 if TYPE_CHECKING:
-    from outrider.proto.status import VersionStatus
+    from outrider.proto.cluster_status import VersionStatus
 
 DESCRIBED_WITHIN_S = 1.0  # by a verifier without a coordinator; if not, its first text tells as much
 REPORT_WITHIN_S = 1.0  # of the client's end
@@ -143,7 +143,7 @@ class Client:
 
         Of its own versions an edge knows no more than which of them were current before.
         """
-        from outrider.proto.status import VersionStatus  # here, since clients seldom ask
+        from outrider.proto.cluster_status import VersionStatus  # here, since clients seldom ask
 
         if self._coordinator is not None:
             try:

@@ -20,9 +20,9 @@ from outrider.edge.daemon.http_server import Daemon
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.link.routes import DirectRoute
 from outrider.edge.preparation import Ready
+from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.status import VersionStatus
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, TokenFacts
 

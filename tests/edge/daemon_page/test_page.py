@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install --group dev")
 from playwright.sync_api import expect
 
-from outrider.proto.status import VersionStatus
+from outrider.proto.cluster_status import VersionStatus
 
 HOSTILE = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
 

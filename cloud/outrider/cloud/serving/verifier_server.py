@@ -29,6 +29,7 @@ from outrider.cloud.target.steering_vectors import load_projections
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import REPORT_METHOD, SERVER_OPTIONS
+from outrider.proto.cluster_status import VerifierStatus
 from outrider.proto.errors import ConfigError, InvalidArgument, OutriderError
 from outrider.proto.lease import check_coordinator
 from outrider.proto.plumbing.connections import BoundedHealth, ConnectionWatch, connection_options, token_in
@@ -38,7 +39,6 @@ from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.status import VerifierStatus
 
 SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 # A client waits with more. A relay has a stream for each session, two more for each that come back, and spare ones.

@@ -1,4 +1,4 @@
-"""Commands that operate a deployment: status, scale, certs, key, link, submit."""
+"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ def job_server() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings(Settings):
-    """Output of a deployment's status, and the verifier to drain before it."""
+    """Output of a deployment's status."""
 
     json: bool = option(False, "print one JSON object")
     watch: float | None = option(None, "refresh every S seconds", metavar="S", check=at_least(0.1))
-    drain: str = option(
-        "", "first have the sessions of this verifier move to others, and admit no more", metavar="NAME"
-    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainSettings(Settings):
+    """The verifier to drain."""
+
+    name: str = option(REQUIRED, "name of the verifier", metavar="NAME", positional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,7 @@ class NewKeySettings(Settings):
     )
     max_sessions: int | None = option(None, "limit of sessions at once; not set: none", check=at_least(1))
     tokens_per_minute: int | None = option(None, "limit of tokens per minute; not set: none", check=at_least(1))
-    admin: bool = option(False, "allow `outrider status`, which can drain verifiers")
+    admin: bool = option(False, "allow `outrider status` and `outrider drain`")
     learning: bool = option(False, "allow learning from its texts, where its edges share them too (--share-texts)")
     append: Path | None = option(None, "keys file to append the key to; not set: its table is printed")
     forget: bool = option(False, "make no key: drop this one's texts that drafters of a Ray cluster would learn from")
@@ -111,10 +115,9 @@ class SubmitSettings(Settings):
     )
 
 
-STATUS = Command(
-    "outrider.deploy.status:status",
-    (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings), part(StatusSettings)),
-)
+CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
+STATUS = Command("outrider.deploy.status:status", (*CONNECTED, part(StatusSettings)))
+DRAIN = Command("outrider.deploy.status:drain", (part(DrainSettings), *CONNECTED))
 SCALE = Command("outrider.deploy.local.fleet:scale", (part(ScaleSettings),))
 CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))

@@ -108,7 +108,7 @@ def next_steps(coordinator: str, model: str, verifier: str, given: Given) -> Ite
     yield f"  outrider chat {needed}"
     yield f"  outrider run {needed} 'Once upon a time'"
     yield f"  outrider status {needed}"
-    yield f"  outrider status {needed} --drain {verifier}"
+    yield f"  outrider drain {verifier} {needed}"
     if elsewhere:
         yield "HOST is a name or address of this machine."
     yield "Ctrl-C ends the cluster."

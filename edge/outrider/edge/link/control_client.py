@@ -20,7 +20,7 @@ from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile, SessionReport
 
 if TYPE_CHECKING:
-    from outrider.proto.status import ClusterStatus
+    from outrider.proto.cluster_status import ClusterStatus
 
 MAX_WAIT_S = 10.0  # between two attempts at a download
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class CoordinatorClient:
 
     async def status(self) -> ClusterStatus:
         """Return the coordinator's whole view."""
-        from outrider.proto.status import decode_status  # here, since clients seldom ask
+        from outrider.proto.cluster_status import decode_status  # here, since clients seldom ask
 
         return await self._call("Status", b"", decode_status)
 
