@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from golden_messages import EXAMPLES
 
-from outrider.proto import types
+from outrider.proto import cluster_status, types
 from outrider.proto.v1 import decoding_pb2
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_bytes.json").read_text())
