@@ -75,7 +75,7 @@ def test_both_ends_count_the_same_decoding_alike(folder) -> None:
         drafter = ScriptedDrafter((0, 0, 0, *text[:10], *(1 for _ in text[10:])))
         metrics = EdgeMetrics()
         async with edge(folder, address, drafter) as client:
-            events = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, observer=metrics.observer("r"))
+            events = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, observer=metrics.observer())
             [_ async for _ in events]
         after = await asyncio.to_thread(scrape, server.metrics_address)
         families = text_string_to_metric_families(metrics.exposition()[0].decode())
