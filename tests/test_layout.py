@@ -189,7 +189,7 @@ def test_only_the_codec_and_the_rpc_errors_know_the_generated_code(root) -> None
         if "v1" not in path.parts and any(name.startswith("outrider.proto.v1") for name in imports(path))
     }
     contract = "proto/outrider/proto"
-    assert users == {f"{contract}/{name}.py" for name in ("codec", "status", "rpc_errors")}
+    assert users == {f"{contract}/{name}.py" for name in ("codec", "cluster_status", "rpc_errors")}
 
 
 def test_ray_is_in_one_file_of_the_coordinator(root) -> None:

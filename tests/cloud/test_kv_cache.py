@@ -578,5 +578,5 @@ def remember_the_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_machine_finds_a_defect(defect, machine, monkeypatch) -> None:
     defect(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # by what a session reads, or by the pool's own search
         run(machine, examples=400)

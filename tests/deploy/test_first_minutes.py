@@ -192,7 +192,7 @@ def test_what_to_type_next_fits_the_options_and_is_understood(options, needed) -
     address = "0.0.0.0:7000" if "--listen" in options else "127.0.0.1:7000"
     lines = list(next_steps(address, "reference", "verifier-0", parse(["up", *options])))
     typed = [shlex.split(line) for line in lines if line.startswith("  outrider")]
-    assert [words[1] for words in typed] == ["edge", "chat", "run", "status", "status"]
+    assert [words[1] for words in typed] == ["edge", "chat", "run", "status", "drain"]
     assert f"  outrider run {needed} 'Once upon a time'" in lines
     assert f"  outrider drain verifier-0 {needed}" in lines
     assert f"  outrider edge {needed.replace('--tls-', '--cloud-tls-')}" in lines

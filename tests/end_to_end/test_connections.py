@@ -322,6 +322,7 @@ async def test_a_call_without_a_message_ends_soon_and_gives_its_place_back(
             cancelled = channel.stream_stream(method)()
             await cancelled.wait_for_connection()
             cancelled.cancel()
+            await until_calls_are_over(channel)
             late = channel.stream_stream(method)(timeout=0.1)
             assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until_calls_are_over(channel)
@@ -419,7 +420,8 @@ def test_connections_are_looked_at_when_no_descriptor_is_left() -> None:
         with contextlib.suppress(OSError):
             while True:
                 opened.callback(os.close, os.dup(null))
-        assert watch._look(port, 1.0) == 2
+        # A thread of an earlier test's server may take the descriptor that is left; the next look has it again.
+        assert sum(watch._look(port, 1.0 + n) for n in range(3)) == 2
         watch.stop()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,12 @@ from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.sessions import Sessions
 from outrider.coordinator.lease_admission import CallerAdmission, KeyPlaces
 from outrider.proto.plumbing.loop_watch import Stillness
+from outrider.proto.session import EdgeSession
 from outrider.proto.session.both_ends import BothEnds
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.session.stream import EdgeStream, EdgeText
 from outrider.proto.session.verifier import VerifierSession
-from outrider.proto.types import Commit
+from outrider.proto.types import CloudFrame, Commit
 from research.chaos.__main__ import main
 from research.chaos.faults import PAIRS
 from research.chaos.schedule import ChaosSummary, Schedule, run_in_processes, run_schedules
@@ -45,7 +48,13 @@ def keep_dead_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def apply_commits_of_older_streams(patch: pytest.MonkeyPatch) -> None:
     """The edge applies what still comes from streams that it has left."""
-    patch.setattr(EdgeStream, "carries", lambda self, frame: True)
+    handle = EdgeSession.handle
+
+    def of_this_stream(self: EdgeSession, event: Any, now: float) -> Any:
+        of_verifier = isinstance(event, CloudFrame)
+        return handle(self, replace(event, epoch=self._stream.epoch) if of_verifier else event, now)
+
+    patch.setattr(EdgeSession, "handle", of_this_stream)
     patch.setattr(EdgeStream, "serves", lambda self, commit: True)
 
 

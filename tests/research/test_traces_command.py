@@ -162,8 +162,12 @@ def test_agreement_is_the_targets_probability_of_a_draft_over_the_drafters(targe
             assert found == pytest.approx(min(1.0, chance / 0.05), abs=1e-3)
 
 
-def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once(target, monkeypatch) -> None:
-    words = Prompt("p", WORDS), Prompt("q", f"{WORDS} w5 w6")
+def test_texts_of_several_seeds_equal_those_alone_though_a_page_is_read_once(
+    target, target_folder, monkeypatch
+) -> None:
+    from outrider.cloud.target.target import load_target
+
+    words = Prompt("p", f"{WORDS} " * 3), Prompt("q", f"{WORDS} w5 " * 3)
     sampling = replace(GREEDY, temperature=1.0)
     alone = [
         trace
@@ -172,15 +176,16 @@ def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once
         for trace in Recorder(target, {"n": NgramDrafter()}, replace(sampling, seed=seed)).record([prompt])[0]
     ]
     read = []
-    forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda batch: read.extend(len(r.tokens) for r in batch) or forward(batch))
+    fresh = load_target(str(target_folder), kv_tokens=512)
+    forward = fresh.forward
+    monkeypatch.setattr(fresh, "forward", lambda batch: read.extend(len(r.tokens) for r in batch) or forward(batch))
     monkeypatch.setattr("research.traces.trace_recording.target_costs", lambda *_: SHEET.target)
-    traces, _ = Recorder(target, {"n": NgramDrafter()}, sampling, (3, 4, 5)).record(words)
+    traces, _ = Recorder(fresh, {"n": NgramDrafter()}, sampling, (3, 4, 5)).record(words)
     assert repr(traces) == repr(alone)
     assert [(trace.id, trace.seed) for trace in traces] == [(p, s) for p in "pq" for s in (3, 4, 5)]
     assert len({trace.tokens for trace in traces}) > 2
-    assert [rows for rows in read if rows > 1] == [6, 8]
-    assert target.pool.free_pages == target.pool.page_count
+    assert [rows for rows in read if rows > 1] == [18, 2, 2, 15, 5, 5], "a page holds 16; q begins with six of p"
+    assert fresh.pool.free_pages == fresh.pool.page_count
 
 
 def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypatch) -> None:
