@@ -75,10 +75,11 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-# With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
-# many quick files come last, so that the workers end together.
+# With more OpenMP threads than cores, threads would wait for others that do not run. Three workers, since tests wait for
+# processes and clocks a third of their time. In the order of the folders the many quick files come last, so that the
+# workers end together.
 check: lint $(SUPPLY)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak or real)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not (ray or alone or soak or real)"
 
 lint: $(READY)
 	$(BIN)/ruff check .
