@@ -75,7 +75,7 @@ def link_name(link: LinkRecord) -> str:
 
 
 def link_parts(link: LinkRecord) -> list[str]:
-    """Return the words of the link's name that belong together."""
+    """Return the parts of the link's name: round trip, bandwidth, trace; a table breaks its line between them alone."""
     jitter = f"±{link.jitter_ms:g}" if link.jitter_ms else ""
     unlimited = link.up_mbit is None and link.down_mbit is None
     up, down = ("-" if rate is None else f"{rate:g}" for rate in (link.up_mbit, link.down_mbit))

@@ -260,7 +260,7 @@ class Batching:
     def _limited_shares(self, decoding: Sequence[Slot], reading: Sequence[Slot], now: float) -> tuple[Share, ...]:
         """Return shares within the limit: first of those that have been due for longest, and up to half for prompts.
 
-        Half of one row is none and one in turn, so that nobody waits for ever.
+        With room for one row, prompts get it every other time, so that nobody waits for ever.
         """
         limit = int(self.limit.rows)
         decoding = sorted(decoding, key=lambda slot: slot.session.ready_at(self.base_s, self.row_s))

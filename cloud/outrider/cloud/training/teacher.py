@@ -114,7 +114,7 @@ class BestTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Lay several one after another, on the CPU."""
+        """Return the rows of several batches as one, on the CPU."""
         return cls(torch.cat([part.tokens.cpu() for part in parts]), torch.cat([part.logprobs.cpu() for part in parts]))
 
 
@@ -126,7 +126,7 @@ class TeacherFolder:
         self.folder, self._field = folder, field
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Write what the rows are of, or raise InvalidArgument where those that are there are of something else."""
+        """Note what target and settings write the rows; raise InvalidArgument if others wrote those that are there."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / FACTS
         if not path.exists():

@@ -119,7 +119,7 @@ class Cloud:
         return Health("ok")
 
     def serving(self) -> Served:
-        """Return what to answer with; raise `ApiError` 503 while the cloud is away."""
+        """Return the client and tokenizer that answer requests; raise `ApiError` 503 while the cloud is away."""
         if self._error is not None or self.served is None:
             raise ApiError(503, str(self._error), code="unavailable", retry_after_s=self.every_s)
         return self.served

@@ -216,7 +216,7 @@ class CallParser(ABC):
         return False
 
     def _begin(self, name: str, then: Callable[[], bool]) -> None:
-        """Begin a call, whose arguments come next, and `then` what follows them."""
+        """Begin a call: its arguments are read next, and `then` reads what follows them."""
         self._parts.append(CallBegun(self._calls, name))
         self._calls += 1
         self._held = ""

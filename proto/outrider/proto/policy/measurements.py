@@ -98,7 +98,7 @@ class Calibration:
     bins: list[list[float]] = field(default_factory=_prior_bins)
 
     def add(self, lead: float, hit: bool) -> None:
-        """Count a draft of this lead (NaN: unknown) that was compared with the target's token."""
+        """Count a draft that was compared with the target's token, by its lead over the next best (NaN: unknown)."""
         self.acceptance.add(hit)
         if lead == lead:  # not NaN
             _count(self.bins[_bin(lead)], hit)
