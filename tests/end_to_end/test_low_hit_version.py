@@ -33,7 +33,7 @@ def test_a_version_that_hits_less_is_not_published_and_where_planted_is_retired(
     settings = TrainerSettings(
         folder=tmp_path / "learned",
         rank=2,
-        rate=0.2,
+        rate=0.1,  # .2 has made an adapter of .51 of its matrix's norm, and above .5 it is refused
         warm_up_steps=1,
         positions=96,
         texts=2,
@@ -70,12 +70,12 @@ def test_a_version_that_hits_less_is_not_published_and_where_planted_is_retired(
                 while (info := await trained())["counts"].get("candidates dropped", 0) < 1 or made is None:
                     assert time.monotonic() < end, info
                     assert info["counts"].get("versions", 0) == 0
+                    assert info["counts"].get("versions refused", 0) == 0, "its numbers are in order"
                     await text(client, number)
                     number += 1
                     for manifest in (tmp_path / "learned" / "candidates").glob(f"[0-9]*/{MANIFEST}"):
                         made = made or Path(shutil.copytree(manifest.parent, tmp_path / "made"))
                 assert not list(published.glob("*")), "by its own hits it is not published"
-                assert info["counts"].get("versions refused", 0) == 0, "its numbers are in order"
                 bad = load_package(made)
                 assert (bad.name, bad.parent, set(await versions())) == ("general", embedded, {embedded})
 
