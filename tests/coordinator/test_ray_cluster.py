@@ -193,7 +193,7 @@ def test_trainers_say_what_they_do_and_delay_no_poll(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: trainer)
     monkeypatch.setattr(
-        ray_cluster, "_named", lambda prefix, _: tuple(models) if prefix == ray_cluster.TRAINER_PREFIX else ()
+        ray_cluster, "_named", lambda prefix: tuple(models) if prefix == ray_cluster.TRAINER_PREFIX else ()
     )
     cluster = RayCluster()
 
