@@ -1,6 +1,6 @@
 """From a drafter's logits to the token it proposes.
 
-The verifier takes argmax log p + G (DESIGN section 1; Daliri, Musco, Suresh 2024), so the drafter proposes
+The verifier takes argmax log p + G (docs/exactness.md; Daliri, Musco, Suresh 2024), so the drafter proposes
 argmax log q + G with the same noise, over its top candidates only. q is the drafter's distribution processed the way
 the target's will be (the order is fixed by `outrider.proto.types.Sampling`): a drafter that ignored a penalty would
 be contradicted by it. What follows is exact when the candidates are the whole vocabulary and close otherwise, which

@@ -47,7 +47,7 @@ class Sampler:
         """Return the target's tokens in the rows of `logits` [sum of rows, vocab] float32, in order of `sessions`.
 
         Row j of a session stands at absolute position i = len(transcript) + j and takes
-        argmax_t log p_i(t) + G(seed, i, t); at temperature 0 the argmax of the logits (DESIGN section 1; Gumbel-max).
+        argmax_t log p_i(t) + G(seed, i, t); at temperature 0 the argmax of the logits (Gumbel-max; docs/exactness.md).
         Raises `FloatingPointError` where a session's settings make scores that are no numbers.
         """
         firsts = list(itertools.accumulate((session.rows for session in sessions), initial=0))[:-1]

@@ -67,7 +67,7 @@ class EventAnswer(Answer):
 
 
 class _OpenAIAnswer(Answer):
-    """What chats and completions share."""
+    """An answer of OpenAI's chats or completions, which differ in what a choice holds."""
 
     _prefix: ClassVar[str]  # of the id
     _object: ClassVar[str]  # OpenAI's name for the type of a whole answer
