@@ -81,10 +81,11 @@ class LeasedRoute(DirectRoute):
     """Leases of the API key that is set, for the verifier `v` of the model `tiny`, which knows `SECRET`."""
 
     api_key = ""
+    lasts_s = 60.0
 
     async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
         lease = await super().lease(request, transcript)
-        claim = LeaseClaim("v", "tiny", request.session, time.time() + 60, self.api_key, epoch=request.epoch)
+        claim = LeaseClaim("v", "tiny", request.session, time.time() + self.lasts_s, self.api_key, epoch=request.epoch)
         return replace(lease, token=sign_lease(claim, SECRET))
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import shutil
 
 import pytest
 from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
 from outrider.edge.event_stream import collect
-from outrider.proto.errors import DeadlineExceeded, InvalidArgument, NotFound, OutriderError, Unavailable
+from outrider.proto.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    PromptTooLong,
+    Unavailable,
+    UnknownToken,
+)
 from outrider.proto.session import RetryRules
 from outrider.proto.types import DraftToken, Patience
 
@@ -56,6 +65,27 @@ async def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file)
         assert await asyncio.to_thread(blocking) == expected.ids
 
 
+async def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
+    from outrider.cloud.serving.verifier_server import VerifierServer
+    from outrider.cloud.verifier_config import VerifierConfig
+
+    server = VerifierServer(VerifierConfig(threads=1))
+    async with edge(await server.start(), drafter="general") as client:
+        free = server.status().kv_pages_free
+        events = client.generate(PROMPT, max_tokens=1000)
+        await anext(events)
+        assert server.status().sessions == 1
+        assert server.status().kv_pages_free < free
+        await events.aclose()
+        for _ in range(200):
+            if server.status().sessions == 0:
+                break
+            await asyncio.sleep(0.02)
+        assert server.status().sessions == 0
+        assert server.status().kv_pages_free == free
+    await server.stop()
+
+
 async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge) -> None:
     async with serving() as address, edge(address, drafter="none") as client:
         got: list[int] = []
@@ -65,6 +95,32 @@ async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving,
             events = client.generate(PROMPT, max_tokens=2000, deadline_s=deadline_s)
             with pytest.raises(DeadlineExceeded, match="deadline_s"):
                 await collect(events, lambda event: got.extend(event.ids))
+
+
+async def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
+    async with serving() as address, edge(address, drafter="general") as client:
+        whole = await client.complete(PROMPT, max_tokens=40)
+        stop = whole.ids[20]
+        stopped = await client.complete(PROMPT, max_tokens=40, stop_tokens=(stop,))
+        eos = await client.complete(PROMPT, max_tokens=40, allowed_tokens=(1,))
+        ignored = await client.complete(PROMPT, max_tokens=5, allowed_tokens=(1,), ignore_eos=True)
+    assert stopped.finish_reason is FinishReason.STOP_TOKEN
+    assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
+    assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
+    assert ignored.ids == (1,) * 5
+
+
+async def test_what_only_the_verifier_can_refuse_is_refused_with_the_field_named(serving, edge) -> None:
+    async with serving() as address, edge(address, drafter="ngram") as client:
+        for prompt, options, error, field in (
+            ([8192], {}, UnknownToken, "open.prompt"),
+            ([5] * 2048, {}, PromptTooLong, "open.prompt"),
+            (PROMPT, {"stop_tokens": (9000,)}, UnknownToken, "sampling.stop_tokens"),
+        ):
+            with pytest.raises(error) as caught:
+                await client.complete(prompt, **options)
+            assert caught.value.field == field
+            assert (await client.complete(PROMPT, max_tokens=3)).ids
 
 
 async def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:
@@ -82,6 +138,20 @@ async def test_a_missing_drafter_names_those_that_there_are() -> None:
 
     with pytest.raises(OutriderError, match="general"):
         await Client(EdgeConfig(verifier="127.0.0.1:1", model="reference", drafter="nobody")).prepare()
+
+
+async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
+    from outrider.drafters.packages import FAMILY
+
+    broken = tmp_path / "broken"
+    shutil.copytree(FAMILY / "general", broken)
+    model = broken / "model.onnx"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+
+    async with serving() as address, edge(address, drafter=str(broken)) as client:
+        completion = await client.complete(PROMPT, max_tokens=5)
+    assert len(completion.ids) == 5
+    assert "model.onnx" in completion.statistics.drafter_error
 
 
 @pytest.mark.usefixtures("all_drafts_pay")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
+import random
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
-from fleets import SentFrames, until
+from command_processes import free_port
+from fleets import SECRET, LeasedRoute, SentFrames, until
 
 from outrider.cloud.serving.verifier_server import VerifierServer
 from outrider.cloud.verifier_config import VerifierConfig
@@ -21,8 +26,22 @@ from outrider.proto.errors import (
     ResourceExhausted,
     UnknownToken,
 )
+from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.session import RetryRules
-from outrider.proto.types import Cancel, Continue, Open
+from outrider.proto.types import (
+    Cancel,
+    Commit,
+    Continue,
+    Draft,
+    DraftToken,
+    EdgeFrame,
+    Goaway,
+    Open,
+    Opened,
+    Patience,
+    Sampling,
+    token_ids,
+)
 
 PAGE = 16
 TURNS = ("def main(argv):\n", "\n# more of it\n", "class A:\n    pass\n")
@@ -45,9 +64,9 @@ def verifiers(tiny):
     """Verifiers of the tiny target, one of each name."""
 
     @asynccontextmanager
-    async def start(*names: str, **config: Any):
+    async def start(*names: str, secret: bytes = b"", **config: Any):
         defaults = {"target": str(tiny), "model": "tiny", "threads": 1, "page_size": PAGE}
-        made = [VerifierServer(VerifierConfig(**{**defaults, "name": name, **config})) for name in names or "v"]
+        made = [VerifierServer(VerifierConfig(**{**defaults, "name": name, **config}), secret) for name in names or "v"]
         for server in made:
             await server.start()
         try:
@@ -95,6 +114,22 @@ async def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifier
                     await said_as_fresh(client, talk, text, max_tokens=10, **way)
                 assert talk.transcript.text == client.decode(talk.transcript.tokens)
             assert [len(frames.of(kind)) for kind in (Open, Continue)] == [1, 3], "one session all the way"
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+async def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(serving, edge) -> None:
+    async with (
+        serving() as address,
+        edge(address, drafter="general", patience=Patience(math.inf, 3)) as client,
+        client.conversation(max_tokens=10) as talk,
+    ):
+        accepted = []
+        for text, way in zip(TURNS, ("greedy", "drawn", "greedy"), strict=True):
+            turn = await said_as_fresh(client, talk, text, max_tokens=10, **WAYS[way])
+            accepted.append(turn.statistics.accepted)
+            assert not turn.statistics.drafter_error
+    assert accepted[0] > 0
+    assert accepted[2] > 0
 
 
 async def test_a_later_turn_sends_up_its_new_tokens_and_nothing_else(verifiers, clients) -> None:
@@ -154,6 +189,17 @@ async def test_a_turn_that_ends_with_a_stop_string_ends_with_the_token_that_comp
                 await said_as_fresh(client, talk, TURNS[1], max_tokens=10, **way)
             (second,) = frames.of(Continue)
             assert second.start == len(client.encode(TURNS[0])) + len(turn.ids)
+
+
+async def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients) -> None:
+    async with verifiers() as servers, clients(*servers) as client, client.conversation(max_tokens=9) as talk:
+        eos = await talk.complete("a", allowed_tokens=(1,))
+        assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
+        await said_as_fresh(client, talk, "b", max_tokens=9)
+        last = talk.transcript.tokens[-1]
+        stopped = await talk.complete("c", stop_tokens=(last,), allowed_tokens=(last,))
+        assert (stopped.finish_reason, stopped.ids) == (FinishReason.STOP_TOKEN, (last,))
+        await said_as_fresh(client, talk, "d", max_tokens=5)
 
 
 async def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifiers, clients) -> None:
@@ -243,6 +289,22 @@ async def test_streams_cut_between_turns_and_within_them_change_nothing_but_time
     assert len(frames.of(Open)) >= 3
 
 
+async def test_an_idle_session_gives_its_pages_to_a_text_that_grows(verifiers, clients) -> None:
+    async with (
+        verifiers(kv_tokens=20 * PAGE) as (server,),
+        clients(server) as client,
+        client.conversation() as talk,
+    ):
+        await talk.complete("a", max_tokens=5)
+        await until(lambda: server._engine.sessions.num_parked == 1)
+        running = client.generate("d", max_tokens=20 * PAGE - 4, ignore_eos=True)
+        await anext(running)
+        assert server._engine.sessions.num_parked == 1
+        assert len([event async for event in running if isinstance(event, Finished)]) == 1
+        assert server._engine.sessions.num_parked == 1, "it holds nothing"
+        await said_as_fresh(client, talk, "f", max_tokens=5)
+
+
 async def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(verifiers, clients) -> None:
     async with (
         verifiers(min_step_s=0.003, max_sessions=1) as (server,),
@@ -320,7 +382,42 @@ async def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_wi
         await as_elsewhere(TURNS[2], None, 6)
 
 
-# === without async ===============================================================================
+async def test_a_verifier_that_is_restarted_between_turns_is_told_the_whole_transcript(verifiers, clients) -> None:
+    frames, address = SentFrames(), f"127.0.0.1:{free_port()}"
+    async with (
+        verifiers(listen=address) as (server,),
+        clients(address) as client,
+        client.conversation(max_tokens=6, observer=frames) as talk,
+    ):
+        first = await talk.complete(TURNS[0])
+        await server.stop(0)
+        async with verifiers(listen=address):
+            await said_as_fresh(client, talk, TURNS[1], max_tokens=6)
+            await said_as_fresh(client, talk, TURNS[2], max_tokens=6)
+    whole = frames.of(Open)[-1].prompt
+    assert whole == (*client.encode(TURNS[0]), *first.ids, *client.encode(TURNS[1]))
+
+
+async def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file) -> None:
+    frames = SentFrames()
+    async with verifiers(secret=SECRET) as (server,):
+        address = server.status().address
+        config = EdgeConfig(verifier=address, model="tiny", tokenizer=tokenizer_file, drafter="ngram")
+        async with Client(config) as probe:
+            assert probe.ready is not None
+            route = LeasedRoute((address,), "tiny", probe.ready.tokenizer_sha256)
+        route.lasts_s = 0.5
+        async with Client(config, route=route) as client, client.conversation(observer=frames) as talk:
+            await talk.complete("a", max_tokens=4)
+            await until(lambda: len(server._engine.sessions) == 0)
+            route.lasts_s = 60.0
+            await said_as_fresh(client, talk, "b", max_tokens=4)
+            await said_as_fresh(client, talk, "c", max_tokens=4)
+    assert len(frames.of(Open)) >= 2
+    assert len(frames.of(Continue)) == 1
+
+
+# === without async, and in raw frames ===========================================================================
 
 
 async def test_the_synchronous_twin_has_conversations_too(verifiers, clients, tokenizer_file) -> None:
@@ -349,3 +446,121 @@ async def test_the_synchronous_twin_has_conversations_too(verifiers, clients, to
             await talk.complete(TURNS[0])
             assert (await talk.complete(TURNS[1])).ids == turn
             assert tokens[: len(talk.transcript.tokens)] == talk.transcript.tokens
+
+
+class Raw:
+    """One Decode call in frames."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = channel.stream_stream(codec.DECODE_METHOD)()
+
+    async def send(self, *frames: EdgeFrame) -> None:
+        for frame in frames:
+            await self.call.write(codec.encode_edge_frame(frame))
+
+    async def rest_of_turn(self) -> tuple[int, ...]:
+        tokens: tuple[int, ...] = ()
+        while True:
+            frame = await self.next()
+            if isinstance(frame, Commit):
+                tokens += token_ids(frame.tokens)
+                if frame.finish is not None:
+                    return tokens
+
+    async def next(self) -> Any:
+        """The next frame, None at the end, or the error that ends the stream."""
+        try:
+            data = await asyncio.wait_for(self.call.read(), 120)
+            if data is grpc.aio.EOF and await self.call.code() == grpc.StatusCode.OK:
+                return None
+            if data is not grpc.aio.EOF:
+                return codec.decode_cloud_frame(data)
+        except grpc.RpcError as error:
+            return from_rpc_error(error)
+        metadata, details = await self.call.trailing_metadata(), await self.call.details()
+        return from_rpc_error(grpc.aio.AioRpcError(await self.call.code(), grpc.aio.Metadata(), metadata, details))
+
+
+@asynccontextmanager
+async def raw(server: VerifierServer, **changes: Any):
+    async with grpc.aio.insecure_channel(server.status().address) as channel:
+        stream = Raw(channel)
+        frame = {
+            "model": "tiny",
+            "tokenizer_sha256": server.tokenizer_sha256,
+            "prompt": (5, 6),
+            "sampling": Sampling(max_tokens=4, ignore_eos=True),
+            "session": "raw",
+            "drafting": False,
+            "keep_s": 60.0,
+        }
+        await stream.send(Open(**(frame | changes)))
+        yield stream
+
+
+async def test_a_continue_while_a_turn_runs_or_where_nothing_is_kept_is_refused(verifiers) -> None:
+    async with verifiers(min_step_s=0.01) as (server,):
+        long = Sampling(max_tokens=1000, ignore_eos=True)
+        for keep_s, field in ((60.0, "frame.continuation"), (0.0, "open.keep_s")):
+            async with raw(server, sampling=long, keep_s=keep_s) as stream:
+                opened = await stream.next()
+                assert isinstance(opened, Opened)
+                assert opened.keep_s == keep_s
+                await stream.send(Continue(2, (5,)))
+                while isinstance(answer := await stream.next(), Commit):
+                    pass
+                assert isinstance(answer, InvalidArgument)
+                assert answer.field == field
+
+
+async def test_a_stream_without_keeping_ends_with_its_text_as_does_a_half_closed_one(verifiers) -> None:
+    async with verifiers() as (server,):
+        async with raw(server, keep_s=0.0) as stream:
+            await stream.rest_of_turn()
+            assert await stream.next() is None
+        async with raw(server) as stream:
+            await stream.rest_of_turn()
+            await stream.call.done_writing()
+            assert isinstance(await stream.next(), Goaway)
+            assert await stream.next() is None
+            await until(lambda: server._engine.sessions.num_parked == 0)
+        async with raw(server) as stream:
+            await stream.call.done_writing()
+            assert len(await stream.rest_of_turn()) == 4
+            while (frame := await stream.next()) is not None:
+                assert isinstance(frame, Goaway)
+
+
+async def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back(verifiers, clients) -> None:
+    async def strange(server: VerifierServer, seed: int) -> None:
+        dice = random.Random(seed)
+
+        def frame() -> EdgeFrame:
+            start, chain = dice.choice([0, 2, 5, 6, 9, 5000]), dice.randrange(4)
+            tokens = tuple(dice.choice([5, 6, 7, 8191, 9000]) for _ in range(dice.randrange(4)))
+            sampling = dice.choice([None, Sampling(max_tokens=3), Sampling(max_tokens=1900, temperature=1.0)])
+            kinds = [
+                Cancel(),
+                Continue(start, tokens, sampling, chain),
+                Draft(chain, start, tuple(map(DraftToken, tokens)), complete=True),
+            ]
+            return dice.choice(kinds)
+
+        async with raw(server, session=f"strange{seed}", keep_s=dice.choice([0.0, 0.1, 60.0])) as stream:
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                for _ in range(dice.randrange(1, 8)):
+                    await stream.send(frame())
+                    await asyncio.sleep(dice.choice([0.0, 0.01]))
+            stream.call.cancel()
+
+    async with verifiers(kv_tokens=150 * PAGE, max_sessions=4) as (server,), clients(server) as client:
+        expected = await client.complete(TURNS[0], max_tokens=20)
+        async with client.conversation() as talk:
+            for batch in range(8):
+                strangers = [strange(server, 10 * batch + i) for i in range(4)]
+                turn, *_ = await asyncio.gather(talk.complete(TURNS[0], max_tokens=20), *strangers)
+                if batch == 0:
+                    assert turn.ids == expected.ids
+            await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
+        await until(lambda: server.status().sessions == server._engine.sessions.num_parked == 0)
+        assert server._engine.backend.capacity.used_pages == 0

@@ -20,6 +20,7 @@ from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters.onnx import OnnxState
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
+from outrider.edge.event_stream import Finished, Tokens
 from outrider.proto import codec
 from outrider.proto.errors import Internal
 from outrider.proto.steering_vector import decode, encode
@@ -234,6 +235,42 @@ async def test_without_the_projection_or_with_another_drafter_all_is_as_before(t
     assert [tokens for tokens, _ in found] == expected
     assert frames.steering_requests() == []
     assert not any(statistics.steered or statistics.vectors for _, statistics in found)
+
+
+async def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_ones(target, projection, package):
+    frames = Frames()
+    async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+        said = []
+        async with client.conversation(SAMPLINGS[1], observer=frames) as talk:
+            said += [await talk.complete(prompt) for prompt in PROMPTS]
+        assert [type(frame) for frame in frames.all].count(Open) == 1, "the session was kept"
+    async with serving(target) as address, edge(address, target, "none") as client:
+        transcript = ()
+        for prompt, turn in zip(PROMPTS, said, strict=True):
+            fresh = await client.complete((*transcript, *prompt), SAMPLINGS[1])
+            assert turn.ids == fresh.ids
+            assert turn.statistics.steered
+            assert turn.statistics.vectors > 0
+            transcript = (*transcript, *prompt, *turn.ids)
+
+
+async def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projection, package, expected, relay):
+    async with (
+        serving(target, projection[0]) as address,
+        relay(address) as middle,
+        edge(middle.address, target, package, steering="on") as client,
+    ):
+        tokens = ()
+        async for event in client.generate(PROMPTS[0], SAMPLINGS[0]):
+            if isinstance(event, Tokens):
+                tokens += event.ids
+                if len(tokens) > 12 and not middle.cuts:
+                    middle.cut()
+            elif isinstance(event, Finished):
+                statistics = event.statistics
+    assert tokens == expected[0]
+    assert (statistics.resumes, statistics.steered) == (1, True)
+    assert statistics.vectors > 10
 
 
 async def test_a_drafter_that_cannot_take_its_vectors_costs_drafts_and_no_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from scripted_drafters import FailingDrafter, ScriptedDrafter
 
-from outrider.drafters import find_package
+from outrider.drafters import NgramDrafter, ProposalRule, find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import load_package
@@ -43,9 +44,15 @@ class Frames(Observer):
         return named, *(sum(isinstance(frame, kind) for frame in frames) for kind in (Open, Continue))
 
 
-def script(version: str) -> ScriptedDrafter:
-    """A version that drafts token 7 for ever."""
-    drafter = ScriptedDrafter(lambda _: 7, name="scripted")
+def script(version: str, name: str = "scripted", *, seen: list[tuple[int, ...]] | None = None) -> ScriptedDrafter:
+    """A version that drafts token 7 for ever, and notes what it has read."""
+
+    def propose(prefix: Sequence[int]) -> int:
+        if seen is not None:
+            seen.append(tuple(prefix))
+        return 7
+
+    drafter = ScriptedDrafter(propose, name=name)
     drafter.version = version
     return drafter
 
@@ -99,6 +106,24 @@ async def test_a_kept_conversation_drafts_with_the_new_version_from_its_next_tur
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
+async def test_the_new_version_reads_the_transcript_and_nothing_else(serving, edge) -> None:
+    seen: list[tuple[int, ...]] = []
+    async with serving() as address, edge(address, **PATIENT) as client:
+        swap(client, script("1"))
+        async with client.conversation(max_tokens=6) as talk:
+            await talk.complete(TURNS[0])
+            swap(client, script("2", seen=seen))
+            before = (*talk.transcript.tokens, *client.encode(TURNS[1]))
+            turn = await talk.complete(TURNS[1])
+            assert seen
+            whole = (*before, *turn.ids)
+            assert all(prefix[: len(before)] == before for prefix in seen)
+            for prefix in seen:  # after the text, its own drafts alone
+                agreed = next((i for i, pair in enumerate(zip(prefix, whole, strict=False)) if len(set(pair)) > 1), 99)
+                assert set(prefix[agreed:]) <= {7}
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
 async def test_a_turn_that_runs_keeps_its_version(serving, edge) -> None:
     frames = Frames()
     async with serving() as address, edge(address, **PATIENT) as client:
@@ -116,6 +141,27 @@ async def test_a_turn_that_runs_keeps_its_version(serving, edge) -> None:
             await said_as_fresh(client, talk, TURNS[2], max_tokens=12)
             named, opened, continued = frames.take()
             assert (named <= {"2"}, opened, continued) == (True, 0, 1), "and stays"
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+async def test_drafters_that_did_not_change_keep_what_they_have_read(serving, edge) -> None:
+    class Counted(NgramDrafter):
+        opened = 0
+
+        def open(self, rule: ProposalRule):
+            Counted.opened += 1
+            return super().open(rule)
+
+    async with serving() as address, edge(address, **PATIENT) as client:
+        kept = Counted(name="kept")
+        swap(client, script("1"), kept)
+        async with client.conversation(max_tokens=10) as talk:
+            await talk.complete(TURNS[0] * 3)
+            for version in ("2", "3"):
+                swap(client, script(version), Counted(name="kept"))
+                turn = await talk.complete(TURNS[1])
+                assert set(turn.statistics.of_drafters) <= {"scripted", "kept"}
+        assert Counted.opened == 1
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
