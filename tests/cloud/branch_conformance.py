@@ -79,7 +79,7 @@ def check_trees_in_ragged_company(suite: Suite) -> None:
                 tapped.append(text)
         for text, got in zip(tapped, output.taps if output.taps is not None else (), strict=True):
             wanted = suite.oracle.entering(text.transcript[:-1], layers)
-            assert float((got - wanted).norm() / wanted.norm()) < 1e-3, "the residual stream of another position"
+            assert float((got.cpu() - wanted).norm() / wanted.norm()) < 1e-3, "the residual stream of another position"
     assert followed > 14, "trees are followed, or this shows nothing"
     for text in texts:
         text.close()

@@ -331,7 +331,7 @@ def check_taps(suite: Suite) -> None:
         assert output.taps.shape[0] == len(tapped)
         for text, got in zip(tapped, output.taps, strict=True):
             wanted = suite.oracle.entering(text.transcript[:-1], layers)
-            assert float((got - wanted).norm() / wanted.norm()) < 1e-3, "the residual stream of another position"
+            assert float((got.cpu() - wanted).norm() / wanted.norm()) < 1e-3, "the residual stream of another position"
     for text in texts:
         text.close()
 

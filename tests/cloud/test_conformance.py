@@ -31,9 +31,9 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@lru_cache(maxsize=2)
-def loaded(folder: Path, exact: str) -> Target:
-    return load_target(str(folder), kv_tokens=2048, exact=exact)
+@lru_cache(maxsize=3)
+def loaded(folder: Path, exact: str, device: str) -> Target:
+    return load_target(str(folder), kv_tokens=2048, exact=exact, device=device)
 
 
 def suite_of(
@@ -43,8 +43,9 @@ def suite_of(
     *,
     page_size: int = 16,
     exact: str = "auto",
+    device: str = "cpu",
 ) -> Suite:
-    first = loaded(folder, exact)
+    first = loaded(folder, exact, device)
     parts = {"passes": first.passes, "packing": first.packing, "straight": first.straight}
     target = Target(first.model, first.tokenizer_json, kv_tokens=2048, page_size=page_size, **parts)
     forward = target.forward
@@ -93,6 +94,12 @@ def test_it_verifies_branches_in_tiles(check, folder, oracle) -> None:
 @pytest.mark.parametrize("check", ["texts_are_those_of_the_rule", "anything_in_any_order"])
 def test_it_conforms_in_tiles(check, folder, oracle) -> None:
     CHECKS[check](suite_of(folder, oracle, exact="tiles"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [*CHECKS, *BRANCH_CHECKS])
+def test_it_conforms_on_a_gpu(check, folder, oracle) -> None:
+    (CHECKS | BRANCH_CHECKS)[check](suite_of(folder, oracle, page_size=4, device="cuda"))
 
 
 class Defective(TransformersBackend):
