@@ -14,7 +14,7 @@ import pytest
 from fake_cluster import ScriptedCluster, ready, write_package
 
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_LEAD, MAX_VOTERS, VersionState
+from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_MARGIN, MAX_VOTERS, VersionState
 from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
@@ -292,7 +292,7 @@ def test_one_key_alone_decides_nothing_whatever_edges_it_invents(gain: float, se
     for each, tenant in ((fleet, "mallory"), (keyless, "")):
         flood(each, tenant, gain, **{"1": 0.001, "2": seconds})
     assert fleet.states["2"] is CURRENT
-    assert fleet.status("2").texts == KEY_LEAD
+    assert fleet.status("2").texts == KEY_MARGIN
     assert keyless.states["2"] is RETIRED, "negative control: its edges vote where there are no keys"
 
 
@@ -307,7 +307,7 @@ def test_a_key_stays_within_its_lead_over_the_most_active_other_across_a_restart
     fleet.statistics.load(tmp_path / "state.json")
     fleet.publish("1", "2")
     flood(fleet, "mallory", 0.0, days=3)
-    assert fleet.status("2").texts == KEY_LEAD + 1 + 3
+    assert fleet.status("2").texts == KEY_MARGIN + 1 + 3
 
 
 LIES = {  # gain of the current version, and its seconds for a token where the other takes .001

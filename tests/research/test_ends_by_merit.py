@@ -98,7 +98,7 @@ def test_a_resting_drafter_that_comes_to_hit_more_takes_the_lead(monkeypatch, de
     counts, seconds = second_half()
     assert counts.accepted - counts.accepted_here > 70, "of 250 that it would hit"
     assert counts.verified_here < 560
-    monkeypatch.setattr(EdgeStream, "changed", lambda self, report, **_: changed(self, report, wants_to_lead=False))
+    monkeypatch.setattr(EdgeStream, "changed", lambda self, report, **_: changed(self, report, hits_more=False))
     monkeypatch.setattr(Selection, "catch_up_active", lambda *_: None)
     quiet, slow_s = second_half()
     if delay_s >= 0.03:

@@ -12,7 +12,7 @@ takes longer than the limit. Where neither shows in `COMPARED_TEXTS`, or within 
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
 Edges choose their names, and few large lies outweigh many small differences. So a verdict must also hold without the
 texts of any one API key, which alone decides nothing for others; with two keys, each must show it. And no key has more
-than `KEY_LEAD` texts more than the most active other key, so that one among many cannot hold a verdict up for long.
+than `KEY_MARGIN` texts more than the most active other key, so that one among many cannot hold a verdict up for long.
 False reports can keep a bad version in place for a while, or call a former one back; no text depends on them.
 """
 
@@ -34,7 +34,7 @@ SHARE = 0.1  # of the edges, for former versions
 MIN_EDGES = 2  # that the share should amount to
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
-KEY_LEAD = 4  # texts that decide nothing
+KEY_MARGIN = 4  # texts that decide nothing
 KEY_GROUPS = 8  # whose texts are left out in turn; the ninth key joins the first
 COMPARED_TEXTS = 500  # after which a former version is retired, and
 COMPARED_S = 7 * 86400.0  # after which it is at the latest
@@ -130,7 +130,7 @@ class VersionComparison:
     def _is_ahead(self, key: str) -> bool:
         """Return whether a key has as many texts more than the most active other key as it may."""
         others = (texts for other, texts in self.of_keys.items() if other != key)
-        return self.of_keys.get(key, 0) >= KEY_LEAD + max(others, default=0)
+        return self.of_keys.get(key, 0) >= KEY_MARGIN + max(others, default=0)
 
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int, key: str) -> None:
         """Count an admitted text with the hits of both versions."""

@@ -399,17 +399,17 @@ class EdgeStream:
             raise InvalidArgument("goes on beyond sampling.max_tokens", field="commit.tokens")
         return known
 
-    def changed(self, report: Report, *, wants_to_lead: bool) -> bool:
+    def changed(self, report: Report, *, hits_more: bool) -> bool:
         """Return whether the report differs by a quarter from the verifier's; it counts as sent then.
 
-        Acceptance counts where the edge `wants_to_lead`; otherwise the verifier sees for itself.
+        The acceptance counts where the edge's drafter rests and `hits_more` than the verifier's, which cannot see that.
         """
         old = self.reported
         same = (
             report.steering is None
             and report.drafting == old.drafting
             and math.isclose(report.drafting_s, old.drafting_s, rel_tol=0.25)
-            and not (wants_to_lead and abs(report.acceptance - old.acceptance) > BETTER)
+            and not (hits_more and abs(report.acceptance - old.acceptance) > BETTER)
             and math.isclose(report.round_trip_s, old.round_trip_s, rel_tol=0.25, abs_tol=1e-3)
         )
         if not same:

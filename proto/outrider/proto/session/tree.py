@@ -137,7 +137,7 @@ class DraftTree:
         if draft.runners_up:
             self.shares.add(draft.runners_up, token)
         for other, proposal in self._proposed.get(position, ()):
-            self._meter.drafter(other).beside.add(proposal.lead, proposal.id == token)
+            self._meter.drafter(other).beside.add(proposal.score, proposal.id == token)
         return self._run((position, token))
 
     def abandon(self) -> None:
@@ -303,7 +303,7 @@ class DraftTree:
             draft = proposed.get(position, own)
             if draft.id != own.id and 0 <= draft.id < self._stream.terms.vocab_size:
                 self._proposed.setdefault(position, []).append((other, draft))
-                chance = (1 - agrees) * shares.of(draft.lead)
+                chance = (1 - agrees) * shares.of(draft.score)
                 if self._take_other((position, draft.id), other, own, chance, agrees, survival):
                     gain += survival * chance
             survival *= agrees

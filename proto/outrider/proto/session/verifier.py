@@ -656,7 +656,7 @@ def _branches_beside(
     candidates = _of_edge(received, chain, depth)
     if own is not None:
         own_chance = own.calibration.chance
-        chances = [own_chance(draft.lead) if draft.other else follows for draft in chain[:depth]]
+        chances = [own_chance(draft.score) if draft.other else follows for draft in chain[:depth]]
         candidates = _without_twins([*candidates, *_of_own(own, chain[:depth], chances)])
     tree = best_tree(chances, [run for run, _ in candidates], follows=follows, room=room, row_share=row_share)
     kept = zip(candidates, tree.runs, strict=True)
