@@ -596,7 +596,6 @@ class Verifier:
 
     Attributes:
         process: present process.
-        former: processes that are gone, which must have left nothing behind.
     """
 
     def __init__(self, world: World, name: str, clock: LocalClock, shape: Shape, watch: Watch) -> None:

@@ -79,7 +79,7 @@ class FleetView:
         return self._known
 
     def observe(self, verifiers: tuple[VerifierInfo, ...], now_s: float) -> None:
-        """Take in a poll: leases that verifiers have admitted are sessions now, and those of former starts are void."""
+        """Take in a poll: leases that verifiers have admitted are sessions now; those of earlier starts are void."""
         before = {v.name: v.incarnation for v in self._known}
         self._known = verifiers
         of_name = {v.name: v for v in verifiers}
@@ -236,7 +236,7 @@ class FleetView:
     def _has_run(self, request: LeaseRequest, tenant: str) -> bool:
         """Return whether a text that claims to have tokens is one that a verifier has had, by its own word.
 
-        That is how to know a text of a former start of the coordinator, or a later turn of a kept conversation.
+        That is how to know a text of an earlier start of the coordinator, or a later turn of a kept conversation.
         """
         session = request.session
         return bool(request.precision) and (

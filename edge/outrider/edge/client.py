@@ -153,7 +153,7 @@ class Client:
         if self.ready is None:
             return ()
         return tuple(
-            VersionStatus(published_name(name), version, "former" if ON_TRIAL in name else "current")
+            VersionStatus(published_name(name), version, "previous" if ON_TRIAL in name else "current")
             for name, version in self.ready.shelf.offered
         )
 
