@@ -245,7 +245,7 @@ class TextState(TokenPrefix):
     def _first_ahead(self) -> int:
         """Return the number of drafted tokens whose text is known."""
         known = len(self._text)
-        return next((place for place, (end, _) in enumerate(self._drafted) if end > known), len(self._drafted))
+        return next((index for index, (end, _) in enumerate(self._drafted) if end > known), len(self._drafted))
 
     def _held(self, begins: int, drafted_to: int) -> tuple[int, ...] | None:
         """Return the drafter's tokens of the drafted text from byte `begins` on; None: there are no such."""
@@ -270,7 +270,7 @@ class TextState(TokenPrefix):
         if encoded is None:
             return [], 0
         tokens = [(token, start + end) for token, end in zip(encoded.ids, encoded.ends, strict=True)]
-        after = next(place for place, (_, end) in enumerate(tokens) if end > known)
+        after = next(index for index, (_, end) in enumerate(tokens) if end > known)
         begins = tokens[after - 1][1] if after else start
         if begins == known:
             ahead = tokens[after:]
