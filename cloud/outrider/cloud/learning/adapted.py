@@ -95,7 +95,7 @@ class AdaptedDrafter(nn.Module):
 
         Args:
             tokens: int64 [rows, length]; what is to the right of a prefix changes nothing.
-            picked: int64 [n], `row * length + place` of the last token of each prefix.
+            picked: int64 [n], `row * length + index` of the last token of each prefix.
         """
         return self.logits(self.hidden(tokens).flatten(0, 1)[picked]).log_softmax(-1)
 

@@ -119,7 +119,7 @@ class NoLessons:
 
 
 class _Row(NamedTuple):
-    """A row that is kept: the `place`-th of `step`.
+    """A row that is kept: row `step_row` of `step`.
 
     Attributes:
         position: absolute position of the target's token.
@@ -130,7 +130,7 @@ class _Row(NamedTuple):
     kind: int
     weight: float
     step: StepRows
-    place: int
+    step_row: int
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +159,7 @@ class _TextPart:
     def pack(self, count: Count) -> LessonRecord | None:
         """Return the record of the rows that were read, and count what is in it and what is not; None: nothing is."""
         read = [(row, row.step.said) for row in self.rows if row.step.said is not None]
-        good = [(row, said) for row, said in read if said.finite[row.place]]
+        good = [(row, said) for row, said in read if said.finite[row.step_row]]
         record = None
         if good:
             record = LessonRecord(
@@ -167,9 +167,9 @@ class _TextPart:
                 start=self.start,
                 tokens=np.array(self.tokens, np.uint32),
                 positions=np.array([row.position for row, _ in good], np.uint32),
-                top_ids=np.stack([said.top_ids[row.place] for row, said in good]),
-                top_logp=np.stack([said.top_logp[row.place] for row, said in good]),
-                rest_logp=np.array([said.rest_logp[row.place] for row, said in good], np.float32),
+                top_ids=np.stack([said.top_ids[row.step_row] for row, said in good]),
+                top_logp=np.stack([said.top_logp[row.step_row] for row, said in good]),
+                rest_logp=np.array([said.rest_logp[row.step_row] for row, said in good], np.float32),
                 weights=np.array([row.weight for row, _ in good], np.float32),
             )
         for kind in LessonKind:
@@ -254,9 +254,9 @@ class LessonCollector(NoLessons):
         with self._lock:
             kept, weights = self._inclusion.draw(kinds, time.monotonic(), step_s)
         if kept:
-            step = self._copy(logits, [rows[place] for place in kept])
-            for index, (place, weight) in enumerate(zip(kept, weights, strict=True)):
-                owners[place].rows.append(_Row(positions[place], kinds[place], weight, step, index))
+            step = self._copy(logits, [rows[of_step] for of_step in kept])
+            for step_row, (of_step, weight) in enumerate(zip(kept, weights, strict=True)):
+                owners[of_step].rows.append(_Row(positions[of_step], kinds[of_step], weight, step, step_row))
         for key, (text, commit) in texts.items():
             if commit.finish is not None or text.is_full():
                 self.end(key)

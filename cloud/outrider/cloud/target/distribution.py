@@ -198,7 +198,7 @@ def _forbid_repeats(scores: torch.Tensor, session: VerificationInput) -> None:
         if length < n:
             continue
         before = tokens[:length]
-        follow = np.arange(n - 1, length)  # places of tokens that end an n-gram
+        follow = np.arange(n - 1, length)  # indices of tokens that end an n-gram
         for back in range(1, n):
             follow = follow[before[follow - back] == before[-back]]
         repeated = before[follow]

@@ -31,7 +31,7 @@ class Sampled:
     reward: float | None
 
 
-_Part = tuple[int, VerificationInput]  # a session and the place of its first row
+_Part = tuple[int, VerificationInput]  # a session and the index of its first row
 
 
 class Sampler:
@@ -160,7 +160,7 @@ def _keys(sessions: list[VerificationInput]) -> list[int]:
 
 
 def _rows_of(parts: list[_Part]) -> np.ndarray:
-    """Return [sum of rows] the places of the parts' rows."""
+    """Return [sum of rows] the indices of the parts' rows."""
     return np.concatenate([np.arange(first, first + session.rows) for first, session in parts])
 
 

@@ -77,13 +77,13 @@ class OtherShares:
 
     def add(self, score: float, hit: bool) -> None:
         """Count a miss of the chain at which the other proposed another token with this score; NaN: unknown."""
-        place = bisect.bisect_right(_SCORE_EDGES, score)
-        self.misses[place] = self.misses[place] * _FADE + 1
-        self.hits[place] = self.hits[place] * _FADE + hit
+        bin_ = bisect.bisect_right(_SCORE_EDGES, score)
+        self.misses[bin_] = self.misses[bin_] * _FADE + 1
+        self.hits[bin_] = self.hits[bin_] * _FADE + hit
 
     def of(self, score: float) -> float:
-        place = bisect.bisect_right(_SCORE_EDGES, score)
-        return self.hits[place] / self.misses[place]
+        bin_ = bisect.bisect_right(_SCORE_EDGES, score)
+        return self.hits[bin_] / self.misses[bin_]
 
 
 def likely_leaves(

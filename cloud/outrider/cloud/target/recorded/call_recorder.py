@@ -31,7 +31,7 @@ class Value:
 
     Attributes:
         example: what it was in the recorded pass.
-        number: place in the order of the recording's values, inputs first.
+        number: index in the order of the recording's values, inputs first.
     """
 
     example: Any = None
