@@ -484,7 +484,7 @@ class Process:
         return self._world.now < self.frozen_until
 
     def crowd(self, seconds: float) -> None:
-        """Let others take every place for true `seconds`."""
+        """Let others take every slot for true `seconds`."""
         self.engine.sessions.max_sessions = 0
         self._world.after(seconds, self._disperse)
 

@@ -199,7 +199,7 @@ class Decoding:
         self._attempts = Attempts(machine)
         self._answers = AnswerLaw()  # of this session's verifiers so far
         self._silence: SilenceWatch | None = None  # of the stream that is open
-        self._place: Lease | None = None  # where to go, if known already
+        self._elsewhere: Lease | None = None  # where to go, if known already
         self._begun = asyncio.Event()  # set when a turn begins
         self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -414,7 +414,7 @@ class Decoding:
     async def _one_stream(self) -> None:
         machine, attempts = self.machine, self._attempts
         avoid = attempts.avoid
-        lease, self._place = self._place, None
+        lease, self._elsewhere = self._elsewhere, None
         if lease is None:
             lease = await self._route.lease(self._lease_request(avoid), machine.transcript)
         if not attempts.wanted:  # the turn was left meanwhile, and its end reported before the lease came
@@ -432,7 +432,7 @@ class Decoding:
         try:
             await asyncio.wait([receiving, guarding], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                self._place = guarding.result()
+                self._elsewhere = guarding.result()
                 raise Unavailable(f"verifier {lease.verifier} is silent")
             receiving.result()
             broken = attempts.wanted

@@ -64,7 +64,7 @@ class Route(ABC):
         """Report a finished session to a coordinator."""
 
     async def give_back(self, session: str) -> None:  # noqa: B027 - as above
-        """Give up the place of a session for which no verifier was asked."""
+        """Give up the slot of a session for which no verifier was asked."""
 
 
 class DirectRoute(Route):
