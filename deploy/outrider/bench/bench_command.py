@@ -125,7 +125,7 @@ def run_of(case: Case, sessions: int, known: Known) -> BenchmarkRun:
         length=case.length,
         **together,
         rows_per_token=sum(count.steps + count.verified for count in counts) / tokens,
-        cloud_drafting_ms_per_token=1e3 * sum(count.drafting_here_s for count in counts) / tokens,
+        cloud_drafting_ms_per_token=1e3 * sum(count.cloud_drafting_s for count in counts) / tokens,
         edge_drafting_ms_per_token=1e3 * sum(count.drafting_s + count.reading_s for count in counts) / tokens,
         ttft_ms_p50=1e3 * median(text.arrivals[0] for text in texts),
         token_gap_ms_p50=1e3 * gaps[round(0.5 * (len(gaps) - 1))],

@@ -449,9 +449,9 @@ class EdgeSession:
         statistics, vectors = self.statistics, self._vectors
         statistics.steps += 1
         statistics.verified += commit.verified
-        statistics.verified_here += commit.verified_here
+        statistics.verified_cloud += commit.verified_here
         statistics.verified_beside += commit.verified_beside
-        statistics.drafting_here_s += commit.timing.drafting_s
+        statistics.cloud_drafting_s += commit.timing.drafting_s
         self._tree.said_complete = False
         timed = self._meter.take_commit(commit, now, downlink=vectors is not None)
         if vectors is not None and statistics.steered:
