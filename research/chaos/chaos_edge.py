@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider.edge.decoding import ANSWER_WITHIN_S, Attempts
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceRules, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -179,7 +179,7 @@ class StreamGuard:
         self._verifiers = verifiers
         self._send = send
         self._leave = leave
-        self._law, self._rules, self._budget = AnswerLaw(), SilenceRules(), ReopenBudget()
+        self._times, self._rules, self._budget = AnswerTimes(), SilenceRules(), ReopenBudget()
         self._watch: SilenceWatch | None = None
         self._idle = False
         self._verifier = ""
@@ -192,7 +192,7 @@ class StreamGuard:
         self._opened_at = self._clock.monotonic()
         self._verifier, self._usual_s, self._request = verifier, usual_s, request
         self._idle = False
-        watch = self._watch = SilenceWatch(self._law, self._rules, self._opened_at)
+        watch = self._watch = SilenceWatch(self._times, self._rules, self._opened_at)
         self._look_later(watch)
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ from outrider.edge.link.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     Disconnected,
@@ -197,7 +197,7 @@ class Decoding:
         self._states = DrafterStates(self._rule())
         self._stream: Stream | None = None
         self._attempts = Attempts(machine)
-        self._answers = AnswerLaw()  # of this session's verifiers so far
+        self._answers = AnswerTimes()  # of this session's verifiers so far
         self._silence: SilenceWatch | None = None  # of the stream that is open
         self._elsewhere: Lease | None = None  # where to go, if known already
         self._begun = asyncio.Event()  # set when a turn begins
