@@ -121,10 +121,10 @@ class FleetView:
         *,
         has_slot: bool = False,
     ) -> VerifierInfo | None:
-        """Return the verifier for a session where the view serves; None: poll again first.
+        """Return the verifier for a session by the newest poll; None: poll once more, and then `choose`.
 
-        The view may be one poll old, so that is due before a refusal, or an offer of what the edge has just lost. The
-        arguments are those of `choose`.
+        That poll may be outdated, so another is due before a session is refused, or sent to a verifier that its edge
+        has just lost. The arguments are those of `choose`.
         """
         try:
             chosen = self.choose(request, tenant, now_s, room, has_slot=has_slot)
@@ -141,7 +141,7 @@ class FleetView:
         *,
         has_slot: bool = False,
     ) -> VerifierInfo:
-        """Return the most suitable verifier for a session; without a slot it has a ticket from now on.
+        """Return the most suitable verifier for a session; if there is no slot for it, give it a ticket of the queue.
 
         Args:
             request: the edge's question.

@@ -68,12 +68,12 @@ class SlotTicket:
 
 @dataclass(frozen=True, slots=True)
 class KeyShare:
-    """Slots of an API key.
+    """The slots that an API key has and had, by which its turn in the line is decided.
 
     Attributes:
         now: slots that it has.
-        lately: most texts that had slots at once in the last minute or two; infinite: it is not known.
-        listed: sessions that verifiers list; one that asks is about to leave its slot.
+        lately: most slots that it had at once in the last minute or two; infinite: not known.
+        listed: its sessions that verifiers report as running; one of these that asks is about to leave its slot.
     """
 
     now: int = 0

@@ -291,7 +291,7 @@ class Client:
 
     @property
     def learnable(self) -> DrafterPackage | None:
-        """Package of the drafter that can learn, as others have it too; None: there is none, or nothing is prepared."""
+        """Package of the drafter that can learn, as published; None: there is none, or nothing is prepared."""
         return self._preparation.learnable
 
     async def draft_with(self, folder: Path) -> None:

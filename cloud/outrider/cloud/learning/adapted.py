@@ -140,7 +140,7 @@ class AdaptedDrafter(nn.Module):
 
     @torch.no_grad()
     def load(self, matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
-        """Take over what `matrices` returned."""
+        """Replace A and B of every matrix by copies that `matrices` has returned."""
         for name, change in self._changes.items():
             for parameter, array in zip((change.A, change.B), matrices[name], strict=True):
                 parameter.copy_(torch.from_numpy(np.asarray(array, dtype=np.float32)))

@@ -180,16 +180,16 @@ class _TextPart:
 
 
 class LessonCollector(NoLessons):
-    """The lessons of one verifier, in memory only.
+    """Collector of one verifier's lessons (rows of logits to learn from), in memory only.
 
     Args:
         model: id of the target.
-        sink: whoever learns.
-        positions_s: rows a second that are kept, on average, at most.
+        sink: trainer that takes the records.
+        positions_s: limit of the rows kept a second, on average.
         tokenizer_sha256: hash of the target's tokenizer, by which a drafter with another refuses them; empty: unknown.
-        secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
+        secret: key of the hashes by which records name API keys, the same at all verifiers of a fleet; empty: none.
         max_share: limit of the CPU time that lessons take, as a share of the steps' time.
-        count: called in the collector's thread.
+        count: takes a number of rows, and their kind or why they are lost; called in the collector's thread.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class LessonCollector(NoLessons):
                 self._count(Lost.DEFECT, len(part.rows))
 
     def _forget(self, now: float) -> None:
-        """Drop what is here of keys that are to be forgotten, then let the sink do so, after an unanswered push."""
+        """Drop the lessons of keys that are to be forgotten; let the sink drop its own once no push is under way."""
         self._forgotten = {salt: at for salt, at in self._forgotten.items() if at >= now - MAX_AGE_S}
         for salt, _ in tuple(self._forgettings):
             self._forgotten[salt] = now

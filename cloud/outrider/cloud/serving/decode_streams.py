@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class DecodeStreams:
-    """Streams of one verifier, in its event loop.
+    """The gRPC streams of one verifier: each becomes a session of the engine. Runs in one event loop.
 
     Attributes:
-        lease_ends: sends sessions away whose leases have ended.
+        lease_ends: timer that sends sessions away when their leases end.
     """
 
     def __init__(

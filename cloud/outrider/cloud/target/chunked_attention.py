@@ -44,7 +44,7 @@ class _Heads(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.kv * self.group
 
 

@@ -190,9 +190,9 @@ class TextState(TokenPrefix):
         return True
 
     def _confirmed(self, wanted: int) -> bool:
-        """Take drafted tokens that are how the context goes on; return whether their text is what became known.
+        """Keep the drafted tokens if the text that became known is theirs; return whether it is.
 
-        With noise they are not taken, since another position's noise chose them than would choose them now.
+        Never at a temperature above 0: they were drawn with the noise of other positions than they would be now.
         """
         context, count = self._context, wanted - self._read
         if not self._drafted or count < 0 or self._rule.sampling.temperature:

@@ -151,7 +151,7 @@ class TextRule(ProposalRule):
         return self._groups.children(())[1]
 
     def _agrees(self, piece: bytes) -> bool:
-        """Return whether a token is text, and such as the known text begins with or goes on."""
+        """Return whether a token's bytes, `piece`, agree with the known text that is still to be drafted."""
         return bool(piece) and (piece.startswith(self._pending) or self._pending.startswith(piece))
 
     def _draw_by_text(self, tokens: np.ndarray, log_q: np.ndarray) -> tuple[int, float]:
@@ -165,7 +165,7 @@ class TextRule(ProposalRule):
         return self._draw_within(self._held, tokens, log_q)
 
     def _draw_within(self, held: Path, tokens: np.ndarray, log_q: np.ndarray) -> tuple[int, float]:
-        """Draw whether the target token of `held` goes on or ends there, and the token that goes on or comes next."""
+        """Draw the next token, and by it whether the target's token that begins with `held` goes on or has ended."""
         itself, after = self._groups.children(held)
         goes_on = np.array([token in after for token in tokens.tolist()], dtype=bool)
         if not goes_on.any():
@@ -223,6 +223,6 @@ class TextRule(ProposalRule):
 
 
 def _winner(value: np.ndarray) -> tuple[int, float]:
-    """Return the index of the greatest value [K], and its share of their exponentials."""
+    """Return the index of the greatest of `value` [K], and its softmax."""
     index = int(value.argmax())
     return index, 1.0 / float(np.exp(value - value[index]).sum())

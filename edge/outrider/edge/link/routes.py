@@ -123,7 +123,7 @@ class CoordinatorRoute(Route):
         return self._client.priors.of(self._model, features)
 
     async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
-        """Ask the coordinator for a lease; where it relays, the address is its own."""
+        """Ask the coordinator for a lease; where it relays the streams, the lease has its own address."""
         request = replace(
             request,
             model=self._model,

@@ -365,7 +365,7 @@ def _division_of(view: VerifierView) -> Division:
     beside_s = min(division.token_s for division in alone if not division.ahead)
 
     def highest(most: float) -> Division:
-        """Return the division at the highest price at which a token takes at most that share of `beside_s`."""
+        """Return the division at the highest price at which a token takes `most` times `beside_s` or less."""
         slower = bisect.bisect_left(_PRICES, True, key=lambda price: cheapest(price).token_s > most * beside_s)
         return cheapest(_PRICES[max(0, slower - 1)])
 

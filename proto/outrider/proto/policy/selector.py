@@ -116,7 +116,7 @@ class RoundOutcome(NamedTuple):
 
 
 class Selector(Protocol):
-    """A rule of which drafter is active, which may learn; one serves a session, or texts one after the other.
+    """A rule that chooses the active drafter, and may learn; one serves a session, or texts one after the other.
 
     Attributes:
         catches_up: whether it uses hits of teacher-forced proposals, so that idle drafters catch up.
