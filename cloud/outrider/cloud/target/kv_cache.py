@@ -60,7 +60,7 @@ class SessionCache:
         return len(self.slots)
 
     def lie_on(self, pages: list[int], slots: torch.Tensor) -> None:
-        """Hold `pages` with their `slots`; positions that hold something stay where they are."""
+        """Hold `pages` with their `slots`; the caller moves the keys and values of filled positions there."""
         self.pages, self.slots = pages, slots
         self.first_slot = pages[0] * self.page_size if pages else 0
         self.contiguous = all(after == before + 1 for before, after in itertools.pairwise(pages))
@@ -360,7 +360,7 @@ class PagedKVCache:
             self._drop([page])
 
     def _pages_with(self, cache: SessionCache, more: int) -> list[int]:
-        """Return the pages that a session holds best, with `more` than now."""
+        """Return pages for a session that gets `more`: its own and those next to them, or a free run for them all."""
         free = self._holders == 0
         following = _next_to(cache.pages, more, free)
         if following and cache.contiguous:

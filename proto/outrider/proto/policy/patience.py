@@ -502,7 +502,7 @@ class StepCost:
         return _along(self._curve(), rows)
 
     def _curve(self) -> list[tuple[float, float]]:
-        """Return rows and seconds of the octaves that were met, of which neither falls."""
+        """Return (rows, seconds) of each octave with measurements, fitted so that more rows never take less time."""
         pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, and rows of its octaves
         for x, y, weight in zip(self.rows, self.seconds_of, self.weights, strict=True):
             if not x.seen:
