@@ -179,14 +179,7 @@ def _penalise(scores: torch.Tensor, session: VerificationInput) -> None:
 
 
 def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return scores [rows, n] of n tokens after the penalties.
-
-    Args:
-        columns: their scores before.
-        in_text: times that each was generated so far.
-        seen: whether each was generated or stands in the prompt.
-        sampling: the penalties.
-    """
+    """Return penalised `columns` [rows, n] of scores; `in_text` counts generated tokens, `seen` also the prompt's."""
     if sampling.repetition_penalty != 1:
         factor = sampling.repetition_penalty
         columns = torch.where(seen, torch.where(columns > 0, columns / factor, columns * factor), columns)

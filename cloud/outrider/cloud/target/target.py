@@ -266,15 +266,7 @@ class Target:
         others: Sequence[Sequence[int]],
         beside: Sequence[SessionCache],
     ) -> torch.Tensor:
-        """Return logits of the last 64 `tokens`, which are computed in passes that other sessions share.
-
-        Args:
-            cache: session of the tokens.
-            tokens: tokens that follow those in the cache.
-            sizes: tokens of each pass, over and over.
-            others: rows that each session `beside` has in each pass, over and over.
-            beside: caches of these other sessions.
-        """
+        """Return logits of the last 64 `tokens`; passes take `sizes` of them and `others` rows of sessions `beside`."""
         logits, at = [torch.empty(0, self.vocab_size, device=self.device)], 0
         for size, counts in zip(itertools.cycle(sizes), itertools.cycle(others)):
             piece = tuple(tokens[at : at + size])
