@@ -185,14 +185,14 @@ class TextWriter:
             where = f"prompt {request.id!r} of {request.domain!r}"
             raise ConfigError(f"{where} {error.message}", field="prompts") from error
 
-    def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
-        """Return the texts that begin with the next step: those with a place, KV pages, and room for their prompts.
+    def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], slots: int) -> list[_Sheet]:
+        """Return the texts that begin with the next step: those with a slot, KV pages, and room for their prompts.
 
         The full pages of a prompt that another text has read are not read again.
         """
         backend, admitted, rows = self._backend, list[_Sheet](), 0
         readers = {sheet.request.prompt: sheet for sheet in writing}
-        while waiting and len(admitted) < places:
+        while waiting and len(admitted) < slots:
             sheet = waiting[0]
             reader = readers.get(sheet.request.prompt)
             capacity = backend.capacity
@@ -210,8 +210,8 @@ class TextWriter:
         """Give each sheet its next token; return the logits [sheets, vocab] of these."""
         output = self._backend.step([sheet.row(tapped=bool(self._projections)) for sheet in sheets])
         for name, project in self._projections.items():
-            places = [self._tapped.index(layer) for layer in project.layers]
-            taps = output.taps.unflatten(1, (len(self._tapped), -1))[:, places].flatten(1)  # type: ignore[union-attr]
+            indices = [self._tapped.index(layer) for layer in project.layers]
+            taps = output.taps.unflatten(1, (len(self._tapped), -1))[:, indices].flatten(1)  # type: ignore[union-attr]
             for sheet, vector in zip(sheets, project(taps), strict=True):
                 sheet.vectors.setdefault(name, []).append(vector)
         for sheet, sampled in zip(sheets, output.sampled, strict=True):

@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider.edge.decoding import ANSWER_WITHIN_S, Attempts
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceRules, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     CaughtUp,
@@ -179,7 +179,7 @@ class StreamGuard:
         self._verifiers = verifiers
         self._send = send
         self._leave = leave
-        self._law, self._rules, self._budget = AnswerLaw(), SilenceRules(), ReopenBudget()
+        self._times, self._rules, self._budget = AnswerTimes(), SilenceRules(), ReopenBudget()
         self._watch: SilenceWatch | None = None
         self._idle = False
         self._verifier = ""
@@ -192,7 +192,7 @@ class StreamGuard:
         self._opened_at = self._clock.monotonic()
         self._verifier, self._usual_s, self._request = verifier, usual_s, request
         self._idle = False
-        watch = self._watch = SilenceWatch(self._law, self._rules, self._opened_at)
+        watch = self._watch = SilenceWatch(self._times, self._rules, self._opened_at)
         self._look_later(watch)
 
     def end(self) -> None:
@@ -300,7 +300,7 @@ class Edge:
         over: whether the user wants no more.
         dead: whether the edge itself is gone.
         starved: whether it has had to wait for tokens of its key.
-        crowded: whether it has had to wait for a place of its key.
+        crowded: whether it has had to wait for a slot of its key.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class Edge:
         self.address = ""
         self._answered = False
         self._waits = False  # for a turn to begin
-        self._place: Lease | None = None  # where a silent verifier is left for
+        self._elsewhere: Lease | None = None  # where a silent verifier is left for
         self.guard = StreamGuard(world, clock, calls, verifiers, self._ping, self._leave_silent)
 
     def _choose(self, prefix: tuple[int, ...]) -> int:
@@ -429,9 +429,9 @@ class Edge:
             self._waits = True
             return
         self.attempts.begin()
-        place, self._place = self._place, None
-        if place is not None:
-            self._leased(place)
+        elsewhere, self._elsewhere = self._elsewhere, None
+        if elsewhere is not None:
+            self._leased(elsewhere)
         else:
             self.coordinator.lease(self._request(self.attempts.avoid), self._leased)
 
@@ -523,11 +523,11 @@ class Edge:
         if self.call is not None and not self.dead:
             self.call.send_up(ping)
 
-    def _leave_silent(self, place: Lease) -> None:
+    def _leave_silent(self, elsewhere: Lease) -> None:
         """Leave a verifier that is silent for one that answers."""
         if self.call is not None and not self.over:
-            self._place = place
-            self.note(self.address, "is silent; leaves it for", place.verifier)
+            self._elsewhere = elsewhere
+            self.note(self.address, "is silent; leaves it for", elsewhere.verifier)
             self.broken(self.call, Unavailable(f"verifier {self.address} is silent"))
 
     def _close_call(self) -> None:

@@ -294,7 +294,7 @@ class SimulatedEngine(VirtualEngine):
         still_until: Callable[[], float],
         on_failure: Callable[[], None],
     ) -> None:
-        """Decode with the pages and places of `shape`.
+        """Decode with the pages and slots of `shape`.
 
         Args:
             world: world of the schedule.

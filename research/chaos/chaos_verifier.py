@@ -484,7 +484,7 @@ class Process:
         return self._world.now < self.frozen_until
 
     def crowd(self, seconds: float) -> None:
-        """Let others take every place for true `seconds`."""
+        """Let others take every slot for true `seconds`."""
         self.engine.sessions.max_sessions = 0
         self._world.after(seconds, self._disperse)
 
@@ -596,7 +596,6 @@ class Verifier:
 
     Attributes:
         process: present process.
-        former: processes that are gone, which must have left nothing behind.
     """
 
     def __init__(self, world: World, name: str, clock: LocalClock, shape: Shape, watch: Watch) -> None:

@@ -143,7 +143,7 @@ class Schedule:
         return ", ".join(f"{edge.habits.session} is {state_of(edge)}" for edge in self.edges if not edge.over)
 
     def _check_rest(self) -> None:
-        """Fail where a place, a page, a lease, a stream or a frame is left."""
+        """Fail where a slot, a page, a lease, a stream or a frame is left."""
         for edge in self.edges:
             for error in edge.errors:
                 if not self._is_due(edge, error):
@@ -159,13 +159,13 @@ class Schedule:
         """Return whether the schedule explains an error.
 
         Faults may last for longer than an edge tries, to which it counts the time for which it waits for its key. A
-        place of the key that nobody gives back lasts as long as its lease here, where a coordinator polls nobody: that
+        slot of the key that nobody gives back lasts as long as its lease here, where a coordinator polls nobody: that
         of an edge that died, could not report, or left before the answer with its lease came.
         """
         if owner.habits.session in self.world.poisoned and isinstance(error, Internal):
             return True
         if error.field == "api_key" and any(edge.starved for edge in self.edges):
-            return True  # one that waits for tokens keeps its place
+            return True  # one that waits for tokens keeps its slot
         if owner.starved or self.world.disturbed_s > RetryRules().abandon_after_s:
             return isinstance(error, Unavailable | ResourceExhausted | LeaseExpired)
         if owner.crowded and isinstance(error, Unavailable):

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.bench import environment as environments
-from outrider.bench.bench_command import Arm, Known, Measured, run_of
+from outrider.bench.bench_command import Case, Known, Measured, run_of
 from outrider.bench.bench_results import Benchmark, BenchmarkRun
 from outrider.bench.bench_settings import LinkListSettings
 from outrider.bench.environment import environment
@@ -137,8 +137,8 @@ def test_a_wrong_metric_is_refused_before_it_is_written(benchmark) -> None:
 
 def seconds_of(*texts: Measured, sessions: int = 1) -> float:
     (link,) = links_of(options())
-    arm = Arm("cloud", None, link, None, None, list(texts))
-    return run_of(arm, sessions, Known({"1": texts[0].tokens}, "none", None)).seconds
+    case = Case("cloud", None, link, None, None, list(texts))
+    return run_of(case, sessions, Known({"1": texts[0].tokens}, "none", None)).seconds
 
 
 def text(began: float, tokens: int, per_token_s: float) -> Measured:

@@ -227,9 +227,9 @@ class Text(Simulation):
         self._counts["accepted drafts"] += statistics.accepted
         self._counts["resumes"] += statistics.resumes
         self._counts["vectors"] += statistics.vectors
-        assert statistics.accepted_here <= min(statistics.accepted, statistics.verified_here)
-        assert statistics.verified_here <= statistics.verified
-        self._counts["texts drafted here"] += statistics.accepted_here > 0
+        assert statistics.accepted_cloud <= min(statistics.accepted, statistics.verified_cloud)
+        assert statistics.verified_cloud <= statistics.verified
+        self._counts["texts drafted here"] += statistics.accepted_cloud > 0
         self._counts["verified beside"] += statistics.verified_beside
         self._counts["verified beside with a grammar"] += (
             statistics.verified_beside if self.edge.sampling.grammar is not None else 0

@@ -269,7 +269,7 @@ def corrupt_candidates(graph: Path) -> None:
 def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
     package: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corrupt: Any, precision: str
 ) -> None:
-    def write_corrupted_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
+    def write_corrupted_graph(model: Any, architecture: Any, candidates: int, graph: Path, *, mlp: int) -> None:
         graph.write_bytes((package / "model.onnx").read_bytes())
         corrupt(graph)
 
@@ -284,7 +284,7 @@ def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
 
 
 def test_a_sound_graph_passes_the_same_check_and_replaces_what_was_published(package, llama, tmp_path, monkeypatch):
-    def write_sound_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
+    def write_sound_graph(model: Any, architecture: Any, candidates: int, graph: Path, *, mlp: int) -> None:
         graph.write_bytes((package / "model.onnx").read_bytes())
 
     monkeypatch.setattr(publishing, "write_graph", write_sound_graph)

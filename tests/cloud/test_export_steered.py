@@ -79,8 +79,8 @@ def package(llama: Path) -> Path:
     """Export the llama, and keep its unsteered export beside the package."""
     kept = llama.with_name("unsteered.onnx")
 
-    def write_and_keep_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
-        write_graph(model, anatomy, candidates, graph, mlp=mlp)
+    def write_and_keep_graph(model: Any, architecture: Any, candidates: int, graph: Path, *, mlp: int) -> None:
+        write_graph(model, architecture, candidates, graph, mlp=mlp)
         if not mlp:
             shutil.copyfile(graph, kept)
 
@@ -94,7 +94,7 @@ def package(llama: Path) -> Path:
 def traced(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports of the llama find its graphs written already, which saves tracing it again."""
 
-    def write_same_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
+    def write_same_graph(model: Any, architecture: Any, candidates: int, graph: Path, *, mlp: int) -> None:
         shutil.copyfile(package / "model.onnx" if mlp else package.with_name("unsteered.onnx"), graph)
 
     monkeypatch.setattr(publishing, "write_graph", write_same_graph)

@@ -602,7 +602,7 @@ def test_a_grammar_that_takes_too_long_is_killed_and_the_next_gets_a_new_child(t
     trial.check(GRAMMAR)
     child = trial._child
     os.kill(child.pid, signal.SIGSTOP)  # hangs, as far as its parent can tell
-    monkeypatch.setattr("outrider.cloud.grammar.grammar_compiler.PATIENCE_S", 0.2)
+    monkeypatch.setattr("outrider.cloud.grammar.grammar_compiler.TIMEOUT_S", 0.2)
     with pytest.raises(TooCostly):
         trial.check(GRAMMAR)
     assert child.returncode == -signal.SIGKILL

@@ -417,7 +417,7 @@ async def test_stopping_tells_running_sessions_that_they_may_resume(bench):
 
 
 @verifier(secret=SECRET)
-async def test_a_key_has_no_more_texts_than_it_may_and_its_place_lasts_as_long_as_a_text(bench, expected):
+async def test_a_key_has_no_more_texts_than_it_may_and_its_slot_lasts_as_long_as_a_text(bench, expected):
     async def begin(session, key="alice", **changes):
         lease = bench.lease(session=session, key=key, max_sessions=1)
         stream = bench.stream(lease)
@@ -447,7 +447,7 @@ async def test_a_key_has_no_more_texts_than_it_may_and_its_place_lasts_as_long_a
 
 
 @verifier(secret=SECRET, max_sessions=1)
-async def test_a_stream_without_a_lease_takes_no_place(bench, expected):
+async def test_a_stream_without_a_lease_takes_no_slot(bench, expected):
     idle = [bench.stream() for _ in range(40)]
     for error in await asyncio.gather(*(stream.error() for stream in idle)):
         assert isinstance(error, Unauthenticated)

@@ -20,7 +20,7 @@ from outrider.cloud.export.model import (
     HEADROOM,
     MAX_LEVEL,
     SEED,
-    Anatomy,
+    Architecture,
     CacheScales,
     drawn_texts,
     load,
@@ -80,8 +80,8 @@ def test_an_edge_drafts_with_a_cache_of_int8_and_rolls_it_back(package: Path) ->
 def test_no_key_is_cut_off_however_far_it_is_turned(source: Path) -> None:
     plain = load(source)
     tokens = drawn_texts(plain, seed=SEED)
-    anatomy = with_int8_cache(look_at(load_for_export(source)), plain)
-    largest = anatomy.scales[0].keys * MAX_LEVEL / HEADROOM
+    architecture = with_int8_cache(look_at(load_for_export(source)), plain)
+    largest = architecture.scales[0].keys * MAX_LEVEL / HEADROOM
     cut = {"by position": False, "by pairs": False}
     here = keys_at(plain, tokens, 0).amax(dim=(0, 2), keepdim=True)
     for first in range(0, 128, 16):
@@ -103,7 +103,7 @@ def keys_at(plain: Any, tokens: torch.Tensor, first: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("factor", [0.1, 30.0])
 def test_scales_that_cut_off_or_blur_are_refused_by_the_check(source, package, tmp_path, monkeypatch, factor) -> None:
-    def write_graph(model: Any, anatomy: Anatomy, candidates: int, graph: Path, *, mlp: int) -> None:
+    def write_graph(model: Any, architecture: Architecture, candidates: int, graph: Path, *, mlp: int) -> None:
         traced = onnx.load(package / "model.onnx")
         attention = next(node for node in traced.graph.node if node.op_type == "GroupQueryAttention")
         for tensor in traced.graph.initializer:

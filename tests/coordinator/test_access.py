@@ -185,7 +185,7 @@ async def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its
             await client.close()
 
 
-async def test_a_session_that_no_verifier_took_gives_its_place_back_and_counts_nowhere(
+async def test_a_session_that_no_verifier_took_gives_its_slot_back_and_counts_nowhere(
     coordinating: Coordinating, keys: Path
 ) -> None:
     async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
@@ -199,7 +199,7 @@ async def test_a_session_that_no_verifier_took_gives_its_place_back_and_counts_n
         await root.close()
 
 
-def test_a_session_that_may_not_resume_for_want_of_tokens_keeps_its_place() -> None:
+def test_a_session_that_may_not_resume_for_want_of_tokens_keeps_its_slot() -> None:
     now_s = 0.0
     admission = CallerAdmission(None, clock=lambda: now_s)
     alice = Caller(Key("alice", "a" * 64, max_sessions=1, tokens_per_minute=60))

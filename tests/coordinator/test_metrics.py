@@ -96,7 +96,7 @@ async def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evide
         found = await asyncio.to_thread(scrape, call.server.metrics_address)
         version = "outrider:coordinator_drafter_version"
         assert found[f"{version}s", ("tiny-drafter", "current")] == 1
-        assert found[f"{version}s", ("tiny-drafter", "former")] == 1
+        assert found[f"{version}s", ("tiny-drafter", "previous")] == 1
         assert found[f"{version}s", ("tiny-drafter", "retired")] == 0
         assert found[f"{version}_acceptance", ("tiny-drafter", "1")] == 0.5
         assert found[f"{version}_acceptance", ("tiny-drafter", "2")] == pytest.approx(0.6)

@@ -24,8 +24,8 @@ from outrider.coordinator.queue import (
     RETRY_WHEN_FULL_S,
     SOON_S,
     KeyShare,
-    PlaceQueue,
-    PlaceTicket,
+    SlotQueue,
+    SlotTicket,
 )
 from outrider.proto.errors import ResourceExhausted, Unavailable
 from outrider.proto.lease import text_name
@@ -36,7 +36,7 @@ class Line:
     """A queue before one verifier, and its questions."""
 
     def __init__(self, **held: int) -> None:
-        self.queue, self.now_s, self.free, self.held = PlaceQueue(), 0.0, 0, held
+        self.queue, self.now_s, self.free, self.held = SlotQueue(), 0.0, 0, held
         self.room: dict[str, float] = {}
         self.lately: dict[str, int] = {}
         self.asked_for_room: list[str] = []
@@ -48,9 +48,9 @@ class Line:
         self.asked_for_room.append(key)
         return self.room.get(key, math.inf)
 
-    def ask(self, session: str, key: str = "", *, has_place: bool = False, has_run: bool = False) -> bool:
-        """Whether a text gets a place; else it waits."""
-        ticket = self.queue.ask(key, session, "any", self.now_s, has_place=has_place, has_run=has_run)
+    def ask(self, session: str, key: str = "", *, has_slot: bool = False, has_run: bool = False) -> bool:
+        """Whether a text gets a slot; else it waits."""
+        ticket = self.queue.ask(key, session, "any", self.now_s, has_slot=has_slot, has_run=has_run)
         free = {"v": self.free}
         open_to = self.queue.open_to(ticket, free, self.share, lambda _: {"v"}, self.room_of, math.inf, self.now_s)
         if open_to:
@@ -76,8 +76,8 @@ def serve(line: Line, *sessions: str, key: str = "") -> None:
         assert line.ask(session, key)
 
 
-def lose(line: Line, key: str, places: int) -> None:
-    line.held[key] -= places
+def lose(line: Line, key: str, slots: int) -> None:
+    line.held[key] -= slots
 
 
 def test_a_text_that_has_ended_is_a_newcomer_when_its_session_comes_again() -> None:
@@ -91,7 +91,7 @@ def test_a_text_that_has_ended_is_a_newcomer_when_its_session_comes_again() -> N
     assert line.ask("newcomer")
 
 
-def test_a_key_that_hides_the_ends_of_its_texts_gains_no_place_by_it() -> None:
+def test_a_key_that_hides_the_ends_of_its_texts_gains_no_slot_by_it() -> None:
     line = Line()
     for name in ("a1", "a2", "a3", "a4"):  # one after the other
         serve(line, name, key="alice")
@@ -139,7 +139,7 @@ def test_the_room_of_a_key_is_asked_for_once_a_question_however_many_wait() -> N
     assert sorted(line.asked_for_room) == ["alice", "bob"]
 
 
-def test_a_question_looks_at_no_other_ticket_where_no_free_place_fits_it() -> None:
+def test_a_question_looks_at_no_other_ticket_where_no_free_slot_fits_it() -> None:
     line = Line()
     for number in range(50):
         assert not line.ask(f"w{number}")
@@ -155,7 +155,7 @@ def test_a_question_looks_at_no_other_ticket_where_no_free_place_fits_it() -> No
     assert looked == ["any"], "its own wants alone"
 
 
-def test_texts_that_their_own_key_holds_back_keep_no_place_from_others() -> None:
+def test_texts_that_their_own_key_holds_back_keep_no_slot_from_others() -> None:
     line = Line(alice=1)
     line.room["alice"] = 0
     assert not line.ask("a1", "alice")
@@ -163,7 +163,7 @@ def test_texts_that_their_own_key_holds_back_keep_no_place_from_others() -> None
     assert line.ask("b1", "bob")
     line.free = 1
     assert not line.ask("a1", "alice")
-    assert line.ask("a2", "alice", has_place=True), "its key has counted it already"
+    assert line.ask("a2", "alice", has_slot=True), "its key has counted it already"
 
 
 def test_a_key_has_only_so_many_tickets_and_none_keeps_all_others_out() -> None:
@@ -186,7 +186,7 @@ def test_there_are_only_so_many_tickets_in_all() -> None:
 
 def test_the_nearer_the_turn_the_sooner_an_edge_asks_again() -> None:
     line = Line()
-    for number in range(40):  # four places a second are given
+    for number in range(40):  # four slots a second are given
         line.now_s, line.free = number / 4, 1
         assert line.ask(f"s{number}")
     waits = []
@@ -200,7 +200,7 @@ def test_the_nearer_the_turn_the_sooner_an_edge_asks_again() -> None:
     assert waits[-1] == RETRY_WHEN_FULL_S
 
 
-def test_where_few_wait_all_ask_often_since_many_places_may_be_free_at_once() -> None:
+def test_where_few_wait_all_ask_often_since_many_slots_may_be_free_at_once() -> None:
     line = Line()
     for number in range(20):
         assert not line.ask(f"w{number}")
@@ -249,8 +249,8 @@ def granted(fleet: FleetView, asked: LeaseRequest, tenant: str, now_s: float) ->
     return chosen.name
 
 
-def place(places: int, sessions: int, **changes: Any) -> VerifierInfo:
-    return ready("a", max_sessions=places, sessions=sessions, precision="float32", **changes)
+def verifier(slots: int, sessions: int, **changes: Any) -> VerifierInfo:
+    return ready("a", max_sessions=slots, sessions=sessions, precision="float32", **changes)
 
 
 def waits(fleet: FleetView, asked: LeaseRequest, tenant: str, now_s: float) -> None:
@@ -259,67 +259,67 @@ def waits(fleet: FleetView, asked: LeaseRequest, tenant: str, now_s: float) -> N
 
 
 def test_a_text_whose_lease_comes_to_nothing_late_has_its_turn_still() -> None:
-    fleet = view(place(1, 0))
+    fleet = view(verifier(1, 0))
     granted(fleet, request("late"), "", 0.0)
     waits(fleet, request("next"), "", 0.1)
-    fleet.observe((place(1, 1),), 3.0)
+    fleet.observe((verifier(1, 1),), 3.0)
     waits(fleet, request("late"), "", 3.0)
     waits(fleet, request("next"), "", 3.0)
-    fleet.observe((place(1, 0),), 3.1)
+    fleet.observe((verifier(1, 0),), 3.1)
     waits(fleet, request("next"), "", 3.1)
     assert granted(fleet, request("late"), "", 3.1) == "a"
 
 
-def test_a_suspected_stream_is_left_for_the_next_free_place_though_others_wait() -> None:
+def test_a_suspected_stream_is_left_for_the_next_free_slot_though_others_wait() -> None:
     hung = ready("hung", max_sessions=1)
     fleet = view(hung)
     asked = request("s", avoid=("hung",), suspected=True, epoch=1)
     assert granted(fleet, request("s"), "", 0.0) == "hung"
-    full = (place(1, 1), replace(hung, sessions=1))
+    full = (verifier(1, 1), replace(hung, sessions=1))
     fleet.observe(full, 1.0)
     waits(fleet, request("newcomer"), "", 1.0)
     waits(fleet, asked, "", 1.0)
-    assert len(fleet.queue) == 1, "no place is kept for it"
-    fleet.observe((place(1, 0), full[1]), 2.0)
+    assert len(fleet.queue) == 1, "no slot is kept for it"
+    fleet.observe((verifier(1, 0), full[1]), 2.0)
     assert fleet.choose(asked, "", 2.0).name == "a"
 
 
 @pytest.mark.parametrize("tenant", ["", "alice"])
 def test_after_a_restart_verifiers_say_which_texts_are_no_newcomers(tenant: str) -> None:
     admitted = {text_name(tenant, "old"): 0}
-    fleet = view(place(1, 1, admitted=admitted))
+    fleet = view(verifier(1, 1, admitted=admitted))
     waits(fleet, request("newcomer"), tenant, 0.0)
     waits(fleet, request("liar", precision="float32", epoch=3), tenant, 0.0)
     waits(fleet, request("old", precision="float32", epoch=1), tenant, 0.0)
-    fleet.observe((place(1, 0, admitted=admitted),), 0.5)
+    fleet.observe((verifier(1, 0, admitted=admitted),), 0.5)
     waits(fleet, request("newcomer"), tenant, 0.5)
     waits(fleet, request("liar", precision="float32", epoch=3), tenant, 0.5)
     assert fleet.choose(request("old", precision="float32", epoch=1), tenant, 0.5).name == "a"
 
 
 def test_a_text_is_no_newcomer_as_soon_as_its_verifier_says_so() -> None:
-    fleet = view(place(1, 1))
+    fleet = view(verifier(1, 1))
     waits(fleet, request("newcomer"), "", 0.0)
     waits(fleet, request("old", precision="float32"), "", 0.0)
-    fleet.observe((place(1, 0, admitted={"old": 0}),), 0.5)
+    fleet.observe((verifier(1, 0, admitted={"old": 0}),), 0.5)
     assert fleet.choose(request("old", precision="float32"), "", 0.5).name == "a"
 
 
-def test_a_place_is_kept_for_an_edge_that_was_told_that_none_is_ready() -> None:
-    drained = place(1, 0, state=VerifierState.DRAINING)
+def test_a_slot_is_kept_for_an_edge_that_was_told_that_none_is_ready() -> None:
+    drained = verifier(1, 0, state=VerifierState.DRAINING)
     fleet = view(drained)
     with pytest.raises(Unavailable):
         fleet.choose(request("first"), "", 0.0)
-    fleet.observe((place(1, 0),), 1.0)
+    fleet.observe((verifier(1, 0),), 1.0)
     waits(fleet, request("newcomer"), "", RETRY_WHEN_FULL_S + GRACE_S - 0.01)
     assert fleet.choose(request("first"), "", RETRY_WHEN_FULL_S + GRACE_S).name == "a"
 
 
 def test_what_a_verifier_admitted_and_has_no_token_is_a_newcomer() -> None:
-    fleet = view(place(1, 1, admitted={"turn": 0}))
+    fleet = view(verifier(1, 1, admitted={"turn": 0}))
     waits(fleet, request("newcomer"), "", 0.0)
     waits(fleet, request("turn", epoch=1), "", 0.0)
-    fleet.observe((place(1, 0, admitted={"turn": 0}),), 0.5)
+    fleet.observe((verifier(1, 0, admitted={"turn": 0}),), 0.5)
     waits(fleet, request("turn", epoch=1), "", 0.5)
     assert fleet.choose(request("newcomer"), "", 0.5).name == "a"
 
@@ -329,35 +329,35 @@ def texts(*sessions: str) -> dict[str, Any]:
 
 
 def test_a_key_had_lately_what_it_had_at_once_within_a_minute() -> None:
-    fleet = view(place(4, 3, **texts("a1", "a2", "a3")))
+    fleet = view(verifier(4, 3, **texts("a1", "a2", "a3")))
     assert fleet._share_of()("alice") == KeyShare(3, math.inf, Counter(("a1", "a2", "a3"))), "nobody watched before"
-    fleet.observe((place(4, 3, **texts("a1", "a2", "a3")),), 61.0)
-    fleet.observe((place(4, 1, **texts("a1")),), 62.0)
+    fleet.observe((verifier(4, 3, **texts("a1", "a2", "a3")),), 61.0)
+    fleet.observe((verifier(4, 1, **texts("a1")),), 62.0)
     assert fleet._share_of()("alice") == KeyShare(1, 3, Counter(("a1",)))
     assert fleet._share_of()("bob") == KeyShare(0, 0)
     assert fleet._share_of()("") == KeyShare(), "it may have any number"
     for now_s in (122.0, 183.0):
-        fleet.observe((place(4, 1, **texts("a1")),), now_s)
+        fleet.observe((verifier(4, 1, **texts("a1")),), now_s)
     assert fleet._share_of()("alice").lately == 1
 
 
-def test_texts_of_a_sick_verifier_have_no_place_and_one_that_moves_has_one() -> None:
+def test_texts_of_a_sick_verifier_have_no_slot_and_one_that_moves_has_one() -> None:
     moving = texts("a1")
-    fleet = view(place(4, 1, **moving), ready("b", **moving, state=VerifierState.SICK), ready("c").down())
+    fleet = view(verifier(4, 1, **moving), ready("b", **moving, state=VerifierState.SICK), ready("c").down())
     fleet.grant(request("a1"), "alice", ready("b"), 0.0)
     fleet.grant(request("a2"), "alice", ready("b"), 0.0)
     assert fleet._share_of()("alice").now == 2
 
 
-def test_a_promised_text_that_no_verifier_can_take_keeps_no_place() -> None:
-    fleet = view(place(1, 0, context_length=64))
+def test_a_promised_text_that_no_verifier_can_take_keeps_no_slot() -> None:
+    fleet = view(verifier(1, 0, context_length=64))
     with pytest.raises(Unavailable, match="128 positions") as refused:
         fleet.choose(request("long", precision="float32", context_length=128, epoch=1), "", 0.0)
     assert (refused.value.field, refused.value.retry_after_s) == ("lease_request.context_length", 1.0)
     assert fleet.choose(request("short", context_length=10), "", 0.1).name == "a"
 
 
-def test_a_place_that_few_texts_can_take_is_left_to_them() -> None:
+def test_a_slot_that_few_texts_can_take_is_left_to_them() -> None:
     small, large = (ready(name, max_sessions=1, context_length=n) for name, n in (("a", 64), ("b", 128)))
     fleet = view(*(ready(v.name, max_sessions=1, sessions=1, context_length=v.context_length) for v in (small, large)))
     for session, needed in (("short", 10), ("long", 100)):
@@ -376,7 +376,7 @@ def shape(seed: int) -> Shape:
     """A small fleet and its texts: keys, limits, texts that few can take, ends that nobody reports, and faults."""
     rng = random.Random(seed)
     return Shape(
-        places=rng.choice([(1,), (2,), (4, 4), (1, 3), (2, 2, 2)]),
+        slots=rng.choice([(1,), (2,), (4, 4), (1, 3), (2, 2, 2)]),
         service_s=rng.choice([0.3, 1.0, 3.0]),
         load=rng.uniform(0.7, 2.0),
         until_s=6.0,
@@ -408,15 +408,15 @@ def test_the_same_holds_in_hundreds_of_schedules() -> None:
     assert next(findings(range(200)), None) is None
 
 
-def only_who_asks(self: PlaceTicket, now_s: float) -> bool:
+def only_who_asks(self: SlotTicket, now_s: float) -> bool:
     return self.asked_s == now_s
 
 
-def first_come(self: PlaceQueue, ticket: PlaceTicket, free: Any, share_of: Any, *rest: Any) -> frozenset[str]:
+def first_come(self: SlotQueue, ticket: SlotTicket, free: Any, share_of: Any, *rest: Any) -> frozenset[str]:
     return rightly(self, ticket, free, lambda _: KeyShare(), *rest)
 
 
-def newest_first(line: Any, left: Any, now_s: float) -> Iterator[PlaceTicket]:
+def newest_first(line: Any, left: Any, now_s: float) -> Iterator[SlotTicket]:
     return (ticket for ticket in reversed(list(line)) if left.open_to(ticket) and ticket.counts(now_s))
 
 
@@ -424,24 +424,24 @@ def none_lately(self: FleetView) -> Any:
     return lambda key: KeyShare(self._held()[key], 0)
 
 
-rightly = PlaceQueue.open_to
+rightly = SlotQueue.open_to
 FORGETS = [(queue, "MAX_NUMBERS", 0), (FleetView, "_has_run", lambda *_: False)]
 PLANTED = {
-    "luck": ("order", [(FleetView, "_with_places_for", by_luck)]),
-    "the newest has its turn first": ("order", [(PlaceQueue, "_waiting", staticmethod(newest_first))]),
-    "no place is kept": ("order", [(PlaceTicket, "counts", only_who_asks)]),
-    "keys do not count": ("shares", [(PlaceQueue, "open_to", first_come)]),
+    "luck": ("order", [(FleetView, "_with_slots_for", by_luck)]),
+    "the newest has its turn first": ("order", [(SlotQueue, "_waiting", staticmethod(newest_first))]),
+    "no slot is kept": ("order", [(SlotTicket, "counts", only_who_asks)]),
+    "keys do not count": ("shares", [(SlotQueue, "open_to", first_come)]),
     "a number is lost with each question": ("order", [(queue, "FORGET_S", 0.0)]),
-    "leases take no place before they are sessions": (
-        "a lease is a place",
+    "leases take no slot before they are sessions": (
+        "a lease is a slot",
         [(FleetView, "_expire", lambda self, _: self.granted.clear())],
     ),
     "texts that are gone keep their turn": (
-        "no place stays free",
+        "no slot stays free",
         [(queue, "GRACE_S", math.inf), (queue, "FORGET_S", math.inf)],
     ),
-    "leases that nobody uses keep their places": ("no place stays free", [(FleetView, "_expire", lambda *_: None)]),
-    "a running text that loses its place is a newcomer": ("running texts first", FORGETS),
+    "leases that nobody uses keep their slots": ("no slot stays free", [(FleetView, "_expire", lambda *_: None)]),
+    "a running text that loses its slot is a newcomer": ("running texts first", FORGETS),
     "a running text is a newcomer to other keys": ("running texts first", [(FleetView, "_share_of", none_lately)]),
 }
 
@@ -456,23 +456,23 @@ def test_a_planted_defect_is_found_by_the_property_that_it_violates(
     assert any(found.violated == violated for _, found in findings(range(40)))
 
 
-# Texts that take longer than a lease, many more of them than places, and a verifier that drains.
-LONG = Shape(places=(8, 8), service_s=30.0, load=4.0, until_s=60.0, lease_s=25.0, preempted=0.3, drains=(30.0,))
+# Texts that take longer than a lease, many more of them than slots, and a verifier that drains.
+LONG = Shape(slots=(8, 8), service_s=30.0, load=4.0, until_s=60.0, lease_s=25.0, preempted=0.3, drains=(30.0,))
 
 
 def test_of_long_texts_none_that_has_begun_fails() -> None:
     world = WaitingWorld(LONG, 1).run()
     assert not world.found
-    assert any(text.failed for text in world.texts), "of those that had no place, for want of places"
+    assert any(text.failed for text in world.texts), "of those that had no slot, for want of slots"
 
 
-def test_long_texts_fail_where_one_that_loses_its_place_is_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_fail_where_one_that_loses_its_slot_is_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
     for patch in FORGETS:
         monkeypatch.setattr(*patch)
     assert any(found.violated == "running texts go on" for found in WaitingWorld(LONG, 1).run().found)
 
 
-BURST = Shape(places=(16,), load=0.9, until_s=200.0, burst=100)
+BURST = Shape(slots=(16,), load=0.9, until_s=200.0, burst=100)
 
 
 def test_after_a_burst_none_fails_and_none_waits_much_longer_than_in_order() -> None:
@@ -484,7 +484,7 @@ def test_after_a_burst_none_fails_and_none_waits_much_longer_than_in_order() -> 
 
 
 def test_after_the_same_burst_texts_fail_where_luck_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FleetView, "_with_places_for", by_luck)
+    monkeypatch.setattr(FleetView, "_with_slots_for", by_luck)
     world = WaitingWorld(BURST, 1).run()
     assert any(text.failed for text in world.texts)
     assert world.waits[-1] > in_order(world)[-1] + 30.0

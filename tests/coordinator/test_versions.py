@@ -14,7 +14,7 @@ import pytest
 from fake_cluster import ScriptedCluster, ready, write_package
 
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_LEAD, MAX_VOTERS, VersionState
+from outrider.coordinator.version_trials import COMPARED_S, COMPARED_TEXTS, KEY_MARGIN, MAX_VOTERS, VersionState
 from outrider.proto.cluster_status import VersionStatus
 from outrider.proto.policy.sequential import MAX_SLOWDOWN, candidate_error
 from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
@@ -22,7 +22,7 @@ from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
 PROSE, CODE = 1, 3
 DAY_S = 86400.0
-CURRENT, FORMER, RETIRED = VersionState
+CURRENT, PREVIOUS, RETIRED = VersionState
 
 
 class Fleet:
@@ -94,16 +94,16 @@ def test_a_newer_version_is_current_at_once_and_compared_with_the_one_before() -
     assert fleet.states == {"1": CURRENT}
     assert fleet.status("1").against == ""
     fleet.publish("1", "2")
-    assert fleet.states == {"1": FORMER, "2": CURRENT}
+    assert fleet.states == {"1": PREVIOUS, "2": CURRENT}
     assert (fleet.status("2").against, fleet.status("2").texts) == ("1", 0)
     fleet.publish("1", "2")
-    assert fleet.states == {"1": FORMER, "2": CURRENT}, "nothing is new"
+    assert fleet.states == {"1": PREVIOUS, "2": CURRENT}, "nothing is new"
 
 
 def test_a_fleet_that_starts_with_several_compares_the_newest_with_the_one_before() -> None:
     fleet = Fleet()
     fleet.publish("1", "2", "3")
-    assert fleet.states == {"1": RETIRED, "2": FORMER, "3": CURRENT}
+    assert fleet.states == {"1": RETIRED, "2": PREVIOUS, "3": CURRENT}
     assert fleet.status("1").why == "3 is newer"
     assert fleet.status("3").against == "2"
 
@@ -112,7 +112,7 @@ def test_of_several_that_come_at_once_the_newest_follows_what_was_current() -> N
     fleet = compared()
     fleet.texts(1, {"1": 0.0, "2": 0.0})
     fleet.publish("1", "2", "3", "4")
-    assert fleet.states == {"1": RETIRED, "2": FORMER, "3": RETIRED, "4": CURRENT}
+    assert fleet.states == {"1": RETIRED, "2": PREVIOUS, "3": RETIRED, "4": CURRENT}
     assert (fleet.status("4").against, fleet.status("3").why) == ("2", "4 is newer")
     fleet.publish("1", "2", "3", "4")
     assert fleet.states["3"] is RETIRED, "what is retired stays retired"
@@ -122,7 +122,7 @@ def test_the_next_is_not_compared_with_a_version_that_no_edge_has_drafted_with()
     fleet = compared()
     fleet.texts(3, {"1": 0.0})
     fleet.publish("1", "2", "3")
-    assert fleet.states == {"1": FORMER, "2": RETIRED, "3": CURRENT}
+    assert fleet.states == {"1": PREVIOUS, "2": RETIRED, "3": CURRENT}
     assert (fleet.status("3").against, fleet.status("2").why) == ("1", "3 is newer")
 
 
@@ -134,7 +134,7 @@ def test_a_version_with_a_lower_number_does_not_become_current() -> None:
     by_hand = Fleet()
     by_hand.publish("a")
     by_hand.publish("b", "a")
-    assert by_hand.states == {"a": FORMER, "b": CURRENT}, "what came later"
+    assert by_hand.states == {"a": PREVIOUS, "b": CURRENT}, "what came later"
 
 
 def test_a_better_version_stays_and_the_one_before_retires_after_enough_texts() -> None:
@@ -142,7 +142,7 @@ def test_a_better_version_stays_and_the_one_before_retires_after_enough_texts() 
     for _ in range(5):
         fleet.texts(COMPARED_TEXTS // 5 - 1, {"1": 0.0, "2": 0.05})
         fleet.publish("1", "2")
-    assert fleet.states == {"1": FORMER, "2": CURRENT}
+    assert fleet.states == {"1": PREVIOUS, "2": CURRENT}
     fleet.texts(5, {"1": 0.0, "2": 0.05})
     fleet.publish("1", "2")
     assert fleet.states == {"1": RETIRED, "2": CURRENT}
@@ -155,7 +155,7 @@ def test_a_comparison_without_texts_ends_after_a_week() -> None:
     fleet = compared()
     fleet.now_s += COMPARED_S - 1
     fleet.publish("1", "2")
-    assert fleet.states == {"1": FORMER, "2": CURRENT}
+    assert fleet.states == {"1": PREVIOUS, "2": CURRENT}
     fleet.now_s += 1
     fleet.publish("1", "2")
     assert fleet.states == {"1": RETIRED, "2": CURRENT}
@@ -191,7 +191,7 @@ def test_a_newer_version_is_compared_with_what_was_current_until_then() -> None:
     fleet = compared()
     fleet.texts(5, {"1": 0.0, "2": 0.0})
     fleet.publish("1", "2", "3")
-    assert fleet.states == {"1": RETIRED, "2": FORMER, "3": CURRENT}
+    assert fleet.states == {"1": RETIRED, "2": PREVIOUS, "3": CURRENT}
     assert fleet.status("1").why == "3 is newer"
     fleet.texts(5, {"2": 0.0, "3": -0.01})
     assert (fleet.status("3").against, fleet.status("3").texts) == ("2", 5)
@@ -292,7 +292,7 @@ def test_one_key_alone_decides_nothing_whatever_edges_it_invents(gain: float, se
     for each, tenant in ((fleet, "mallory"), (keyless, "")):
         flood(each, tenant, gain, **{"1": 0.001, "2": seconds})
     assert fleet.states["2"] is CURRENT
-    assert fleet.status("2").texts == KEY_LEAD
+    assert fleet.status("2").texts == KEY_MARGIN
     assert keyless.states["2"] is RETIRED, "negative control: its edges vote where there are no keys"
 
 
@@ -307,7 +307,7 @@ def test_a_key_stays_within_its_lead_over_the_most_active_other_across_a_restart
     fleet.statistics.load(tmp_path / "state.json")
     fleet.publish("1", "2")
     flood(fleet, "mallory", 0.0, days=3)
-    assert fleet.status("2").texts == KEY_LEAD + 1 + 3
+    assert fleet.status("2").texts == KEY_MARGIN + 1 + 3
 
 
 LIES = {  # gain of the current version, and its seconds for a token where the other takes .001
@@ -401,7 +401,7 @@ def test_a_text_counts_only_if_both_were_compared_with_most_of_it(own: int, othe
 
 
 @pytest.mark.parametrize(("edges", "share"), [(0, 1.0), (2, 1.0), (4, 0.5), (8, 0.25), (20, 0.1), (500, 0.1)])
-def test_a_former_version_goes_to_a_tenth_of_the_edges_but_to_two_at_least(edges: int, share: float) -> None:
+def test_a_previous_version_goes_to_a_tenth_of_the_edges_but_to_two_at_least(edges: int, share: float) -> None:
     versions = FleetStatistics().versions
     versions.look([("swift", "1", 0)], 0.0)
     versions.look([("swift", "2", 1), ("swift", "1", 0)], 0.0)
@@ -425,7 +425,7 @@ def test_a_version_begins_with_half_its_parents_weight_and_leaves_nothing() -> N
     assert {prior.drafter_version for prior in fleet.statistics.acceptance.prior("tiny", 0, 0)} == {"1"}
 
 
-def test_a_former_version_that_returns_keeps_its_own_hits() -> None:
+def test_a_previous_version_that_returns_keeps_its_own_hits() -> None:
     fleet = compared()
     fleet.until("2", RETIRED, {"1": 0.0, "2": -0.3})
     assert fleet.statistics.acceptance.total("swift", "1").trials > 128
@@ -434,7 +434,7 @@ def test_a_former_version_that_returns_keeps_its_own_hits() -> None:
 # --- the catalogue changes ---
 
 
-def test_the_former_version_returns_where_the_current_one_is_taken_away() -> None:
+def test_the_previous_version_returns_where_the_current_one_is_taken_away() -> None:
     fleet = compared()
     fleet.publish("1")
     assert fleet.states == {"1": CURRENT}
@@ -482,7 +482,7 @@ def test_states_and_evidence_survive_a_restart(tmp_path: Path) -> None:
     fleet.statistics.load(tmp_path / "state.json")
     fleet.publish("0", "1", "2")
     assert fleet.statistics.version_states == before
-    assert fleet.states == {"0": FORMER, "1": RETIRED, "2": CURRENT}
+    assert fleet.states == {"0": PREVIOUS, "1": RETIRED, "2": CURRENT}
     fleet.statistics.add(fleet.report("edge-0", {"0": 0.0, "2": 0.02}))
     assert fleet.status("2").texts == 20, "an edge does not vote twice a day because of it"
 

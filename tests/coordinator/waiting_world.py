@@ -1,7 +1,7 @@
 """A fleet, its coordinator's view and waiting edges on a virtual clock.
 
-Order and shares are checked at every lease, and at every poll that no place stays free while a text waits for it. Texts
-that have begun lose their places to drains, to the ends of leases and for want of memory, and none of them may fail.
+Order and shares are checked at every lease, and at every poll that no slot stays free while a text waits for it. Texts
+that have begun lose their slots to drains, to the ends of leases and for want of memory, and none of them may fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVE_UP_S = 60.0
 VERIFIER_RETRY_S = 1.0
 DRAIN_S = 2.0
 PRECISION = "float32"
-# A place is seen to be free at a poll. Whoever has the turn may be gone, and the next asks a retry later.
+# A slot is seen to be free at a poll. Whoever has the turn may be gone, and the next asks a retry later.
 MAX_IDLE_S = POLL_S + 2 * RETRY_WHEN_FULL_S + GRACE_S
 
 
@@ -39,7 +39,7 @@ class Shape:
     """Shape of a world.
 
     Attributes:
-        places: sessions that each verifier admits; the last verifier alone has the context that long texts need.
+        slots: sessions that each verifier admits; the last verifier alone has the context that long texts need.
         service_s: mean time of a text.
         load: arrivals, as a share of what can be served.
         until_s: time of the last arrival.
@@ -52,11 +52,11 @@ class Shape:
         unreported: share of the ends that the coordinator is not told.
         restarts: times at which the coordinator forgets everything.
         lease_s: time for which a text may go on before it needs another lease.
-        preempted: share of the texts that lose their places halfway.
+        preempted: share of the texts that lose their slots halfway.
         drains: times at which the first verifier sends its texts elsewhere; another takes its place `DRAIN_S` later.
     """
 
-    places: tuple[int, ...] = (4, 4)
+    slots: tuple[int, ...] = (4, 4)
     service_s: float = 3.0
     load: float = 1.0
     until_s: float = 60.0
@@ -86,7 +86,7 @@ class Text:
 
     Attributes:
         left_s: time that it needs yet.
-        preempt_s: time after which it loses its place, once.
+        preempt_s: time after which it loses its slot, once.
         leases: streams that it had.
         began: whether a verifier has had it.
         counted: whether the coordinator that runs has given it a lease, and knows of no end.
@@ -120,12 +120,12 @@ class Verifier:
     """A verifier with its sessions."""
 
     name: str
-    places: int
+    slots: int
     context: int
     draining: bool = False
     running: set[Text] = field(default_factory=set)
     coming: int = 0  # leased, and not here yet
-    idle_since_s: float = float("inf")  # a text waits that could take a place, and none was given since
+    idle_since_s: float = float("inf")  # a text waits that could take a slot, and none was given since
     admitted: dict[str, int] = field(default_factory=dict)
 
     def info(self) -> VerifierInfo:
@@ -137,7 +137,7 @@ class Verifier:
             self.name,
             state=VerifierState.DRAINING if self.draining else VerifierState.READY,
             precision=PRECISION,
-            max_sessions=self.places,
+            max_sessions=self.slots,
             sessions=len(self.running),
             admitted=dict(self.admitted),
             context_length=self.context,
@@ -153,7 +153,7 @@ class WaitingWorld:
         texts: all texts.
         found: what should not have happened.
         most_waiting: most texts that waited at once.
-        busy_s: place-seconds that texts took.
+        busy_s: slot-seconds that texts took.
     """
 
     def __init__(self, shape: Shape, seed: int) -> None:
@@ -165,8 +165,8 @@ class WaitingWorld:
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        last = len(shape.places) - 1
-        self.verifiers = [Verifier(f"v{i}", n, 128 if i == last else 64) for i, n in enumerate(shape.places)]
+        last = len(shape.slots) - 1
+        self.verifiers = [Verifier(f"v{i}", n, 128 if i == last else 64) for i, n in enumerate(shape.slots)]
         self._restart()
         self._arrive()
         self._at(POLL_S, self._poll)
@@ -203,7 +203,7 @@ class WaitingWorld:
         names, weights = zip(*shape.keys, strict=True)
         times = [rng.uniform(0, 1) for _ in range(shape.burst)]
         at_s = 0.0
-        while (at_s := at_s + rng.expovariate(shape.load * sum(shape.places) / shape.service_s)) < shape.until_s:
+        while (at_s := at_s + rng.expovariate(shape.load * sum(shape.slots) / shape.service_s)) < shape.until_s:
             times.append(at_s)
         for number, arrived_s in enumerate(sorted(times)):
             leaves = rng.random() < shape.leaves
@@ -277,10 +277,10 @@ class WaitingWorld:
     def _room(self, key: str) -> float:
         limit = dict(self.shape.limits).get(key)
         counted = {text.name for text in self.texts if text.counted and text.key == key}
-        return float("inf") if limit is None else limit - len(counted | self._with_place()[key])
+        return float("inf") if limit is None else limit - len(counted | self._with_slot()[key])
 
-    def _with_place(self) -> defaultdict[str, set[str]]:
-        """Sessions that have a place of each key as the coordinator can know it."""
+    def _with_slot(self) -> defaultdict[str, set[str]]:
+        """Sessions that have a slot of each key as the coordinator can know it."""
         texts = defaultdict(set)
         for text in self._coming():
             texts[text.key].add(text.name)
@@ -290,7 +290,7 @@ class WaitingWorld:
         return texts
 
     def _coming(self) -> dict[Text, str]:
-        """Texts with leases that take their places, and their verifiers."""
+        """Texts with leases that take their slots, and their verifiers."""
         return {text: name for text, (at_s, name) in self.leased.items() if at_s >= self.now - 2 * POLL_S}
 
     def _ask(self, text: Text) -> None:
@@ -302,12 +302,12 @@ class WaitingWorld:
             return
         if text.known_since_s == float("inf"):
             text.known_since_s = self.now
-        request, has_place = self._request(text), text.counted
+        request, has_slot = self._request(text), text.counted
         try:
-            chosen = self.view.welcome(request, text.key, self.now, self._room, has_place=has_place)
+            chosen = self.view.welcome(request, text.key, self.now, self._room, has_slot=has_slot)
             if chosen is None:
                 self._refresh()
-                chosen = self.view.choose(request, text.key, self.now, self._room, has_place=has_place)
+                chosen = self.view.choose(request, text.key, self.now, self._room, has_slot=has_slot)
         except (ResourceExhausted, Unavailable) as error:
             if not 0 < error.retry_after_s <= RETRY_WHEN_FULL_S:
                 self._note("time", f"{text.name} is to ask again after {error.retry_after_s} s")
@@ -337,12 +337,12 @@ class WaitingWorld:
             self.waiting.pop(text, None)
             text.counted = False
             self.view.leave(text.key, text.name)
-        else:  # a place is kept for it as long as it might still come
+        else:  # a slot is kept for it as long as it might still come
             self._at(text.due_s + GRACE_S, lambda: self.waiting.pop(text, None))
 
     def _open(self, text: Text, verifier: Verifier) -> None:
         verifier.coming -= 1
-        if len(verifier.running) >= verifier.places or verifier.draining:
+        if len(verifier.running) >= verifier.slots or verifier.draining:
             self._after(VERIFIER_RETRY_S, partial(self._ask, text))
             return
         verifier.running.add(text)
@@ -353,7 +353,7 @@ class WaitingWorld:
         self._after(goes_on_s, partial(self._stop, text, verifier, text.leases))
 
     def _stop(self, text: Text, verifier: Verifier, leases: int) -> None:
-        """End a stream: its text is whole, or looks for another place."""
+        """End a stream: its text is whole, or looks for another slot."""
         if text not in verifier.running or text.leases != leases:
             return
         verifier.running.discard(text)
@@ -379,7 +379,7 @@ class WaitingWorld:
         self.found.append(Finding(violated, f"{self.now:.2f} s: {what}"))
 
     def _check(self, text: Text, verifier: str) -> None:
-        """Note whom a lease passes: texts before this one that its place would have served now."""
+        """Note whom a lease passes: texts before this one that its slot would have served now."""
         free = Counter({v.name: v.max_sessions - v.sessions for v in self.view.known if v.state is VerifierState.READY})
         free.subtract(self._coming().values())
         after = +free - Counter([verifier])
@@ -388,11 +388,11 @@ class WaitingWorld:
             return self._served(others, +free) > self._served(others, after)
 
         if free[verifier] <= 0 and self.waiting:
-            self._note("a lease is a place", f"{text.name} has one, though others wait")
+            self._note("a lease is a slot", f"{text.name} has one, though others wait")
         waiting = sorted(self.waiting, key=lambda text: text.turn)
         if passes([other for other in waiting if other.key == text.key and other.turn < text.turn]):
             self._note("order", f"{text.name} passes one of its key")
-        held = {key: len(texts) for key, texts in self._with_place().items()}
+        held = {key: len(texts) for key, texts in self._with_slot().items()}
         newcomer = text.turn[0]
         for key, _ in self.shape.keys:
             room = min(self._room(key), 1e6)
@@ -404,28 +404,28 @@ class WaitingWorld:
                 self._note("shares", f"{text.key} has {held.get(text.key, 0)}, {key} waits with {held.get(key, 0)}")
 
     def _check_idle(self) -> None:
-        """Note a place that texts which wait, and whose keys may have it, do not get for long."""
+        """Note a slot that texts which wait, and whose keys may have it, do not get for long."""
         for verifier in self.verifiers:
             could = [t for t in self.waiting if self._room(t.key) > 0 and verifier.context >= (100 if t.long else 10)]
-            has_place = len(verifier.running) + verifier.coming < verifier.places and not verifier.draining
-            verifier.idle_since_s = min(verifier.idle_since_s, self.now) if could and has_place else float("inf")
+            has_slot = len(verifier.running) + verifier.coming < verifier.slots and not verifier.draining
+            verifier.idle_since_s = min(verifier.idle_since_s, self.now) if could and has_slot else float("inf")
             if self.now > verifier.idle_since_s + MAX_IDLE_S:
-                self._note("no place stays free", f"{verifier.name} has one, and {could[0].name} waits for ever")
+                self._note("no slot stays free", f"{verifier.name} has one, and {could[0].name} waits for ever")
 
     def _served(self, texts: list[Text], free: Counter[str]) -> int:
-        """Return how many of the texts the free places can serve at once."""
+        """Return how many of the texts the free slots can serve at once."""
         long = min(sum(text.long for text in texts), free[self.verifiers[-1].name])
         return long + min(sum(not text.long for text in texts), free.total() - long)
 
 
 def by_luck(view: FleetView, *_: object) -> tuple[VerifierInfo, ...]:
-    """The rule before there was a line: whoever asks first has the place."""
+    """The rule before there was a line: whoever asks first has the slot."""
     return view.verifiers
 
 
 def in_order(world: WaitingWorld) -> list[float]:
-    """Waiting times, sorted, if every freed place went to the oldest text at once, and nobody gave up."""
-    free = [0.0] * sum(world.shape.places)
+    """Waiting times, sorted, if every freed slot went to the oldest text at once, and nobody gave up."""
+    free = [0.0] * sum(world.shape.slots)
     waits = []
     for text in world.texts:
         began = max(text.arrived_s, heapq.heappop(free))

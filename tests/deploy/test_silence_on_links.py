@@ -16,7 +16,7 @@ from outrider.deploy.link.link_traces import built_in_traces, find_trace
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy import Smoothed
-from outrider.proto.policy.suspicion import AnswerLaw, SilenceRules, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, SilenceRules, SilenceWatch, Silent
 from outrider.proto.types import Commit, CommittedToken, Opened, Ping, Pong
 
 JITTERS = {
@@ -47,7 +47,7 @@ class StreamOverLink:
         self.trace = None if name in JITTERS else find_trace(name)
         shape = JITTERS[name] if self.trace is None else self.trace.at(0.0)
         self.up, self.down = Pipe(shape.up, 1), Pipe(shape.down, 2)
-        self.watch = SilenceWatch(AnswerLaw(), SilenceRules(), 0.0)
+        self.watch = SilenceWatch(AnswerTimes(), SilenceRules(), 0.0)
         self.watch.hear(Opened(0, 64, 40, "v", 512), 0.0)
         self.alarms = Alarms()
         self.usual = Smoothed()

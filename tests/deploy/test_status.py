@@ -207,7 +207,7 @@ def test_the_whole_view_survives_the_wire() -> None:
 VERSIONS = (
     VersionStatus("code", "1" * 12, "current", 1.0),
     VersionStatus("general", "def0123456789", "current", 1.0, "", 60.0, "abc", 31, 0.01234, -1.5, 0.7512, 800.04),
-    VersionStatus("general", "abc", "former", 0.1, "def0123456789 is newer", 60.0, acceptance=0.7),
+    VersionStatus("general", "abc", "previous", 0.1, "def0123456789 is newer", 60.0, acceptance=0.7),
     VersionStatus("general", "bad", "retired", 0.0, "hits -0.121 against abc in 12 texts", 7200.0),
 )
 
@@ -223,7 +223,7 @@ def test_versions_are_shown_with_what_decided_on_each() -> None:
     lines = [line for line in shown_table(status).splitlines() if line.startswith("general")]
     assert [line.split()[1:3] for line in lines] == [
         ["def012345678", "current"],
-        ["abc", "former"],
+        ["abc", "previous"],
         ["bad", "retired"],
     ]
     assert "75%" in lines[0]

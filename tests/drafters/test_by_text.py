@@ -190,9 +190,9 @@ def test_teacher_forced_proposals_are_what_would_have_been_proposed() -> None:
     state = by_text("small", "large").open(rule())
     state.extend(tokens[:4])
     forced = ids(state.propose_forced(tokens[4:]))
-    for place, proposed in enumerate(forced, 4):
+    for position, proposed in enumerate(forced, 4):
         fresh = by_text("small", "large").open(rule())
-        fresh.extend(tokens[:place])
+        fresh.extend(tokens[:position])
         assert (ids(fresh.propose(1)) or [-1]) == [proposed]
 
 

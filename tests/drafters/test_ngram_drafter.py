@@ -80,12 +80,12 @@ def test_truncate_then_extend_equals_never_having_drafted(prompt, wrong, drafted
     state.truncate(kept)
     state.extend(text)
     fresh = state_after((*prompt[:kept], *text))
-    assert [vars_of(places) for places in state._places] == [vars_of(places) for places in fresh._places]
+    assert list(map(vars_of, state._positions)) == list(map(vars_of, fresh._positions))
     assert state.propose(5) == fresh.propose(5)
 
 
-def vars_of(places):
-    return places._last, places._earlier
+def vars_of(positions):
+    return positions._last, positions._earlier
 
 
 def test_the_noise_chooses_among_continuations_and_the_same_seed_chooses_the_same():

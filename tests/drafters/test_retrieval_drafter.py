@@ -71,7 +71,7 @@ def test_a_document_is_followed_once_three_tokens_match() -> None:
         (lambda text: [*text[:200], *text[230:]], 4),  # a block deleted
     ],
 )
-def test_after_an_edit_the_place_is_found_again_within_few_tokens(edit, misses: int) -> None:
+def test_after_an_edit_the_position_is_found_again_within_few_tokens(edit, misses: int) -> None:
     document = words(2)
     text = edit(document)
     found = hits(state_of(prediction=document), text)
@@ -80,17 +80,17 @@ def test_after_an_edit_the_place_is_found_again_within_few_tokens(edit, misses: 
     assert all(found[-150:])
 
 
-def test_after_an_edit_it_stays_near_although_another_place_has_the_same_words() -> None:
+def test_after_an_edit_it_stays_near_although_another_position_has_the_same_words() -> None:
     twin = [*range(300, 320), 7, 8, 9, *range(400, 420)]
     document = [*twin, *range(500, 560), 7, 8, 9, *range(600, 640)]
     text = [*document[:90], 999, *document[91:]]
     assert document.index(7, 30) == 103
-    text[102] = 998  # an edit just before the words that stand in two places
+    text[102] = 998  # an edit just before the words that stand at two positions
     found = hits(state_of([document], prediction=document), text)
     assert found.count(False) == 2
 
 
-def test_a_longer_match_elsewhere_wins_over_the_place_it_was_in() -> None:
+def test_a_longer_match_elsewhere_wins_over_the_position_it_was_in() -> None:
     first, second = list(range(100, 160)), list(range(200, 260))
     found = hits(state_of([first, second]), [*first[:30], *second[10:40]])
     assert found == [False] * 3 + [True] * 27 + [False] * 3 + [True] * 27

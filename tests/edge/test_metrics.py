@@ -176,7 +176,7 @@ def test_the_verifiers_own_drafts_are_counted_apart() -> None:
     metrics = EdgeMetrics()
     for accepted, seconds in ((3, 0.25), (4, 0.5)):
         observer, machine = machine_of(metrics)
-        machine.statistics.accepted_here, machine.statistics.drafting_here_s = accepted, seconds
+        machine.statistics.accepted_cloud, machine.statistics.cloud_drafting_s = accepted, seconds
         machine.statistics.drafting_s = 2 * seconds
     observer.ended(Done(FinishReason.EOS), 1.0)
     shown = {"accepted_verifier_tokens": 7, "verifier_drafting_seconds": 0.75, "drafting_seconds": 1.5}
@@ -332,7 +332,7 @@ def test_a_stream_says_which_accepted_drafts_were_made_here_and_which_in_the_clo
     observer = TextObserver(EdgeMetrics(), lambda _: None)
     assert (observer.live()["accepted"], observer.live()["accepted_cloud"]) == (0, 0)
     observer.machine = machine_of(EdgeMetrics())[1]
-    observer.machine.statistics.accepted, observer.machine.statistics.accepted_here = 9, 2
+    observer.machine.statistics.accepted, observer.machine.statistics.accepted_cloud = 9, 2
     assert (observer.live()["accepted"], observer.live()["accepted_cloud"]) == (7, 2)
 
 

@@ -131,10 +131,10 @@ def test_metasd_divides_expected_tokens_by_the_round_and_a_share_of_the_switch()
 # --- full information ---
 
 
-def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
+def test_the_delay_of_a_stream_is_what_the_link_takes_in_steps() -> None:
     costs = RoundCosts((0.001, 0.01), (0.0, 0.002), round_trip_s=0.06, step_s=0.03, row_s=0.002)
     view = SelectionView.of_stream(costs, (0, 5), drafts=4, current=1)
-    assert view.lead == (2, 3)
+    assert view.delay_tokens == (2, 3)
     assert view.alone_s == pytest.approx(0.032)
     assert view.round_s == pytest.approx((0.04, 0.04)), "a step with four drafts and the target's own row"
     assert view.switch_s == pytest.approx((0.0, 0.01))
@@ -184,7 +184,7 @@ class DefinedLeader:
 
     def loss(self, view: SelectionView, arm: int, hit: bool | None, longest: float) -> float | None:
         in_round, since_miss = self.walks[arm]
-        if since_miss < (view.lead[arm] if view.lead else 0):
+        if since_miss < (view.delay_tokens[arm] if view.delay_tokens else 0):
             loss = view.alone_s / longest
         elif hit and in_round < view.drafts:
             loss, in_round = 0.0, in_round + 1
@@ -235,7 +235,7 @@ def decisions(leader: Leader | DefinedLeader, seed: int) -> list[object]:
             *rng.uniform(0.03, 0.05, arms),
             switch_s=tuple(rng.uniform(0, 0.02, arms)),
             current=current,
-            lead=() if n % 100 < 50 else tuple(rng.integers(0, 3, arms).tolist()),
+            delay_tokens=() if n % 100 < 50 else tuple(rng.integers(0, 3, arms).tolist()),
             alone_s=0.02,
         )
         current = leader.choose(view)
@@ -294,10 +294,10 @@ def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day(
     view = view_of(0.1, 0.1, drafts=2)
     leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=1e-12), prior=(0.5, 0.9), prior_tokens=12)
     assert leader.choose(view) == 1
-    lead = leader.experts.log_weights[1] - leader.experts.log_weights[0]
-    assert lead == pytest.approx(4.8581967)
+    difference = leader.experts.log_weights[1] - leader.experts.log_weights[0]
+    assert difference == pytest.approx(4.8581967)
     leader.choose(view)
-    assert leader.experts.log_weights[1] - leader.experts.log_weights[0] == lead, "it counts once"
+    assert leader.experts.log_weights[1] - leader.experts.log_weights[0] == difference, "it counts once"
     assert default_selector(2, (0.5, 0.9)).choose(view_of(0.1, 1.0)) == 0
     assert default_selector(2).choose(view) == 0
 

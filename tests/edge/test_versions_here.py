@@ -35,8 +35,8 @@ def test_the_coordinator_says_what_it_knows() -> None:
     assert asyncio.run(versions_of(Coordinator(may=True), READY)) == KNOWN
 
 
-def test_an_edge_that_may_not_ask_tells_its_own_drafters_and_former_ones() -> None:
-    own = (VersionStatus("a", NgramDrafter.version, "current"), VersionStatus("a", NgramDrafter.version, "former"))
+def test_an_edge_that_may_not_ask_tells_its_own_drafters_and_previous_ones() -> None:
+    own = (VersionStatus("a", NgramDrafter.version, "current"), VersionStatus("a", NgramDrafter.version, "previous"))
     for coordinator in (Coordinator(may=False), None):
         assert asyncio.run(versions_of(coordinator, READY)) == own
     assert asyncio.run(versions_of(None, None)) == ()

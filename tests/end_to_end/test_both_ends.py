@@ -98,8 +98,8 @@ async def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, pr
         status = served.status()
         assert status.drafter_here.startswith("general@")
         assert status.committed_tokens == sum(len(each.ids) for each in drafted)
-        assert status.accepted_here == sum(each.statistics.accepted_here for each in drafted) > 0
-        assert status.verified_here == sum(each.statistics.verified_here for each in drafted)
+        assert status.accepted_here == sum(each.statistics.accepted_cloud for each in drafted) > 0
+        assert status.verified_here == sum(each.statistics.verified_cloud for each in drafted)
         assert status.drafted_here >= status.verified_here >= status.accepted_here
         assert status.drafting_here_s > 0
     assert [each.ids for each in drafted] == [each.ids for each in plain]

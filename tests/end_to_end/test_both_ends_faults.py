@@ -125,8 +125,8 @@ async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, p
             length = len(talk.transcript.tokens)
         assert [sum(isinstance(f, kind) for f in frames.sent_frames) for kind in (Open, Continue)] == [1, 3]
         # In how many turns its drafts are there before the edge's, the machine decides.
-        assert sum(turn.verified_here > 0 for turn in turns) >= 2
-        assert sum(turn.accepted_here for turn in turns) > 0
+        assert sum(turn.verified_cloud > 0 for turn in turns) >= 2
+        assert sum(turn.accepted_cloud for turn in turns) > 0
         assert drafters[0].opened == 1
         assert drafters[0].read < 2 * length, "a drafter that began each turn anew would read far more"
 
@@ -148,7 +148,7 @@ def test_a_verifiers_command_drafts_with_what_its_options_name(serving, edge, pr
             found = await client.complete(prompt, WAYS["sampled"], observer=frames)
         assert found.ids == expected.ids
         assert frames.streams[0][0].drafter_here.startswith("general@")
-        assert found.statistics.accepted_here > 0
+        assert found.statistics.accepted_cloud > 0
 
     verifier.start()
     try:
@@ -178,9 +178,9 @@ async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(
     assert opened.drafter_here.startswith("general@")
     statistics = found.statistics
     assert max(commit.covered for commit in commits) >= 8, "a round trip is ten steps, each with drafts"
-    assert statistics.accepted_here > 0
+    assert statistics.accepted_cloud > 0
     assert statistics.steps < len(found.ids)
-    assert statistics.verified - statistics.verified_here < statistics.verified_here
+    assert statistics.verified - statistics.verified_cloud < statistics.verified_cloud
 
 
 # === failover ===================================================================================================
@@ -332,7 +332,7 @@ async def test_another_version_of_the_edges_drafter_takes_part_and_changes_no_te
     assert frames.streams[0][0].drafter_here == "general@0-older"
     statistics = found.statistics
     assert not statistics.drafter_error
-    assert 0 < statistics.verified_here < statistics.verified, "both ends have drafted"
+    assert 0 < statistics.verified_cloud < statistics.verified, "both ends have drafted"
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
@@ -354,4 +354,4 @@ async def test_a_drafter_slower_than_the_edge_lets_it_lead_and_goes_on_where_it_
     assert found.ids == expected.ids
     statistics = found.statistics
     assert statistics.drafter_error
-    assert 0 < statistics.verified_here < statistics.verified, "both ends have drafted"
+    assert 0 < statistics.verified_cloud < statistics.verified, "both ends have drafted"

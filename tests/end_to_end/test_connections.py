@@ -167,7 +167,7 @@ async def test_silent_connections_beyond_the_limit_are_closed_at_once_and_the_ot
         waiting = await until_ended(opened, 2 * MOST + 1)
         await call(used)
         await asyncio.gather(*waiting)
-        async with client(address):  # the places of the others are free again
+        async with client(address):  # the slots of the others are free again
             pass
 
 
@@ -310,7 +310,7 @@ async def test_an_address_cannot_have_all_calls(
 
 
 @BOTH
-async def test_a_call_without_a_message_ends_soon_and_gives_its_place_back(
+async def test_a_call_without_a_message_ends_soon_and_gives_its_slot_back(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CALLS_OF_ADDRESS", 1)

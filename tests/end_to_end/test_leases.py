@@ -114,7 +114,7 @@ async def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_n
         await second.stop(0)
 
 
-async def test_a_turn_left_while_its_lease_is_awaited_takes_no_place_and_no_seat(tmp_path) -> None:
+async def test_a_turn_left_while_its_lease_is_awaited_takes_no_slot_and_no_seat(tmp_path) -> None:
     keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256("alices"), max_sessions=1))
 
     async with fleet("verifier", api_keys=keys) as found, found.client(tmp_path, api_key="alices") as client:
@@ -139,5 +139,5 @@ async def test_a_turn_left_while_its_lease_is_awaited_takes_no_place_and_no_seat
             await granted.wait()
             await until(lambda: not service.admission.running())
             assert talk.transcript.tokens == ()
-            # Another session of the key finds its one place free while this conversation is still open.
+            # Another session of the key finds its one slot free while this conversation is still open.
             assert len((await client.complete(PROMPT, max_tokens=4)).ids) == 4

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.soak
 
 STREAMS = 200
 TOKENS = 20
-PLACES_IN_DAEMON = 128
-PLACES_IN_VERIFIER = 96
+SLOTS_IN_DAEMON = 128
+SLOTS_IN_VERIFIER = 96
 MAX_GROWTH_MIB = 8.0  # in 400 texts: 20 KiB of each that were never freed would be seen
 
 
@@ -41,13 +41,13 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     folder = save_tiny_target(tmp_path_factory.mktemp("tiny"))
     logs = tmp_path_factory.mktemp("logs")
     port, metrics_port, verifier_port = free_port(), free_port(), free_port()
-    target = ["--target", str(folder), "--target-threads", "1", "--max-sessions", str(PLACES_IN_VERIFIER)]
+    target = ["--target", str(folder), "--target-threads", "1", "--max-sessions", str(SLOTS_IN_VERIFIER)]
     target += ["--exact", "off"]  # with exactness memory grows for a thousand texts before it stays level
     served = ["--listen", f"127.0.0.1:{verifier_port}", "--metrics-listen", f"127.0.0.1:{metrics_port}"]
     verifier = Command("verifier", "--name", "v", *target, *served, log=logs / "verifier")
     cloud = ["--verifier", f"127.0.0.1:{verifier_port}", "--model", str(folder)]
     cloud += ["--tokenizer", str(folder / "tokenizer.json"), "--drafter", "ngram"]
-    here = ["--listen", f"127.0.0.1:{port}", "--max-requests", str(PLACES_IN_DAEMON)]
+    here = ["--listen", f"127.0.0.1:{port}", "--max-requests", str(SLOTS_IN_DAEMON)]
     daemon = Command("edge", *cloud, *here, log=logs / "daemon")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -108,7 +108,7 @@ async def test_200_streams_at_once_are_all_whole_three_times_over_and_memory_sta
         await until_idle(at)
         resident.append((at.daemon.resident_mib, at.verifier.resident_mib))
     print(f"\nseconds a round {seconds}, refusals {dict(refusals)}, daemon and verifier MiB {resident}")
-    assert refusals[429] > 0, "there are fewer places than streams, so some had to be refused"
+    assert refusals[429] > 0, "there are fewer slots than streams, so some had to be refused"
     for side in (0, 1):
         growth = resident[-1][side] - resident[0][side]
         assert growth < MAX_GROWTH_MIB, f"{resident} MiB"

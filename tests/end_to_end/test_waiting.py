@@ -1,4 +1,4 @@
-"""More texts than places: order and shares of those that wait, through a daemon and a relay, and of those that run."""
+"""More texts than slots: order and shares of those that wait, through a daemon and a relay, and of those that run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PROMPT = "def main(argv):\n"
 Ask = Callable[[], Awaitable[Any]]
 
 
-def one_verifier(places: int, *, step_s: float = 0.02, **options: Any) -> Any:
-    return fleet("a", verifier={"min_step_s": step_s, "max_sessions": places}, poll_s=0.2, **options)
+def one_verifier(slots: int, *, step_s: float = 0.02, **options: Any) -> Any:
+    return fleet("a", verifier={"min_step_s": step_s, "max_sessions": slots}, poll_s=0.2, **options)
 
 
 def waiting_line(waited_at: Fleet) -> Any:
@@ -54,12 +54,12 @@ async def by_daemon(client: Client) -> AsyncIterator[Ask]:
 
 
 @pytest.mark.parametrize(
-    ("door", "places", "options"),
+    ("door", "slots", "options"),
     [(by_daemon, 1, {}), (by_client, 1, {"relay": True}), (by_daemon, 4, {"relay": True, "relay_streams": 1})],
-    ids=["daemon", "relay", "daemon and places of the relay"],
+    ids=["daemon", "relay", "daemon and slots of the relay"],
 )
 async def test_texts_that_wait_are_served_in_order_and_before_newcomers(
-    door: Any, places: int, options: Any, tmp_path: Path
+    door: Any, slots: int, options: Any, tmp_path: Path
 ) -> None:
     served: list[str] = []
 
@@ -67,7 +67,7 @@ async def test_texts_that_wait_are_served_in_order_and_before_newcomers(
         await ask()
         served.append(name)
 
-    async with one_verifier(places, **options) as found, found.client(tmp_path) as client, door(client) as ask:
+    async with one_verifier(slots, **options) as found, found.client(tmp_path) as client, door(client) as ask:
         running = client.generate(PROMPT, max_tokens=2000, ignore_eos=True)
         await anext(running)
         line, texts = waiting_line(found), []
@@ -81,14 +81,14 @@ async def test_texts_that_wait_are_served_in_order_and_before_newcomers(
 
 
 @pytest.mark.parametrize(
-    ("places", "options"),
+    ("slots", "options"),
     [(2, {}), (2, {"relay": True}), (4, {"relay": True, "relay_streams": 2})],
-    ids=["direct", "relay", "places of the relay"],
+    ids=["direct", "relay", "slots of the relay"],
 )
-async def test_a_key_with_many_waiting_texts_has_no_second_place_while_another_waits(
-    places: int, options: Any, tmp_path: Path
+async def test_a_key_with_many_waiting_texts_has_no_second_slot_while_another_waits(
+    slots: int, options: Any, tmp_path: Path
 ) -> None:
-    """The key `many` has both places; the first that is free is that of the key `few`, whose text came last."""
+    """The key `many` has both slots; the first that is free is that of the key `few`, whose text came last."""
     keys = write_keys(tmp_path / "keys.toml", *(Key(name, secret_sha256(name)) for name in ("many", "few")))
     served: list[str] = []
 
@@ -97,7 +97,7 @@ async def test_a_key_with_many_waiting_texts_has_no_second_place_while_another_w
         served.append(name)
 
     async with (
-        one_verifier(places, api_keys=keys, **options) as found,
+        one_verifier(slots, api_keys=keys, **options) as found,
         found.client(tmp_path, api_key="many", plaintext=True) as many,
         found.client(tmp_path, api_key="few", plaintext=True) as few,
     ):
@@ -116,7 +116,7 @@ async def test_a_key_with_many_waiting_texts_has_no_second_place_while_another_w
 
 
 async def test_a_text_whose_lease_ends_goes_on_before_those_that_wait(tmp_path: Path) -> None:
-    """There is one place; a text that is there sooner than the edge of the running one may have it meanwhile."""
+    """There is one slot; a text that is there sooner than the edge of the running one may have it meanwhile."""
     ended: list[str] = []
 
     async with one_verifier(1, step_s=0.05, lease_seconds=1.5) as found, found.client(tmp_path) as client:

@@ -62,11 +62,11 @@ async def states(control: CoordinatorClient) -> dict[str, str]:
     return {version.version: version.state for version in (await control.status()).versions}
 
 
-async def disprove(control: CoordinatorClient, current: str, former: str, name: str = "general") -> None:
+async def disprove(control: CoordinatorClient, current: str, previous: str, name: str = "general") -> None:
     """Report texts of other edges in which the current version hits less, until it is retired."""
     await control.open_lease(LeaseRequest("reference", "s"))
     for edge in range(100):
-        hits = (DrafterHits(name, current, 30, 100), DrafterHits(name, former, 50, 100))
+        hits = (DrafterHits(name, current, 30, 100), DrafterHits(name, previous, 50, 100))
         await control.report(SessionReport("s", "reference", "verifier", edge=f"other-{edge}", drafter_hits=hits))
         if (await states(control))[current] == "retired":
             return
@@ -142,7 +142,7 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             assert named_poisoned == [("general", published[0])]
             assert set(named_again) == {("general", published[0])}, "what cannot be loaded replaces nothing"
             control = CoordinatorClient(found.address)
-            assert await states(control) == {published[0]: "former", BAD_VERSION: "current"}
+            assert await states(control) == {published[0]: "previous", BAD_VERSION: "current"}
 
             async def publish_third() -> None:
                 published.append(publish(catalogue, 3))
@@ -154,9 +154,8 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             tried, named_tried = await text(client)
             assert tried == alone
             assert set(named_tried) <= {("general", version) for version in published}
-            assert await states(control) == {published[0]: "former", BAD_VERSION: "retired", published[1]: "current"}, (
-                "a bad version does not stand in a later one's way"
-            )
+            expected = {published[0]: "previous", BAD_VERSION: "retired", published[1]: "current"}
+            assert await states(control) == expected, "a bad version does not stand in a later one's way"
             (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
             assert third.texts == 1, "the edge has reported the hits of both on the text"
             assert {each.version: each.state for each in await client.versions()} == await states(control)

@@ -151,7 +151,7 @@ class Door:
         if state.tasks:
             await asyncio.wait(state.tasks, timeout=ANSWER_WITHIN_S)
             assert not state.tasks, "a request whose client is gone goes on"
-        assert self._empty.is_set(), "a place is kept"
+        assert self._empty.is_set(), "a slot is kept"
         return transport.written
 
 

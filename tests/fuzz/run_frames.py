@@ -100,8 +100,8 @@ async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
     address, metrics = f"127.0.0.1:{free_port()}", free_port()
     streams = hostile_streams(folder, seed, address)
     target = ("--target", str(folder), "--dtype", "float32", "--target-threads", "1", "--kv-tokens", "32768")
-    place = ("--listen", address, "--metrics-listen", f"127.0.0.1:{metrics}", "--log-level", "error")
-    command = Command(*place[4:], "verifier", *target, *place[:4], log=folder / "verifier.log")
+    listening = ("--listen", address, "--metrics-listen", f"127.0.0.1:{metrics}", "--log-level", "error")
+    command = Command(*listening[4:], "verifier", *target, *listening[:4], log=folder / "verifier.log")
     command.start()
     try:
         await asyncio.to_thread(command.line)
@@ -112,7 +112,7 @@ async def fire_at_verifier(frames: int, seed: int, folder: Path) -> Part:
         await streams.run(frames)
         seconds = time.monotonic() - began
         progress.cancel()
-        streams.wrong += await _places_kept(metrics)
+        streams.wrong += await _slots_kept(metrics)
         end = command.resident_mib
         if (status := command.terminate()) != 0:
             streams.wrong.append(f"it ended with status {status}")
@@ -129,7 +129,7 @@ async def _tell(streams: HostileStreams, frames: int) -> None:
         print(f"verifier: {streams.frames} of {frames} frames, {streams.whole} honest texts", flush=True)
 
 
-async def _places_kept(metrics: int) -> list[str]:
+async def _slots_kept(metrics: int) -> list[str]:
     """Return the gauges that do not come back to 0 when all streams are over."""
     kept = []
     for name in ("outrider:num_requests_running", "outrider:kv_cache_usage_perc"):

@@ -119,7 +119,7 @@ class KilledFleet:
             await until_healthy(daemon.port)
 
     async def until_quiet(self) -> None:
-        """Until no verifier and no daemon holds a place, a sequence or a KV page for anybody."""
+        """Until no verifier and no daemon holds a slot, a sequence or a KV page for anybody."""
         running, used = "outrider:num_requests_running", "outrider:kv_cache_usage_perc"
         gauges = [
             (verifier, verifier.metrics_port, name) for verifier in self.of("verifier") for name in (running, used)
@@ -170,9 +170,9 @@ def _members(folder: Path, forks: CommandForks) -> tuple[dict[str, Member], str]
     for name in VERIFIERS:
         port, metrics, links[name] = free_port(), free_port(), free_port()
         target = ("--target", str(folder), "--dtype", "float32", "--target-threads", "1", "--kv-tokens", "32768")
-        place = ("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}")
+        listening = ("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics}")
         common = ("--name", name, "--max-sessions", "64", "--lease-secret-file", str(secret), "--drain-grace", "1")
-        add("verifier", f"verifier-{name}", port, "verifier", *common, *target, *place, metrics=metrics)
+        add("verifier", f"verifier-{name}", port, "verifier", *common, *target, *listening, metrics=metrics)
         ends = ("--to", f"127.0.0.1:{port}", "--listen", f"127.0.0.1:{links[name]}", "--rtt", "4")
         add("link", f"link-{name}", links[name], "link", *ends)
     port = free_port()

@@ -276,7 +276,7 @@ class SmallVerifier:
     def _check_tree(self, block: tuple[DraftToken, ...], beside: tuple[BlockBranch, ...]) -> None:
         places = [(branch.index, branch.drafts[0].id) for branch in beside]
         if len(set(places)) < len(places) or any((i, draft.id) in places for i, draft in enumerate(block)):
-            raise Violation(f"two drafts of a step have one place and token: {token_ids(block)} and {places}")
+            raise Violation(f"two drafts of a step have one position and token: {token_ids(block)} and {places}")
 
     def _commit(self) -> None:
         """Commit what the step that runs has found."""

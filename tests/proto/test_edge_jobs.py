@@ -163,8 +163,8 @@ def test_the_verifiers_own_drafts_are_counted_apart_and_no_selector_learns_of_th
     commit = Commit(3, committed(5, 6, 7, 9), 3, 16, verified=4, verified_here=2, timing=Timing(drafting_s=0.25))
     edge.on_commit(commit, 1.0)
     counts = edge.statistics
-    assert (counts.verified, counts.verified_here, counts.accepted, counts.accepted_here) == (4, 2, 3, 1)
-    assert counts.drafting_here_s == 0.25
+    assert (counts.verified, counts.verified_cloud, counts.accepted, counts.accepted_cloud) == (4, 2, 3, 1)
+    assert counts.cloud_drafting_s == 0.25
     assert counts.drafting_s == pytest.approx(0.001)
     assert counts.reading_s == 0.0
     assert selection.learned == [(2, 2)]
@@ -175,14 +175,14 @@ def test_where_the_verifier_alone_drafts_the_selector_learns_of_no_draft():
     edge = edge_of(selection)
     edge.on_commit(Commit(3, committed(5, 6, 7), 2, 16, verified=2, verified_here=2), 1.0)
     assert selection.learned == [(0, 0)]
-    assert (edge.statistics.accepted, edge.statistics.accepted_here) == (2, 2)
+    assert (edge.statistics.accepted, edge.statistics.accepted_cloud) == (2, 2)
 
 
 def test_a_commit_that_overlaps_the_transcript_counts_only_its_new_drafts():
     edge = edge_of()
     edge.on_commit(Commit(3, committed(5), 0, 16), 1.0)
     edge.on_commit(Commit(3, committed(5, 6, 7, 8), 3, 16, verified=3, verified_here=2), 2.0)
-    assert (edge.statistics.accepted, edge.statistics.accepted_here) == (2, 2)
+    assert (edge.statistics.accepted, edge.statistics.accepted_cloud) == (2, 2)
 
 
 def test_a_job_that_ends_after_its_text_has_cost_its_time_too():

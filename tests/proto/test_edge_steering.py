@@ -408,7 +408,7 @@ def test_a_drafter_that_broke_requests_no_vectors_any_more():
     assert edge.open_frame(b"", 1.1).steering.every == 0
 
 
-def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
+def test_the_policy_sees_pace_lookahead_and_what_a_byte_takes():
     policy, measurements = FixedChoice(SteeringRate()), Measurements()
     edge = steered_edge(policy, measurements=measurements, sampling=Sampling(max_tokens=500))
     byte_s, now, rng = 1e-4, 1.0, random.Random(2)
@@ -435,7 +435,7 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
     assert 0 < downlink.doubt_s < 0.1 * byte_s
     assert pace.commit_s == pytest.approx(0.032, rel=0.05)
     assert pace.commit_tokens == pytest.approx(3, rel=0.3)
-    assert seen.lead.value == pytest.approx(1), "each job follows the transcript's end"
+    assert seen.lookahead.value == pytest.approx(1), "each job follows the transcript's end"
     assert downlink.queued_s < pace.commit_s
 
 

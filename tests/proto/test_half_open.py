@@ -1,4 +1,4 @@
-"""Decoding streams that are not admitted yet: whose places they take."""
+"""Decoding streams that are not admitted yet: whose slots they take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_network_of_64_bits_counts_as_one_address() -> None:
     assert len(streams) == 0
 
 
-def test_a_key_takes_no_places_of_a_session_of_another_key() -> None:
+def test_a_key_takes_no_slots_of_a_session_of_another_key() -> None:
     refusals: list[None] = []
     streams = HalfOpenStreams(100, lambda: refusals.append(None))
     with ExitStack() as held:

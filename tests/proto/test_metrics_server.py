@@ -14,7 +14,7 @@ from outrider.proto.address import split_address
 from outrider.proto.plumbing import metrics
 
 MOST = 4
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def scrape(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=TIMEOUT_S) as answer:
         return answer.read().decode()
 
 
@@ -38,7 +38,7 @@ def test_silent_connections_are_few_and_keep_no_scrape_out(address: str) -> None
         silent = []
         for _ in range(5 * MOST):
             source = ("127.0.0.2", 0)
-            each = socket.create_connection(split_address(address, "address"), PATIENCE_S, source)
+            each = socket.create_connection(split_address(address, "address"), TIMEOUT_S, source)
             silent.append(opened.enter_context(each))
         for each in silent[: 4 * MOST]:  # the oldest ones
             assert each.recv(1) == b""
@@ -49,9 +49,9 @@ def test_silent_connections_are_few_and_keep_no_scrape_out(address: str) -> None
 def test_who_has_most_connections_loses_the_oldest(address: str) -> None:
     with ExitStack() as opened:
         where = split_address(address, "address")
-        first = opened.enter_context(socket.create_connection(where, PATIENCE_S, ("127.0.0.1", 0)))
+        first = opened.enter_context(socket.create_connection(where, TIMEOUT_S, ("127.0.0.1", 0)))
         for _ in range(5 * MOST):
-            opened.enter_context(socket.create_connection(where, PATIENCE_S, ("127.0.0.2", 0)))
+            opened.enter_context(socket.create_connection(where, TIMEOUT_S, ("127.0.0.2", 0)))
         assert "outrider:answer 42.0" in scrape(address)
         first.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert b"200 OK" in first.recv(100)

@@ -184,12 +184,12 @@ def test_views_are_of_rounds_where_the_verifier_waits_for_drafts_else_of_a_strea
         ).run()
         return views[-1]
 
-    assert looked_at(0.005).lead == ()
+    assert looked_at(0.005).delay_tokens == ()
     far = looked_at(0.06)
-    assert set(far.lead) <= {4, 5}, "120 ms of link in steps of 30 ms"
+    assert set(far.delay_tokens) <= {4, 5}, "120 ms of link in steps of 30 ms"
     assert far.alone_s == pytest.approx(0.03, rel=0.2)
-    assert looked_at(0.06, Patience(math.inf, 4)).lead == (), "the verifier waits, since the text asks it to"
-    assert looked_at(0.06, Patience(0.0, 4)).lead
+    assert looked_at(0.06, Patience(math.inf, 4)).delay_tokens == (), "the verifier waits, since the text asks it to"
+    assert looked_at(0.06, Patience(0.0, 4)).delay_tokens
 
 
 def test_a_drafter_that_has_read_everything_is_not_asked_to_catch_up() -> None:

@@ -29,14 +29,14 @@ def measured_text() -> Measurements:
 def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     original = measured_text()
     original.downlink.add(100, 0.01)
-    original.lead.add(3)
+    original.lookahead.add(3)
     before, copied = asdict(original), original.copy()
     assert asdict(copied) == before
     copied.round_trip.add(40, 0.5)
     copied.step.add(3, 0.5)
     copied.pace.add(9.0, 1)
     copied.downlink.add(7, 0.5)
-    copied.lead.add(50)
+    copied.lookahead.add(50)
     for name in list(copied.drafters):
         copied.of(name).calibration.add(0.5, False)
         copied.of(name).drafting_s.add(9.0)

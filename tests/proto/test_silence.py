@@ -1,4 +1,4 @@
-"""Silence of a stream: suspect when an answer is due for longer than its own law allows, and at no other time."""
+"""Silence of a stream: suspect when an answer is due for longer than its own answers allow, and at no other time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceRules, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceRules, SilenceWatch, Silent
 from outrider.proto.types import Commit, CommittedToken, Opened, Ping, Pong
 
 RULES = SilenceRules()
@@ -16,9 +16,9 @@ OPENED = Opened(0, 64, 40, "v", 512)
 COMMIT = Commit(3, (CommittedToken(1),), 0, 64)
 
 
-def watch(law: AnswerLaw | None = None, *, opened: bool = True) -> SilenceWatch:
+def watch(times: AnswerTimes | None = None, *, opened: bool = True) -> SilenceWatch:
     """A watch whose Open was sent at 0 and, if `opened`, answered at once."""
-    watching = SilenceWatch(law or AnswerLaw(), RULES, 0.0)
+    watching = SilenceWatch(times or AnswerTimes(), RULES, 0.0)
     if opened:
         watching.hear(OPENED, 0.0)
     return watching
@@ -35,28 +35,28 @@ def until(watching: SilenceWatch, end: float, usual_s: float = 0.05) -> list[tup
     return said
 
 
-# === the law ====================================================================================================
+# === the distribution ===========================================================================================
 
 
 def test_each_decimal_of_suspicion_takes_as_long_a_gap_as_the_one_before() -> None:
-    law = AnswerLaw()
+    times = AnswerTimes()
     for seconds in (0.1, 0.12, 0.3, 0.1):
-        law.add(seconds)
-    none, one, eight = (law.bound_s(phi, 0.1) for phi in (0.0, 1.0, 8.0))
+        times.add(seconds)
+    none, one, eight = (times.bound_s(phi, 0.1) for phi in (0.0, 1.0, 8.0))
     assert 0.1 < none < one, "an answer of the mean time is not suspect"
     assert eight - none == pytest.approx(8 * (one - none))
 
 
 def test_the_law_follows_what_is_measured() -> None:
-    law = AnswerLaw()
-    near, far = law.bound_s(8.0, 0.02), law.bound_s(8.0, 0.6)
+    times = AnswerTimes()
+    near, far = times.bound_s(8.0, 0.02), times.bound_s(8.0, 0.6)
     assert near < 0.3
     assert far > 3.0, "a satellite's usual round trip is no silence"
-    law.add(1.5)
-    assert law.bound_s(8.0, 0.02) > 4 * 1.5, "one late answer raises the bound at once"
+    times.add(1.5)
+    assert times.bound_s(8.0, 0.02) > 4 * 1.5, "one late answer raises the bound at once"
     for _ in range(32):
-        law.add(0.02)
-    assert law.bound_s(8.0, 0.02) == pytest.approx(near, rel=1.0), "and is forgotten"
+        times.add(0.02)
+    assert times.bound_s(8.0, 0.02) == pytest.approx(near, rel=1.0), "and is forgotten"
 
 
 GAPS: dict[str, Callable[[random.Random], float]] = {
@@ -67,29 +67,29 @@ GAPS: dict[str, Callable[[random.Random], float]] = {
     "bimodal": lambda rng: 0.05 + (rng.random() < 0.05) * rng.uniform(0.2, 0.6),
     "pareto": lambda rng: 0.05 * rng.paretovariate(3.0),
 }
-MOST_AN_HOUR = {"lognormal": 1.0, "pareto": 1.0}  # of heavy tails no law is sure
+MOST_AN_HOUR = {"lognormal": 1.0, "pareto": 1.0}  # of heavy tails no estimate is sure
 
 
 @pytest.mark.parametrize("name", GAPS)
 def test_false_alarms_are_rare_under_any_law_of_answers(name: str) -> None:
-    rng, law = random.Random(7), AnswerLaw()
+    rng, times = random.Random(7), AnswerTimes()
     answers = 20_000
     alarms, seconds = 0, 0.0
     for _ in range(answers):
         took_s = GAPS[name](rng)
-        alarms += took_s > max(RULES.min_s, law.bound_s(RULES.phi, 0.05))
+        alarms += took_s > max(RULES.min_s, times.bound_s(RULES.phi, 0.05))
         seconds += RULES.quiet_s + took_s
-        law.add(took_s)
+        times.add(took_s)
     assert alarms / (seconds / 3600) <= MOST_AN_HOUR.get(name, 0.0)
 
 
 @pytest.mark.parametrize("name", GAPS)
 def test_a_verifier_that_stops_is_suspect_soon_under_any_of_them(name: str) -> None:
-    rng, law = random.Random(7), AnswerLaw()
+    rng, times = random.Random(7), AnswerTimes()
     bounds = []
     for _ in range(2_000):
-        law.add(GAPS[name](rng))
-        bounds.append(max(RULES.min_s, law.bound_s(RULES.phi, 0.05)))
+        times.add(GAPS[name](rng))
+        bounds.append(max(RULES.min_s, times.bound_s(RULES.phi, 0.05)))
     assert sorted(bounds)[len(bounds) // 2] < 6.0
 
 
@@ -142,7 +142,7 @@ def test_a_stream_that_is_being_opened_has_time_to_shake_hands() -> None:
     assert isinstance(word, Silent), "no Ping goes before the Open is answered"
     assert at == pytest.approx(RULES.opening_s, abs=0.15)
     (at, _), *_ = until(watch(opened=False), 30.0, usual_s=0.6)
-    assert at > 12.0, "four round trips of a satellite, with their law"
+    assert at > 12.0, "four round trips of a satellite, with their answers"
 
 
 def test_a_watcher_that_stood_still_suspects_nobody() -> None:

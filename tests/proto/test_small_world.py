@@ -103,7 +103,7 @@ def test_no_run_of_more_detours_breaks_a_small_world(name, root):
 
 
 def twins_stay(monkeypatch) -> Rules:
-    """Wrong: a step's tree may have two branches of one place and token."""
+    """Wrong: a step's tree may have two branches of one position and token."""
     monkeypatch.setattr(verifier, "_without_twins", list)
     return GRAMMAR
 
@@ -191,7 +191,7 @@ def commits_come_twice(monkeypatch) -> Rules:
 
 
 PLANTED = (
-    (twins_stay, "two drafts of a step have one place and token"),
+    (twins_stay, "two drafts of a step have one position and token"),
     (the_clock_runs_on, "the text is lost, and was never for a minute without a verifier"),
     (a_run_grows, "the edge has sent"),
     pytest.param(a_run_is_replaced, "the edge has sent", marks=pytest.mark.soak),

@@ -36,7 +36,7 @@ from outrider.proto.types import Commit, CommittedToken, Steering, SteeringPreci
 
 INT8, FLOAT16 = SteeringPrecision.INT8, SteeringPrecision.FLOAT16
 MBITS = (0.05, 0.1, 0.5, 5.0, 100.0)
-COMMIT_S, COMMIT_TOKENS, LEAD = 0.04, 4.0, 3.0
+COMMIT_S, COMMIT_TOKENS, LOOKAHEAD = 0.04, 4.0, 3.0
 HEADERS = 60  # bytes of every message, which no vector changes
 
 
@@ -52,12 +52,12 @@ class KnownByteTime(NamedTuple):
 
 def view(mbit, doubt_s=0.0, *, queued_s=0.0, commit_s=COMMIT_S, commit_tokens=COMMIT_TOKENS):
     downlink = Downlink(best=KnownByteTime(byte_s(mbit), doubt_s, queued_s))
-    return Measurements(pace=Pace(commit_s, commit_tokens, 1.0), downlink=downlink, lead=Smoothed(LEAD))
+    return Measurements(pace=Pace(commit_s, commit_tokens, 1.0), downlink=downlink, lookahead=Smoothed(LOOKAHEAD))
 
 
 def worth_s(rate, mbit, rank, gain=()):
     """Return what a rate of vectors is worth a commit, in seconds, when everything is known."""
-    by_every = Gain(gain).by_every(LEAD, COMMIT_TOKENS)
+    by_every = Gain(gain).by_every(LOOKAHEAD, COMMIT_TOKENS)
     return saved_s(rate, view(mbit).pace, by_every) - rate.bytes_of(rank) * byte_s(mbit)
 
 
@@ -179,7 +179,7 @@ class Edge:
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
-        self.measurements = Measurements(lead=Smoothed(LEAD))
+        self.measurements = Measurements(lookahead=Smoothed(LOOKAHEAD))
         self.policy = PricedSteering(self.rank)
         self.rates = []
         self.now = self.free = 0.0
@@ -367,6 +367,6 @@ def test_a_vector_is_of_use_up_to_the_age_where_its_gain_ends(known, max_age: in
 
 def test_where_drafts_come_too_late_to_be_verified_no_vector_is_asked_for() -> None:
     here = view(100.0, 1e-6, commit_tokens=1.0)
-    assert saved_s(ALL, here.pace, Gain().by_every(LEAD, 1.0)) == 0
+    assert saved_s(ALL, here.pace, Gain().by_every(LOOKAHEAD, 1.0)) == 0
     assert choose(here, FIRST, 64, Gain()) == NONE
     assert choose(view(100.0, 1e-6, commit_tokens=2.0), NONE, 64, Gain()) != NONE

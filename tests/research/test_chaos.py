@@ -15,7 +15,7 @@ from outrider.cloud.serving.local_source import LocalSource
 from outrider.cloud.serving.metering import TextMeter
 from outrider.cloud.serving.recovery import Recovery
 from outrider.cloud.serving.sessions import Sessions
-from outrider.coordinator.lease_admission import CallerAdmission, KeyPlaces
+from outrider.coordinator.lease_admission import CallerAdmission, KeySlots
 from outrider.proto.plumbing.loop_watch import Stillness
 from outrider.proto.session import EdgeSession
 from outrider.proto.session.both_ends import BothEnds
@@ -58,7 +58,7 @@ def apply_commits_of_older_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EdgeStream, "serves", lambda self, commit: True)
 
 
-def keep_the_place(patch: pytest.MonkeyPatch) -> None:
+def keep_the_slot(patch: pytest.MonkeyPatch) -> None:
     """The verifier does not free the slot of a stream that is gone."""
     patch.setattr(Sessions, "close", lambda self, key: None)
 
@@ -71,7 +71,7 @@ def keep_the_pages(patch: pytest.MonkeyPatch) -> None:
 def keep_the_lease(patch: pytest.MonkeyPatch) -> None:
     """The coordinator counts a session for its key for ever."""
     patch.setattr(CallerAdmission, "settle", lambda self, caller, report: None)
-    patch.setattr(KeyPlaces, "_expire", lambda self, now_s: None)
+    patch.setattr(KeySlots, "_expire", lambda self, now_s: None)
 
 
 def repeat_a_token(patch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def draft_after_a_miss_as_if_it_had_hit(patch: pytest.MonkeyPatch) -> None:
 DEFECTS: dict[Plant, tuple[str, ...]] = {
     keep_dead_drafts: ("drafter",),
     apply_commits_of_older_streams: ("late", "cancel"),
-    keep_the_place: ("break",),
+    keep_the_slot: ("break",),
     keep_the_pages: ("break",),
     keep_the_lease: ("die",),
     repeat_a_token: ("copies",),
@@ -307,8 +307,8 @@ def test_a_seed_is_replayed_with_its_trace(capsys: pytest.CaptureFixture[str]) -
 def test_what_does_not_hold_is_printed_with_its_replay(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [keep_the_place] = [plant for plant in DEFECTS if plant.__name__ == "keep_the_place"]
-    keep_the_place(monkeypatch)
+    [keep_the_slot] = [plant for plant in DEFECTS if plant.__name__ == "keep_the_slot"]
+    keep_the_slot(monkeypatch)
     assert main(["--schedules", "20"]) == 1
     told = capsys.readouterr().out
     seed = told.rpartition("--seed ")[2].strip()

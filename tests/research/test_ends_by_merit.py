@@ -73,7 +73,7 @@ def decode(
 def test_where_the_verifiers_own_drafter_hits_more_the_edge_rests(delay_s) -> None:
     counts, seconds, _ = decode(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s)
     assert counts.drafted < 0.15 * 400, "but for the first drafts and a few probes"
-    assert counts.accepted_here > 0.95 * counts.accepted
+    assert counts.accepted_cloud > 0.95 * counts.accepted
     _, alone_s, _ = decode(lambda _: 0.3, lambda _: 0.85, delay_s=delay_s, drafting=False)
     assert seconds < 1.03 * alone_s, "as fast as beside an edge that has no drafter"
     equal, _, _ = decode(lambda _: 0.85, lambda _: 0.85, delay_s=delay_s)
@@ -83,8 +83,8 @@ def test_where_the_verifiers_own_drafter_hits_more_the_edge_rests(delay_s) -> No
 @pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03])
 def test_where_the_edges_drafter_hits_more_its_chain_leads(delay_s) -> None:
     counts, _, _ = decode(lambda _: 0.97, lambda _: 0.5, delay_s=delay_s)
-    assert counts.accepted - counts.accepted_here > 0.95 * counts.accepted > 0.85 * 400
-    assert counts.verified_here < 0.1 * counts.verified
+    assert counts.accepted - counts.accepted_cloud > 0.95 * counts.accepted > 0.85 * 400
+    assert counts.verified_cloud < 0.1 * counts.verified
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.005, 0.03, 0.1])
@@ -96,14 +96,14 @@ def test_a_resting_drafter_that_comes_to_hit_more_takes_the_lead(monkeypatch, de
         return counts, arrivals[-1] - arrivals[200]
 
     counts, seconds = second_half()
-    assert counts.accepted - counts.accepted_here > 70, "of 250 that it would hit"
-    assert counts.verified_here < 560
-    monkeypatch.setattr(EdgeStream, "changed", lambda self, report, **_: changed(self, report, wants_to_lead=False))
+    assert counts.accepted - counts.accepted_cloud > 70, "of 250 that it would hit"
+    assert counts.verified_cloud < 560
+    monkeypatch.setattr(EdgeStream, "changed", lambda self, report, **_: changed(self, report, hits_more=False))
     monkeypatch.setattr(Selection, "catch_up_active", lambda *_: None)
     quiet, slow_s = second_half()
     if delay_s >= 0.03:
         assert seconds < 0.75 * slow_s, "an edge that neither reads nor says so is found by rare probes alone"
-        assert quiet.accepted_here > counts.accepted_here
+        assert quiet.accepted_cloud > counts.accepted_cloud
 
 
 changed = EdgeStream.changed

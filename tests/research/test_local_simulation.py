@@ -115,7 +115,7 @@ def test_texts_are_the_targets_own_on_a_bad_link(price) -> None:
 def test_texts_are_the_targets_own_where_sixteen_share_steps_and_thread(here_s) -> None:
     texts, counts, _ = decode(16, here_s=here_s)
     assert texts == own_texts(16)
-    assert sum(each.verified_here for each in counts) > 0
+    assert sum(each.verified_cloud for each in counts) > 0
 
 
 def test_a_division_is_kept_for_some_tokens(monkeypatch) -> None:
@@ -132,7 +132,7 @@ def test_a_division_is_kept_for_some_tokens(monkeypatch) -> None:
 def test_a_broken_drafter_costs_no_text(dies_after) -> None:
     texts, counts, _ = decode(2, dies_after=dies_after)
     assert texts == own_texts(2)
-    assert all(each.verified_here <= 16 * dies_after for each in counts)
+    assert all(each.verified_cloud <= 16 * dies_after for each in counts)
 
 
 def test_a_verifier_that_drafts_serves_edges_that_do_not() -> None:
@@ -140,8 +140,8 @@ def test_a_verifier_that_drafts_serves_edges_that_do_not() -> None:
     _, (without,), slow_s = decode(drafting=False, drafts_here=0)
     assert texts == own_texts(1)
     assert (counts.drafted, without.verified) == (0, 0)
-    assert counts.verified_here == counts.verified > 0
-    assert counts.accepted_here == counts.accepted
+    assert counts.verified_cloud == counts.verified > 0
+    assert counts.accepted_cloud == counts.accepted
     assert (counts.steps, seconds) < (0.5 * without.steps, 0.7 * slow_s)
 
 
@@ -200,7 +200,7 @@ def test_a_near_edge_takes_work_from_the_verifier() -> None:
 
     def drafted_here(policy: Policy) -> float:
         outcomes = replay(traces(), lambda _: shape, replace(COSTS, drafting_here_s=0.004), policy)
-        return sum(outcome.statistics.drafting_here_s for outcome in outcomes)
+        return sum(outcome.statistics.cloud_drafting_s for outcome in outcomes)
 
     assert drafted_here(Policy(here=True)) < 0.3 * drafted_here(Policy(here=True, drafting=False))
 

@@ -375,26 +375,26 @@ def test_a_thin_uplink_costs_what_goes_up_and_nothing_else() -> None:
     assert late[1] > late[0]
 
 
-def test_chances_follow_the_lead_under_the_noise_and_not_the_probability() -> None:
+def test_chances_follow_the_score_under_the_noise_and_not_the_probability() -> None:
     rng = random.Random(11)
     rows = replace(Costs(), row_s=0.002)
     hits = [[rng.random() < 0.6 for _ in range(60)] for _ in range(12)]
-    leads = [tuple(rng.betavariate(6 if hit else 1, 1 if hit else 6) for hit in text) for text in hits]
+    scores = [tuple(rng.betavariate(6 if hit else 1, 1 if hit else 6) for hit in text) for text in hits]
     same = (0.5,) * 60
     signals = {
-        "lead": [(same, lead) for lead in leads],
-        "probability": [(lead, same) for lead in leads],
+        "score": [(same, score) for score in scores],
+        "probability": [(score, same) for score in scores],
         "neither": [(same, same)] * len(hits),
     }
     seconds = {}
     for name, of_texts in signals.items():
         traces = [
-            trace_of(text, confidence=confidence, perturbed_probability=lead)
-            for text, (confidence, lead) in zip(hits, of_texts, strict=True)
+            trace_of(text, confidence=confidence, perturbed_probability=score)
+            for text, (confidence, score) in zip(hits, of_texts, strict=True)
         ]
         seconds[name] = sum(outcome.seconds for outcome in replay(traces, at(LINK), rows, Policy(here=True)))
-    assert seconds["lead"] < 0.97 * seconds["neither"]
-    assert seconds["probability"] == pytest.approx(seconds["neither"]), "it is not asked where the lead is known"
+    assert seconds["score"] < 0.97 * seconds["neither"]
+    assert seconds["probability"] == pytest.approx(seconds["neither"]), "it is not asked where the score is known"
 
 
 def test_an_outage_delays_and_then_the_text_goes_on() -> None:

@@ -69,8 +69,8 @@ async def found_at(address: str, drafter: str, settings: dict[str, Sampling], **
         for name, sampling in settings.items():
             together = await asyncio.gather(*(client.complete(prompt, sampling) for prompt in PROMPTS))
             found[name] = [(each.ids, each.text, each.finish_reason) for each in together]
-            here["verified"] += sum(each.statistics.verified_here for each in together)
-            here["accepted"] += sum(each.statistics.accepted_here for each in together)
+            here["verified"] += sum(each.statistics.verified_cloud for each in together)
+            here["accepted"] += sum(each.statistics.accepted_cloud for each in together)
             if drafter != "none":
                 assert any(not each.statistics.drafter_error for each in together)
         listed = await client.complete(PROMPTS[1], PLAIN, logprobs=True, top_logprobs=3, max_tokens=16)
@@ -79,7 +79,7 @@ async def found_at(address: str, drafter: str, settings: dict[str, Sampling], **
         async with client.conversation(replace(PLAIN, temperature=0.7, max_tokens=40)) as talk:
             turns = [await talk.complete(text) for text in CHAT]
             found["chat"] = [turn.ids for turn in turns]
-            here["verified in the last turn"] = turns[-1].statistics.verified_here
+            here["verified in the last turn"] = turns[-1].statistics.verified_cloud
         return found | {"here": here}
 
 
@@ -146,7 +146,7 @@ def test_it_covers_a_far_edge_by_drafts_made_beside_it(verifier, expected) -> No
             for prompt in PROMPTS[:3]:
                 done = await client.complete(prompt, SETTINGS["drawn"], observer=covered)
                 texts.append((done.ids, done.text, done.finish_reason))
-                here += done.statistics.accepted_here
+                here += done.statistics.accepted_cloud
         return texts, covered.most, here
 
     texts, most, here = asyncio.run(main())

@@ -69,7 +69,7 @@ class Package:
     """A checked drafter package.
 
     Attributes:
-        sequence: place among the versions of its name, the newest highest; 0 where its manifest has none.
+        sequence: number among the versions of its name, the newest highest; 0 where its manifest has none.
     """
 
     manifest: DrafterManifest

@@ -49,7 +49,7 @@ class VerifierInfo(VerifierStatus):
         tls: whether the verifier speaks TLS.
         tls_name: name in its certificate; empty: the host of `address`.
         incarnation: name of this start of its process; empty: unknown.
-        fenced: reports of former starts that were refused.
+        fenced: reports of earlier starts that were refused.
         admitted: epochs of the sessions that it has admitted lately, by `text_name`.
         texts_of_keys: seconds that each has gone on for, by key and session.
     """

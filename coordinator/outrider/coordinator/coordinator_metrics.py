@@ -29,7 +29,7 @@ _VERIFIER: dict[str, tuple[str, Callable[[VerifierInfo], float]]] = {
     "step_seconds": ("Smoothed target step of a verifier.", lambda v: v.step_s),
     "kv_pages_free": ("KV pages that no session holds.", lambda v: v.kv_pages_free),
     "restarts": ("Restarts of a verifier.", lambda v: v.restarts),
-    "fenced_reports": ("Late reports of a former start, refused.", lambda v: v.fenced),
+    "fenced_reports": ("Late reports of an earlier start, refused.", lambda v: v.fenced),
 }
 _COUNTED = ("restarts", "fenced_reports")
 _TRAINER = {  # field of a trainer's status and meaning; a restart may take sums back to the last checkpoint
@@ -147,7 +147,7 @@ class FleetMetrics(Collector):
         counts = Counts((version.drafter, version.state) for version in versions)
         names = dict.fromkeys(version.drafter for version in versions)
         by_state = {(name, state.value): counts[name, state.value] for name in names for state in VersionState}
-        meaning = "Versions of a drafter by state (current, former, retired)."
+        meaning = "Versions of a drafter by state (current, previous, retired)."
         yield _gauge("drafter_versions", meaning, ("drafter", "state"), by_state)
         offered = {(version.drafter, version.version): version for version in versions if version.share}
         for field, meaning in _VERSION.items():

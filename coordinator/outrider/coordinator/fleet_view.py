@@ -11,7 +11,7 @@ from functools import cache
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.lease_admission import RESUME_S
-from outrider.coordinator.queue import RETRY_WHEN_FULL_S, KeyShare, PlaceQueue, PlaceTicket
+from outrider.coordinator.queue import RETRY_WHEN_FULL_S, KeyShare, SlotQueue, SlotTicket
 from outrider.proto.errors import (
     NotFound,
     OutriderError,
@@ -56,13 +56,13 @@ class FleetView:
 
     Attributes:
         granted: leases that may not be in a report yet, the oldest first.
-        queue: texts that wait for a place.
+        queue: texts that wait for a slot.
     """
 
     def __init__(self, poll_s: float, most: Callable[[], float] = lambda: math.inf) -> None:
         """View a fleet that is polled every `poll_s` seconds, and may have `most()` more streams in all."""
         self.granted: deque[LeaseGrant] = deque()
-        self.queue = PlaceQueue()
+        self.queue = SlotQueue()
         self._known: tuple[VerifierInfo, ...] = ()
         self._poll_s = poll_s
         self._most = most
@@ -79,7 +79,7 @@ class FleetView:
         return self._known
 
     def observe(self, verifiers: tuple[VerifierInfo, ...], now_s: float) -> None:
-        """Take in a poll: leases that verifiers have admitted are sessions now, and those of former starts are void."""
+        """Take in a poll: leases that verifiers have admitted are sessions now; those of earlier starts are void."""
         before = {v.name: v.incarnation for v in self._known}
         self._known = verifiers
         of_name = {v.name: v for v in verifiers}
@@ -119,15 +119,15 @@ class FleetView:
         now_s: float,
         room: Callable[[str], float] = lambda _: math.inf,
         *,
-        has_place: bool = False,
+        has_slot: bool = False,
     ) -> VerifierInfo | None:
-        """Return the verifier for a session where the view serves; None: poll again first.
+        """Return the verifier for a session by the newest poll; None: poll once more, and then `choose`.
 
-        The view may be one poll old, so that is due before a refusal, or an offer of what the edge has just lost. The
-        arguments are those of `choose`.
+        That poll may be outdated, so another is due before a session is refused, or sent to a verifier that its edge
+        has just lost. The arguments are those of `choose`.
         """
         try:
-            chosen = self.choose(request, tenant, now_s, room, has_place=has_place)
+            chosen = self.choose(request, tenant, now_s, room, has_slot=has_slot)
         except (Unavailable, ResourceExhausted, NotFound):
             return None
         return None if chosen.name in request.avoid else chosen
@@ -139,19 +139,19 @@ class FleetView:
         now_s: float,
         room: Callable[[str], float] = lambda _: math.inf,
         *,
-        has_place: bool = False,
+        has_slot: bool = False,
     ) -> VerifierInfo:
-        """Return the most suitable verifier for a session; without a place it has a ticket from now on.
+        """Return the most suitable verifier for a session; if there is no slot for it, give it a ticket of the queue.
 
         Args:
             request: the edge's question.
             tenant: name of its API key; empty: none.
             now_s: present time.
-            room: places that a key, by its name, may have beside those it has.
-            has_place: whether the key has counted the session already.
+            room: slots that a key, by its name, may have beside those it has.
+            has_slot: whether the key has counted the session already.
 
         Raises:
-            OutriderError: as `place` does, with the time of the next question where there is no place.
+            OutriderError: as `place` does, with the time of the next question where there is no slot.
         """
         if request.inquiry:
             return self._place(request, tenant, now_s, self.verifiers)
@@ -160,15 +160,15 @@ class FleetView:
         enough = min(contexts, default=request.context_length)  # so that texts of one kind want the same
         wants = (request.model, request.tokenizer_sha256, request.precision, enough)
         has_run = self._has_run(request, tenant)
-        ticket = self.queue.ask(tenant, request.session, wants, now_s, has_place=has_place, has_run=has_run)
+        ticket = self.queue.ask(tenant, request.session, wants, now_s, has_slot=has_slot, has_run=has_run)
         try:
-            return self._place(request, tenant, now_s, self._with_places_for(ticket, room, now_s))
+            return self._place(request, tenant, now_s, self._with_slots_for(ticket, room, now_s))
         except (ResourceExhausted, Unavailable) as error:
-            if request.suspected:  # its stream stands, and is left only where there is a place at once
+            if request.suspected:  # its stream stands, and is left only where there is a slot at once
                 self.queue.withdraw(tenant, request.session)
                 raise
-            places = sum(v.max_sessions for v in self.known if v.name in self._fits(wants)) or math.inf
-            retry_s = self.queue.wait(ticket, places, now_s)
+            slots = sum(v.max_sessions for v in self.known if v.name in self._fits(wants)) or math.inf
+            retry_s = self.queue.wait(ticket, slots, now_s)
             if isinstance(error, ResourceExhausted):
                 raise ResourceExhausted(error.message, retry_after_s=retry_s) from error
             ticket.due_s = now_s + RETRY_WHEN_FULL_S  # an edge comes when it likes where none is ready
@@ -214,10 +214,10 @@ class FleetView:
             request.context_length,
         )
 
-    def _with_places_for(
-        self, ticket: PlaceTicket, room: Callable[[str], float], now_s: float
+    def _with_slots_for(
+        self, ticket: SlotTicket, room: Callable[[str], float], now_s: float
     ) -> tuple[VerifierInfo, ...]:
-        """Return the fleet with those verifiers full whose free places are kept for others."""
+        """Return the fleet with those verifiers full whose free slots are kept for others."""
         self._expire(now_s)
         pending = Counter(grant.verifier for grant in self.granted if grant.is_open)
         free = {v.name: v.max_sessions - v.sessions - pending[v.name] for v in self.known}
@@ -236,7 +236,7 @@ class FleetView:
     def _has_run(self, request: LeaseRequest, tenant: str) -> bool:
         """Return whether a text that claims to have tokens is one that a verifier has had, by its own word.
 
-        That is how to know a text of a former start of the coordinator, or a later turn of a kept conversation.
+        That is how to know a text of an earlier start of the coordinator, or a later turn of a kept conversation.
         """
         session = request.session
         return bool(request.precision) and (
@@ -244,7 +244,7 @@ class FleetView:
         )
 
     def _held(self) -> Counter[str]:
-        """Return the places that keys have, by name, so far as verifiers tell; a text that moves has one."""
+        """Return the slots that keys have, by name, so far as verifiers tell; a text that moves has one."""
         texts = self._texts
         coming = {(g.tenant, g.session) for g in self.granted if g.is_open and g.session not in texts.get(g.tenant, ())}
         return Counter({key: sessions.total() for key, sessions in texts.items()}) + Counter(key for key, _ in coming)

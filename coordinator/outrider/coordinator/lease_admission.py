@@ -22,7 +22,7 @@ from outrider.proto.types import SessionReport
 
 AUTHORIZATION = "authorization"
 MAX_LEASED_OF_KEY = 4096  # sessions whose reports count
-RESUME_S = 60.0  # for which an edge tries to open a stream, so that its text keeps the place meanwhile
+RESUME_S = 60.0  # for which an edge tries to open a stream, so that its text keeps the slot meanwhile
 ENDING_S = 1.0  # from an edge's report until its verifier has noticed
 
 Text = tuple[str, str]  # names of API key and session
@@ -53,7 +53,7 @@ class CallerAdmission:
         self._keys = keys
         self._clock = clock
         self._limits = Limits()
-        self._places = KeyPlaces()
+        self._slots = KeySlots()
         self._once_known: set[str] = set()
         self._leased: dict[str, OrderedDict[str, None]] = {}  # by key, the newest lease last
 
@@ -92,19 +92,19 @@ class CallerAdmission:
                 field="drain",
             )
 
-    def has_place(self, caller: Caller, session: str) -> bool:
-        return caller.key is not None and self._places.is_leased(caller.key.name, session, self._clock())
+    def has_slot(self, caller: Caller, session: str) -> bool:
+        return caller.key is not None and self._slots.is_leased(caller.key.name, session, self._clock())
 
     def room(self, name: str) -> float:
         """Return the sessions that a key may have beside those it has, by its name; infinite: any number."""
         most = {key.name: key.max_sessions for key in self._keys.current()} if self._keys is not None else {}
         limit = most.get(name)
-        return math.inf if limit is None else limit - len(self._places.held(name, self._clock()))
+        return math.inf if limit is None else limit - len(self._slots.held(name, self._clock()))
 
     def explained(self, full: ResourceExhausted, caller: Caller, session: str) -> ResourceExhausted:
         """Return the error of a session that has to wait, which names its key's limit where that is why."""
         key = caller.key
-        if key is None or self.has_place(caller, session) or self.room(key.name) > 0:
+        if key is None or self.has_slot(caller, session) or self.room(key.name) > 0:
             return full
         taken = all_taken(key)
         return ResourceExhausted(taken.message, field=taken.field, retry_after_s=full.retry_after_s)
@@ -120,7 +120,7 @@ class CallerAdmission:
             self._limits.check_tokens(caller.key, self._clock())
 
     def grant(self, caller: Caller, session: str, lease_seconds: float, verifier: str) -> None:
-        """Count a session that gets a lease, once however many leases it gets; a refused one keeps the place it has.
+        """Count a session that gets a lease, once however many leases it gets; a refused one keeps the slot it has.
 
         Raises:
             ResourceExhausted: the key's sessions or tokens are used up; has `retry_after_s`.
@@ -129,13 +129,13 @@ class CallerAdmission:
         if key is None:
             self._note_lease("", session)
             return
-        if key.max_sessions is not None and not self._places.is_leased(key.name, session, now_s):
-            others = self._places.held(key.name, now_s) - {session}
+        if key.max_sessions is not None and not self._slots.is_leased(key.name, session, now_s):
+            others = self._slots.held(key.name, now_s) - {session}
             if len(others) >= key.max_sessions:
                 raise all_taken(key)
         self._limits.check_tokens(key, now_s)
         if key.max_sessions is not None:
-            self._places.take(key.name, session, verifier, now_s, now_s + lease_seconds)
+            self._slots.take(key.name, session, verifier, now_s, now_s + lease_seconds)
         self._note_lease(key.name, session)
 
     def had_lease(self, caller: Caller, session: str) -> bool:
@@ -150,11 +150,11 @@ class CallerAdmission:
             leased.popitem(last=False)
 
     def settle(self, caller: Caller, report: SessionReport) -> None:
-        """Count the tokens of a session that has ended, and free its place."""
+        """Count the tokens of a session that has ended, and free its slot."""
         if caller.key is None:
             return
         now_s = self._clock()
-        self._places.free(caller.key.name, report.session, now_s)
+        self._slots.free(caller.key.name, report.session, now_s)
         self._limits.spend(caller.key, report.committed_tokens, now_s)
 
     def observe(self, verifiers: Iterable[VerifierInfo], asked_s: float) -> SendAway:
@@ -164,14 +164,14 @@ class CallerAdmission:
         """
         limits = {key.name: key.max_sessions for key in self._keys.current()} if self._keys is not None else None
         if limits is None:
-            return self._places.observe(verifiers, asked_s, lambda _: None)
+            return self._slots.observe(verifiers, asked_s, lambda _: None)
         self._once_known |= limits.keys()
         revoked = self._once_known - limits.keys()  # others may be new, and known to another coordinator already
-        return self._places.observe(verifiers, asked_s, lambda name: 0 if name in revoked else limits.get(name))
+        return self._slots.observe(verifiers, asked_s, lambda name: 0 if name in revoked else limits.get(name))
 
     def running(self) -> dict[str, int]:
         now_s = self._clock()
-        counts = {name: len(self._places.held(name, now_s)) for name in sorted(self._places.keys)}
+        counts = {name: len(self._slots.held(name, now_s)) for name in sorted(self._slots.keys)}
         return {name: count for name, count in counts.items() if count}
 
 
@@ -192,10 +192,10 @@ class _Listed:
     name: str  # by which its verifier ends it
 
 
-class KeyPlaces:
-    """The places of API keys over all verifiers: leases that may become texts, and the texts that go on.
+class KeySlots:
+    """The slots of API keys over all verifiers: leases that may become texts, and the texts that go on.
 
-    A place lives as long as its text. Edges report an end at once; verifiers say what goes on, whatever edges report.
+    A slot lives as long as its text. Edges report an end at once; verifiers say what goes on, whatever edges report.
     What one coordinator forgets, or another has granted, counts as soon as a verifier says so. Times are seconds of a
     monotonic clock.
     """
@@ -208,7 +208,7 @@ class KeyPlaces:
         self._suspected: frozenset[str] = frozenset()
 
     def held(self, key: str, now_s: float) -> frozenset[str]:
-        """Return the sessions that have a place of `key`."""
+        """Return the sessions that have a slot of `key`."""
         self._expire(now_s)
         leased = frozenset(session for name, session in self._leased if name == key)
         believed = key not in self._suspected  # in its reports of ends
@@ -225,12 +225,12 @@ class KeyPlaces:
         return frozenset(name for name, _ in self._leased) | self._listed.keys()
 
     def take(self, key: str, session: str, verifier: str, now_s: float, until_s: float) -> None:
-        """Give a session that has a lease for `verifier` a place until it ends, or until `until_s`."""
+        """Give a session that has a lease for `verifier` a slot until it ends, or until `until_s`."""
         self._ended.pop((key, session), None)
         self._leased[key, session] = _Leased(verifier, until_s, now_s)
 
     def free(self, key: str, session: str, now_s: float) -> None:
-        """Free the place of a session whose edge says that its text has ended."""
+        """Free the slot of a session whose edge says that its text has ended."""
         self._leased.pop((key, session), None)
         self._ended[key, session] = now_s
         for text in [text for text, at_s in self._ended.items() if at_s < self._asked_s - ENDING_S]:
@@ -269,7 +269,7 @@ class KeyPlaces:
             texts = sorted(self._listed[key].items(), key=lambda text: (text[1].age_s, text[0]))
             for session, listed in texts[: len(texts) - (limits[key] or 0)]:
                 away[listed.verifier] = away.get(listed.verifier, frozenset()) | {listed.name}
-                self._leased.pop((key, session), None)  # it comes back where there is a place, with another lease
+                self._leased.pop((key, session), None)  # it comes back where there is a slot, with another lease
         return away
 
     def _is_ending(self, key: str, session: str) -> bool:

@@ -1,13 +1,13 @@
-"""The line of texts that wait for a place at a verifier: in order of arrival, and fair between API keys. No I/O.
+"""The line of texts that wait for a slot at a verifier: in order of arrival, and fair between API keys. No I/O.
 
-An edge that is refused for want of a place gets a ticket by its session, and is told when to ask again. A freed place
+An edge that is refused for want of a slot gets a ticket by its session, and is told when to ask again. A freed slot
 is kept for the ticket whose turn it is as long as its edge may still come in time, and nobody else gets it. Texts that
-had a place and lost it come first. Then the turn is that of the key with fewest places, and within a key that
+had a slot and lost it come first. Then the turn is that of the key with fewest slots, and within a key that
 of the oldest ticket. So no running text yields to a newcomer, no text is passed by a later one that could take the same
-places, and no key gets another place while one with fewer waits.
+slots, and no key gets another slot while one with fewer waits.
 
-Edges say when texts end, and may lie. So the texts of a key that lost their places come before other keys' newcomers
-only until the key has as many places as lately: a liar has no more of it than of texts that do not end.
+Edges say when texts end, and may lie. So the texts of a key that lost their slots come before other keys' newcomers
+only until the key has as many slots as lately: a liar has no more of it than of texts that do not end.
 
 A ticket counts from its edge's newest question until `GRACE_S` after the edge should have asked again; its number stays
 `FORGET_S` after that question, for an edge that comes late, and that of a text with a lease until its end is reported,
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 RETRY_WHEN_FULL_S = 2.0  # at most, from one question of a waiting edge to the next
 SOON_S = 0.1  # at least
-IDLE_SHARE = 0.03  # of a place's time that may pass until the edge whose turn it is asks again
-QUESTIONS_PER_S = 50.0  # that all waiting edges may ask, wherever their turns are: many places may be free at once
+IDLE_SHARE = 0.03  # of a slot's time that may pass until the edge whose turn it is asks again
+QUESTIONS_PER_S = 50.0  # that all waiting edges may ask, wherever their turns are: many slots may be free at once
 GRACE_S = 1.0
 FORGET_S = 2 * RETRY_WHEN_FULL_S
 RATE_OVER_S = 10.0
@@ -40,7 +40,7 @@ _NONE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
-class PlaceTicket:
+class SlotTicket:
     """A text that waits.
 
     Attributes:
@@ -48,7 +48,7 @@ class PlaceTicket:
         session: its session.
         turn: whether it is a newcomer, and its number in the order of arrival.
         wants: what a verifier must have to take it.
-        has_place: whether its key has counted it already, so that the key's limit does not hold it back.
+        has_slot: whether its key has counted it already, so that the key's limit does not hold it back.
         asked_s: newest question, in seconds.
         due_s: time by which the next one should come, in seconds.
     """
@@ -57,23 +57,23 @@ class PlaceTicket:
     session: str
     turn: tuple[bool, int]
     wants: Hashable
-    has_place: bool
+    has_slot: bool
     asked_s: float
     due_s: float
 
     def counts(self, now_s: float) -> bool:
-        """Return whether a place is kept for it."""
+        """Return whether a slot is kept for it."""
         return now_s <= self.due_s + GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
 class KeyShare:
-    """Places of an API key.
+    """The slots that an API key has and had, by which its turn in the line is decided.
 
     Attributes:
-        now: places that it has.
-        lately: most texts that had places at once in the last minute or two; infinite: it is not known.
-        listed: sessions that verifiers list; one that asks is about to leave its place.
+        now: slots that it has.
+        lately: most slots that it had at once in the last minute or two; infinite: not known.
+        listed: its sessions that verifiers report as running; one of these that asks is about to leave its slot.
     """
 
     now: int = 0
@@ -81,19 +81,19 @@ class KeyShare:
     listed: Collection[str] = ()
 
 
-class _FreePlaces:
-    """The free places that are left once the texts before one have taken theirs."""
+class _FreeSlots:
+    """The free slots that are left once the texts before one have taken theirs."""
 
     def __init__(self, free: Mapping[str, int], fits: Fits, room: Callable[[str], float]) -> None:
-        self._left = {name: places for name, places in free.items() if places > 0}
+        self._left = {name: slots for name, slots in free.items() if slots > 0}
         self._fits = fits
         self._room = room
         self._more: dict[str, float] = {}  # that a key may have
         self._open_to: dict[Hashable, frozenset[str]] = {}  # by what a text wants
 
-    def open_to(self, ticket: PlaceTicket) -> frozenset[str]:
-        """Return the verifiers with a place that a text may have."""
-        if not ticket.has_place:
+    def open_to(self, ticket: SlotTicket) -> frozenset[str]:
+        """Return the verifiers with a slot that a text may have."""
+        if not ticket.has_slot:
             if ticket.key not in self._more:
                 self._more[ticket.key] = self._room(ticket.key)
             if self._more[ticket.key] <= 0:
@@ -103,22 +103,22 @@ class _FreePlaces:
             open_to = self._open_to[ticket.wants] = _NONE.union(self._left).intersection(self._fits(ticket.wants))
         return open_to
 
-    def take(self, ticket: PlaceTicket, wanted: Mapping[str, int]) -> None:
-        """Give a text the place that fewest kinds of texts want."""
+    def take(self, ticket: SlotTicket, wanted: Mapping[str, int]) -> None:
+        """Give a text the slot that fewest kinds of texts want."""
         name = min(self.open_to(ticket), key=lambda name: (wanted[name], -self._left[name], name))
         self._left[name] -= 1
         if not self._left[name]:
             del self._left[name]
             self._open_to.clear()
-        if not ticket.has_place:
+        if not ticket.has_slot:
             self._more[ticket.key] -= 1
 
 
-class PlaceQueue:
+class SlotQueue:
     """Tickets of waiting texts; times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, dict[str, PlaceTicket]] = {}  # by key and session, in order of their turns
+        self._lines: dict[str, dict[str, SlotTicket]] = {}  # by key and session, in order of their turns
         self._numbers = itertools.count()
         self._leased: OrderedDict[tuple[str, str], int] = OrderedDict()  # numbers by key and session, newest lease last
         self._served: deque[float] = deque(maxlen=MAX_TICKETS)
@@ -128,9 +128,9 @@ class PlaceQueue:
         return sum(map(len, self._lines.values()))
 
     def ask(
-        self, key: str, session: str, wants: Hashable, now_s: float, *, has_place: bool = False, has_run: bool = False
-    ) -> PlaceTicket:
-        """Return the ticket of a text whose edge asks, the one that it has or a new one; see `PlaceTicket`.
+        self, key: str, session: str, wants: Hashable, now_s: float, *, has_slot: bool = False, has_run: bool = False
+    ) -> SlotTicket:
+        """Return the ticket of a text whose edge asks, the one that it has or a new one; see `SlotTicket`.
 
         `has_run` says that it is no newcomer although this queue knows of no lease.
         """
@@ -141,20 +141,20 @@ class PlaceQueue:
             number = self._leased.get((key, session))
             newcomer = number is None and not has_run
             turn = newcomer, next(self._numbers) if number is None else number
-            ticket = PlaceTicket(key, session, turn, wants, has_place, now_s, now_s)
+            ticket = SlotTicket(key, session, turn, wants, has_slot, now_s, now_s)
             if not newcomer or (len(line) < (MAX_TICKETS_OF_KEY if key else MAX_TICKETS) and len(self) < MAX_TICKETS):
                 self._insert(ticket)
         elif has_run and ticket.turn[0]:  # which was not known when it came
             del line[session]
             ticket.turn = False, ticket.turn[1]
             self._insert(ticket)
-        ticket.wants, ticket.has_place = wants, has_place
+        ticket.wants, ticket.has_slot = wants, has_slot
         ticket.asked_s = ticket.due_s = now_s
         return ticket
 
     def open_to(
         self,
-        ticket: PlaceTicket,
+        ticket: SlotTicket,
         free: Mapping[str, int],
         share_of: Callable[[str], KeyShare],
         fits: Fits,
@@ -162,27 +162,27 @@ class PlaceQueue:
         most: float,
         now_s: float,
     ) -> frozenset[str]:
-        """Return the verifiers with a free place that no text before this one may take; none: it waits.
+        """Return the verifiers with a free slot that no text before this one may take; none: it waits.
 
         Args:
             ticket: the text's.
-            free: free places of verifiers that take texts, by name.
+            free: free slots of verifiers that take texts, by name.
             share_of: what a key has, by its name.
             fits: verifiers that have what a ticket wants.
-            room: places that a key may have beside those it has.
-            most: places that may be given in all.
+            room: slots that a key may have beside those it has.
+            most: slots that may be given in all.
             now_s: present time.
         """
-        left = _FreePlaces(free, fits, room)
+        left = _FreeSlots(free, fits, room)
         if not left.open_to(ticket):
             return _NONE
-        tickets: dict[str, Iterable[PlaceTicket]] = {key: line.values() for key, line in self._lines.items()}
+        tickets: dict[str, Iterable[SlotTicket]] = {key: line.values() for key, line in self._lines.items()}
         if ticket.session not in self._lines.get(ticket.key, ()):  # there was no room for it in the line
             tickets[ticket.key] = itertools.chain(tickets.get(ticket.key, ()), [ticket])
         lines = {key: self._waiting(line, left, now_s) for key, line in tickets.items()}
         shares = {key: share_of(key) for key in lines}
         has = {key: share.now for key, share in shares.items()}
-        turns: list[tuple[bool, int, int, PlaceTicket]] = []  # of each key the next, as a heap
+        turns: list[tuple[bool, int, int, SlotTicket]] = []  # of each key the next, as a heap
 
         def look_at_next(key: str) -> None:
             head = next(lines[key], None)
@@ -209,28 +209,28 @@ class PlaceQueue:
             look_at_next(head.key)
         return _NONE
 
-    def wait(self, ticket: PlaceTicket, places: float, now_s: float) -> float:
-        """Keep the ticket's place in the line, and return in how many seconds its edge should ask again.
+    def wait(self, ticket: SlotTicket, slots: float, now_s: float) -> float:
+        """Keep the ticket's turn in the line, and return in how many seconds its edge should ask again.
 
-        That is sooner the nearer its turn is, by the places that were given lately, and the fewer texts wait.
+        That is sooner the nearer its turn is, by the slots that were given lately, and the fewer texts wait.
 
-        `places` counts those that there are, taken ones included; infinite: none is known.
+        `slots` counts those that there are, taken ones included; infinite: none is known.
         """
         retry_s = RETRY_WHEN_FULL_S
         while self._served and self._served[0] <= now_s - RATE_OVER_S:
             self._served.popleft()
         if self._served:
             line = self._lines.get(ticket.key, {})
-            place = next((n for n, session in enumerate(line) if session == ticket.session), len(line))
-            ahead = len(self._lines) * place
-            turn_s = RATE_OVER_S / len(self._served)  # from one place that is given to the next
-            retry_s = min(max(IDLE_SHARE * places, ahead / 2) * turn_s, RETRY_WHEN_FULL_S)
+            before = next((n for n, session in enumerate(line) if session == ticket.session), len(line))
+            ahead = len(self._lines) * before
+            turn_s = RATE_OVER_S / len(self._served)  # from one slot that is given to the next
+            retry_s = min(max(IDLE_SHARE * slots, ahead / 2) * turn_s, RETRY_WHEN_FULL_S)
         retry_s = max(min(retry_s, len(self) / QUESTIONS_PER_S), SOON_S)
         ticket.due_s = now_s + retry_s
         return retry_s
 
     def serve(self, key: str, session: str, now_s: float) -> None:
-        """Take away the ticket of a text that gets a place, and keep its number until it leaves."""
+        """Take away the ticket of a text that gets a slot, and keep its number until it leaves."""
         self._served.append(now_s)
         ticket = self.withdraw(key, session)
         self._leased.setdefault((key, session), ticket.turn[1] if ticket is not None else next(self._numbers))
@@ -238,7 +238,7 @@ class PlaceQueue:
         if len(self._leased) > MAX_NUMBERS:
             self._leased.popitem(last=False)
 
-    def withdraw(self, key: str, session: str) -> PlaceTicket | None:
+    def withdraw(self, key: str, session: str) -> SlotTicket | None:
         """Take away the ticket of a text that does not wait now, and return it, if it had one."""
         line = self._lines.get(key, {})
         ticket = line.pop(session, None)
@@ -250,7 +250,7 @@ class PlaceQueue:
         self.withdraw(key, session)
         self._leased.pop((key, session), None)
 
-    def _insert(self, ticket: PlaceTicket) -> None:
+    def _insert(self, ticket: SlotTicket) -> None:
         line = self._lines.setdefault(ticket.key, {})
         later = list(itertools.takewhile(lambda other: other.turn > ticket.turn, reversed(line.values())))
         for other in later:
@@ -258,8 +258,8 @@ class PlaceQueue:
         line.update({each.session: each for each in (ticket, *reversed(later))})
 
     @staticmethod
-    def _waiting(line: Iterable[PlaceTicket], left: _FreePlaces, now_s: float) -> Iterator[PlaceTicket]:
-        """Return the tickets of a key, in order, that may have one of the places left when they are reached."""
+    def _waiting(line: Iterable[SlotTicket], left: _FreeSlots, now_s: float) -> Iterator[SlotTicket]:
+        """Return the tickets of a key, in order, that may have one of the slots left when they are reached."""
         return (ticket for ticket in line if left.open_to(ticket) and ticket.counts(now_s))
 
     def _sweep(self, now_s: float) -> None:

@@ -20,7 +20,7 @@ LONGEST_BACKOFF_S = 60.0
 class _Member:
     info: VerifierInfo
     incarnation: str = ""
-    former: frozenset[str] = frozenset()  # incarnations before this one, whose reports come too late
+    earlier: frozenset[str] = frozenset()  # incarnations before this one, whose reports come too late
     leaving: bool = False  # this incarnation drains
     lost: bool = False  # given up by Ray
     respawns: int = 0
@@ -97,19 +97,19 @@ def _with_report(name: str, member: _Member | None, report: Mapping[str, Any] | 
         # A verifier refuses leases for another name than its own.
         logger.warning("the verifier listed as %s calls itself %s and gets no sessions", name, said.name)
         return _silent(before)
-    if said.incarnation in before.former:
-        logger.warning("verifier %s was replaced, and what its former process says comes too late", name)
+    if said.incarnation in before.earlier:
+        logger.warning("verifier %s was replaced, and what its earlier process says comes too late", name)
         return replace(before, info=replace(before.info, fenced=before.info.fenced + 1))
     # A verifier that came back listens elsewhere, so the address can stand for a missing incarnation.
     incarnation = said.incarnation or said.address
     restarted = before.incarnation not in ("", incarnation)
-    former = before.former | {before.incarnation} if restarted and said.incarnation else before.former
+    earlier = before.earlier | {before.incarnation} if restarted and said.incarnation else before.earlier
     if restarted:
         logger.warning("verifier %s was restarted and is at %s", name, said.address)
     # A drain is never taken back, so an answer that denies it is from before.
     leaving = said.state is VerifierState.DRAINING or (before.leaving and not restarted)
     said = replace(said, restarts=before.info.restarts + restarted, fenced=before.info.fenced)
-    return _Member(said, incarnation, former, leaving)
+    return _Member(said, incarnation, earlier, leaving)
 
 
 def _silent(before: _Member) -> _Member:

@@ -267,7 +267,7 @@ class ControlService:
                 yield chunk
 
     async def report(self, report: SessionReport, caller: Caller = ANYBODY) -> None:
-        """Count a finished session, or free the place of one that no verifier took.
+        """Count a finished session, or free the slot of one that no verifier took.
 
         Only sessions that this coordinator leased to the caller's key count in its statistics.
 
@@ -362,14 +362,14 @@ class ControlService:
         except ResourceExhausted:
             self._view.withdraw(caller.tenant, session)
             raise
-        has_place = admission.has_place(caller, session)
-        chosen = self._view.welcome(request, caller.tenant, time.monotonic(), admission.room, has_place=has_place)
+        has_slot = admission.has_slot(caller, session)
+        chosen = self._view.welcome(request, caller.tenant, time.monotonic(), admission.room, has_slot=has_slot)
         if chosen is not None:
             return chosen
         await self.refresh()
-        has_place = admission.has_place(caller, session)
+        has_slot = admission.has_slot(caller, session)
         try:
-            return self._view.choose(request, caller.tenant, time.monotonic(), admission.room, has_place=has_place)
+            return self._view.choose(request, caller.tenant, time.monotonic(), admission.room, has_slot=has_slot)
         except ResourceExhausted as error:
             raise admission.explained(error, caller, session) from error
 

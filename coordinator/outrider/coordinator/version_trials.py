@@ -1,19 +1,20 @@
 """States of the versions of each drafter: the newest is current at once, and gives way where it turns out worse.
 
     current     offered to all edges; one of a name
-    former      was current before; an arm at a share of the edges, so that the current one is compared with it
+    previous    was current before; offered to a share of the edges too, so that the current one is compared with it
     retired     offered to nobody
 
 Which version is better was decided before: by a trainer's judge on later texts, or by whoever published it. Edges say
 how often both versions hit on the same texts, drafted by them or not. `LossTest` looks at these differences alone: a
-current version that turns out worse than the former one is retired, and the former one returns; so it is where drafting
-takes longer than the limit. Where neither shows in `COMPARED_TEXTS`, or within `COMPARED_S`, the former one is retired.
+current version that turns out worse than the previous one is retired, and the previous one returns; so it is where
+drafting takes longer than the limit. Where neither shows in `COMPARED_TEXTS`, or within `COMPARED_S`, the previous one
+is retired.
 
 Reports come from strangers. A text counts as one number in [-1, 1], and of an edge only the first texts of a day count.
 Edges choose their names, and few large lies outweigh many small differences. So a verdict must also hold without the
 texts of any one API key, which alone decides nothing for others; with two keys, each must show it. And no key has more
-than `KEY_LEAD` texts more than the most active other key, so that one among many cannot hold a verdict up for long.
-False reports can keep a bad version in place for a while, or call a former one back; no text depends on them.
+than `KEY_MARGIN` texts more than the most active other key, so that one among many cannot hold a verdict up for long.
+False reports can keep a bad version in place for a while, or call a previous one back; no text depends on them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from outrider.proto.policy.sequential import MAX_SLOWDOWN, LossTest, SignTest, c
 from outrider.proto.types import DrafterHits
 
 MIN_COMPARED = 8  # tokens of a text, for each of both versions
-SHARE = 0.1  # of the edges, for former versions
+SHARE = 0.1  # of the edges, for previous versions
 MIN_EDGES = 2  # that the share should amount to
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
-KEY_LEAD = 4  # texts that decide nothing
+KEY_MARGIN = 4  # texts that decide nothing
 KEY_GROUPS = 8  # whose texts are left out in turn; the ninth key joins the first
-COMPARED_TEXTS = 500  # after which a former version is retired, and
+COMPARED_TEXTS = 500  # after which a previous version is retired, and
 COMPARED_S = 7 * 86400.0  # after which it is at the latest
 MAX_RETIRED = 16  # versions of a name that are remembered though they are no longer in the catalogue
 _DAY_S = 86400
@@ -46,7 +47,7 @@ class VersionState(StrEnum):
     """State of a version; see the module's docstring."""
 
     CURRENT = "current"
-    FORMER = "former"
+    PREVIOUS = "previous"
     RETIRED = "retired"
 
 
@@ -130,7 +131,7 @@ class VersionComparison:
     def _is_ahead(self, key: str) -> bool:
         """Return whether a key has as many texts more than the most active other key as it may."""
         others = (texts for other, texts in self.of_keys.items() if other != key)
-        return self.of_keys.get(key, 0) >= KEY_LEAD + max(others, default=0)
+        return self.of_keys.get(key, 0) >= KEY_MARGIN + max(others, default=0)
 
     def add(self, own: DrafterHits, other: DrafterHits, prompt_class: int, key: str) -> None:
         """Count an admitted text with the hits of both versions."""
@@ -179,7 +180,7 @@ class KnownVersion:
     Attributes:
         since_s: Unix time at which it got its state.
         why: reason for its state in a few words; empty: it has not been compared yet.
-        comparison: that of a current version with the former one.
+        comparison: that of a current version with the previous one.
     """
 
     state: VersionState
@@ -213,7 +214,7 @@ class _Line:
 
     @property
     def comparison(self) -> VersionComparison | None:
-        """That of the current version with the former one."""
+        """That of the current version with the previous one."""
         current = self.versions.get(self.one(VersionState.CURRENT))
         return current.comparison if current is not None else None
 
@@ -229,7 +230,7 @@ class _Line:
         """Take in the catalogue's versions with their sequences, the newest first and at least one."""
         yield from self._miss(sequences)
         new = [version for version in sequences if version not in self.versions]
-        heir = self.one(VersionState.FORMER) or ("" if new else next(iter(sequences)))
+        heir = self.one(VersionState.PREVIOUS) or ("" if new else next(iter(sequences)))
         if heir and not self.one(VersionState.CURRENT):
             yield self.set(heir, VersionState.CURRENT, now_s, "the version before it is gone")
         if new:
@@ -249,35 +250,35 @@ class _Line:
     def _follow(self, new: list[str], sequences: Mapping[str, int], now_s: float) -> Iterator[VersionChange]:
         """Let the newest version follow the current one, or where nothing is known yet the one before it."""
         newest, *others = new
-        before, former = self.one(VersionState.CURRENT), self.one(VersionState.FORMER)
+        before, previous = self.one(VersionState.CURRENT), self.one(VersionState.PREVIOUS)
         if before and sequences[newest] < sequences[before]:
             newest, others = before, new
         else:
-            if former and self.comparison is not None and not self.comparison.test.texts:
-                before, former = former, before  # which nobody has drafted with: perhaps it cannot be loaded
+            if previous and self.comparison is not None and not self.comparison.test.texts:
+                before, previous = previous, before  # which nobody has drafted with: perhaps it cannot be loaded
             if not before and others:
                 before, *others = others
-            if former:
-                yield self.set(former, VersionState.RETIRED, now_s, f"{newest} is newer")
+            if previous:
+                yield self.set(previous, VersionState.RETIRED, now_s, f"{newest} is newer")
             if before:
-                yield self.set(before, VersionState.FORMER, now_s, f"{newest} is newer")
+                yield self.set(before, VersionState.PREVIOUS, now_s, f"{newest} is newer")
             yield self.set(newest, VersionState.CURRENT, now_s, against=before)
         for version in others:
             yield self.set(version, VersionState.RETIRED, now_s, f"{newest} is newer")
 
     def _end(self, now_s: float) -> Iterator[VersionChange]:
         """End a comparison that has shown nothing, or whose other version is gone."""
-        current, former, comparison = self.one(VersionState.CURRENT), self.one(VersionState.FORMER), self.comparison
-        if former and comparison is not None:
-            test, compared_s = comparison.test, now_s - self.versions[former].since_s
+        current, previous, comparison = self.one(VersionState.CURRENT), self.one(VersionState.PREVIOUS), self.comparison
+        if previous and comparison is not None:
+            test, compared_s = comparison.test, now_s - self.versions[previous].since_s
             if test.texts < COMPARED_TEXTS and compared_s < COMPARED_S:
                 return
-            self.versions[current].why = f"hits {test.difference:+.3f} against {former} in {test.texts} texts"
-            yield self.set(former, VersionState.RETIRED, now_s, f"{current} is not shown to be worse")
+            self.versions[current].why = f"hits {test.difference:+.3f} against {previous} in {test.texts} texts"
+            yield self.set(previous, VersionState.RETIRED, now_s, f"{current} is not shown to be worse")
         self.versions[current].comparison = None
 
     def decide(self, now_s: float) -> Iterator[VersionChange]:
-        """Let the former version return where the current one is shown to be worse."""
+        """Let the previous version return where the current one is shown to be worse."""
         comparison = self.comparison
         if comparison is not None and (why := comparison.loss):
             current = self.one(VersionState.CURRENT)
@@ -309,7 +310,7 @@ class DrafterVersions:
     def share(self, name: str, version: str, edges: int) -> float:
         """Return the share of edges that are offered a version, 0 to 1, where `edges` are known."""
         state = self.state(name, version)
-        if state is VersionState.FORMER:
+        if state is VersionState.PREVIOUS:
             # In steps, since edges load and drop a version whenever its share changes.
             return next(share for share in (SHARE, 0.25, 0.5, 1.0) if share * edges >= MIN_EDGES or share == 1.0)
         return 1.0 if state is VersionState.CURRENT else 0.0
@@ -341,8 +342,8 @@ class DrafterVersions:
         for line in [self._lines[name] for name in names if name in self._lines]:
             if (comparison := line.comparison) is None:
                 continue
-            current, former = line.one(VersionState.CURRENT), comparison.against
-            own, other = of.get((line.name, current)), of.get((line.name, former))
+            current, against = line.one(VersionState.CURRENT), comparison.against
+            own, other = of.get((line.name, current)), of.get((line.name, against))
             if own and other and _paired(own, other) and comparison.admit(voter, key, now_s, votes_a_day):
                 comparison.add(own, other, prompt_class, key)
                 changes += line.decide(now_s)

@@ -95,7 +95,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Arm:
+class Case:
     """One mode over one link, with what was observed: texts, steps of the verifier, and bytes on an emulated link."""
 
     mode: str
@@ -109,29 +109,29 @@ class Arm:
     down_bytes: int = 0
 
 
-def run_of(arm: Arm, sessions: int, known: Known) -> BenchmarkRun:
-    """Return the run of an arm whose texts were decoded, `sessions` at once."""
-    texts = arm.texts
+def run_of(case: Case, sessions: int, known: Known) -> BenchmarkRun:
+    """Return the run of a case whose texts were decoded, `sessions` at once."""
+    texts = case.texts
     began_s, ended_s = min(text.began_s for text in texts), max(text.began_s + text.seconds for text in texts)
     # One at a time, texts of other modes are in between.
     together = pooled(texts, None if sessions == 1 else ended_s - began_s)
     tokens, counts = together["tokens"], [text.statistics for text in texts]
     gaps = sorted(b - a for text in texts for a, b in itertools.pairwise(text.arrivals)) or [0.0]
     # Steps of at least half of the sessions, those that read prompts left out.
-    usual = [s for s in arm.steps if 2 * s.sessions >= sessions and s.rows <= USUAL_ROWS * s.sessions]
+    usual = [s for s in case.steps if 2 * s.sessions >= sessions and s.rows <= USUAL_ROWS * s.sessions]
     return BenchmarkRun(
-        mode=arm.mode,
-        link=arm.link.record,
-        length=arm.length,
+        mode=case.mode,
+        link=case.link.record,
+        length=case.length,
         **together,
         rows_per_token=sum(count.steps + count.verified for count in counts) / tokens,
-        cloud_drafting_ms_per_token=1e3 * sum(count.drafting_here_s for count in counts) / tokens,
+        cloud_drafting_ms_per_token=1e3 * sum(count.cloud_drafting_s for count in counts) / tokens,
         edge_drafting_ms_per_token=1e3 * sum(count.drafting_s + count.reading_s for count in counts) / tokens,
         ttft_ms_p50=1e3 * median(text.arrivals[0] for text in texts),
         token_gap_ms_p50=1e3 * gaps[round(0.5 * (len(gaps) - 1))],
         token_gap_ms_p99=1e3 * gaps[round(0.99 * (len(gaps) - 1))],
-        uplink_bytes_per_token=arm.up_bytes / tokens if arm.emulator else None,
-        downlink_bytes_per_token=arm.down_bytes / tokens if arm.emulator else None,
+        uplink_bytes_per_token=case.up_bytes / tokens if case.emulator else None,
+        downlink_bytes_per_token=case.down_bytes / tokens if case.emulator else None,
         overhead_ms_p50=1e3 * median(step.overhead_s for step in usual) if usual else None,
         identical_to_cloud=all(text.tokens == known.texts[text.prompt.id] for text in texts),
     )
@@ -274,8 +274,8 @@ class Bench:
             if not link.is_none:
                 emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
                 address = (await stack.enter_async_context(emulator)).address
-            arms = [
-                Arm(mode, length, link, emulator, await self._client(stack, address, mode, length))
+            cases = [
+                Case(mode, length, link, emulator, await self._client(stack, address, mode, length))
                 for mode in MODES
                 if mode in options.modes
                 for length in lengths.get(mode, (None,))
@@ -283,19 +283,19 @@ class Bench:
             share = 1 if options.sessions == 1 else len(self._prompts)
             # Each prompt in all modes before the next one, so that a slow moment of the machine meets them all.
             for first in range(0, len(self._prompts), share):
-                for arm in arms:
-                    await self._measure(arm, self._prompts[first : first + share])
-        return [run_of(arm, options.sessions, known) for arm in arms]
+                for case in cases:
+                    await self._measure(case, self._prompts[first : first + share])
+        return [run_of(case, options.sessions, known) for case in cases]
 
-    async def _measure(self, arm: Arm, prompts: Sequence[Prompt]) -> None:
-        """Decode prompts, and add what was observed to `arm`."""
-        if arm.emulator and arm.link.trace:
-            await arm.emulator.play(arm.link.trace)  # each mode meets the same moments
-        before = await arm.emulator.counters() if arm.emulator else None
+    async def _measure(self, case: Case, prompts: Sequence[Prompt]) -> None:
+        """Decode prompts, and add what was observed to `case`."""
+        if case.emulator and case.link.trace:
+            await case.emulator.play(case.link.trace)  # each mode meets the same moments
+        before = await case.emulator.counters() if case.emulator else None
         await self._verifier.step_timings()
-        arm.texts += await self._together(arm.client, prompts, self._options.sessions)
-        arm.steps += await self._verifier.step_timings()
-        if arm.emulator and before:
-            after = await arm.emulator.counters()
-            arm.up_bytes += after.up_bytes - before.up_bytes
-            arm.down_bytes += after.down_bytes - before.down_bytes
+        case.texts += await self._together(case.client, prompts, self._options.sessions)
+        case.steps += await self._verifier.step_timings()
+        if case.emulator and before:
+            after = await case.emulator.counters()
+            case.up_bytes += after.up_bytes - before.up_bytes
+            case.down_bytes += after.down_bytes - before.down_bytes

@@ -51,7 +51,7 @@ GUARANTEES = {
 }
 STATE_STYLES = {
     **dict.fromkeys(("ready", "current", "training"), "green"),
-    **dict.fromkeys(("draining", "former"), "yellow"),
+    **dict.fromkeys(("draining", "previous"), "yellow"),
     **dict.fromkeys(("sick", "down", "retired"), "red"),
 }
 DIGITS = {"age_s": 1, "waited_s": 1, "evidence": 3, "trials": 1, "drafting_here_s": 3}  # others: 4

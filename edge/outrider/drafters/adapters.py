@@ -4,7 +4,7 @@ An adapter package is its parent's package with one more file, `adapter.safetens
 manifest, which a reader that does not know them passes over, so that it drafts with the parent:
 
     parent        version that it was trained on from
-    sequence      place among the versions of its name, the newest highest
+    sequence      number among the versions of its name, the newest highest
     learned_from  positions, keys, and positions by class of text
     adapter       rank, and the names of the matrices that change
 
@@ -131,7 +131,7 @@ def write_adapter_package(
         folder: folder to make, whose name must not be taken; `.../drafters/NAME/SEQUENCE`, say.
         matrices: A [rank, columns] and B [rows, rank] for each changed matrix, by its name in `weights_of`; all of one
             rank. They are rounded to float16.
-        sequence: place among the versions of its name, more than the parent's.
+        sequence: number among the versions of its name, more than the parent's.
         learned_from: what it was trained on.
 
     Returns:

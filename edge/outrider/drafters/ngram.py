@@ -24,11 +24,11 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken
 
-PLACES_READ = 16  # newest places of an n-gram; a common word has thousands, and a bound keeps a token's price constant
+POSITIONS_READ = 16  # newest ends of an n-gram; a common word has thousands, and a bound keeps a token's price constant
 
 
-class NgramPlaces:
-    """Places where the n-grams of one length ended: the last ones in a dict, earlier ones by links between places."""
+class NgramPositions:
+    """Positions where the n-grams of one length ended: the last ones in a dict, earlier ones by links between them."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -51,13 +51,13 @@ class NgramPlaces:
             self._last[gram] = earlier
 
     def before(self, length: int) -> Iterator[int]:
-        """Yield up to `PLACES_READ` earlier ends, newest first, of the n-gram that ends the first `length` tokens."""
-        place = self._earlier[length - 1] if length >= self._n else -1
-        for _ in range(PLACES_READ):
-            if place < 0:
+        """Yield up to `POSITIONS_READ` earlier ends, newest first, of the n-gram that ends at token `length`."""
+        position = self._earlier[length - 1] if length >= self._n else -1
+        for _ in range(POSITIONS_READ):
+            if position < 0:
                 return
-            yield place
-            place = self._earlier[place]
+            yield position
+            position = self._earlier[position]
 
 
 class NgramDrafter:
@@ -91,21 +91,21 @@ class NgramState(TokenPrefix):
         super().__init__()
         self._rule, self._counted = rule, rule.counts()
         self._vocab_size = vocab_size
-        self._places = [NgramPlaces(n) for n in range(1, longest + 1)]  # shortest first, as q is built
+        self._positions = [NgramPositions(n) for n in range(1, longest + 1)]  # shortest first, as q is built
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append known tokens, O(longest) each."""
         for token in tokens:
             self.tokens.append(int(token))
-            for places in self._places:
-                places.append(self.tokens)
+            for positions in self._positions:
+                positions.append(self.tokens)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; the index becomes what it was when they were the last."""
         check_truncation(length, self.length)
         while self.length > length:
-            for places in self._places:
-                places.pop(self.tokens)
+            for positions in self._positions:
+                positions.pop(self.tokens)
             self.tokens.pop()
         self._token_counts()
 
@@ -144,7 +144,7 @@ class NgramState(TokenPrefix):
 
     def close(self) -> None:
         super().close()
-        self._places = []
+        self._positions = []
 
     def _token_counts(self) -> TokenCounts | None:
         if (counts := self._counted) is not None:
@@ -154,8 +154,8 @@ class NgramState(TokenPrefix):
 
     def _counts(self) -> Iterator[Counter[int]]:
         """Count what followed the last 1, 2, ... `longest` tokens, as far as they occurred before."""
-        for places in self._places:
-            counts = Counter(self.tokens[place + 1] for place in places.before(self.length))
+        for positions in self._positions:
+            counts = Counter(self.tokens[position + 1] for position in positions.before(self.length))
             if not counts:
                 return
             yield counts

@@ -374,7 +374,7 @@ class OnnxState:
             self._run(PREFILL_TOKENS, self._binding)
 
     def _renew_biases(self, biases: _Biases, position: int) -> None:
-        """Compute what is left of the prompt, but for `position`, without steering; then write the vector's biases."""
+        """Finish the prompt up to `position` unsteered, then write the biases of the vector for what follows."""
         prompt_end = min(self._steered_since, position)
         if self._computed < self._steered_since:
             biases.write(None)

@@ -1,11 +1,12 @@
 """Drafting without a model, from text that the edge has: a prediction, the prompt, its documents, earlier answers.
 
 Sources: He et al. 2023, "REST: Retrieval-Based Speculative Decoding"; Oliaro et al. 2024, "SuffixDecoding"; Yang et al.
-2023, "Inference with Reference", from which is the copying on. A state walks along one place of one source: while the
-text goes on as the source does, a token costs a comparison. Where it does not, the state looks for its place again:
+2023, "Inference with Reference", from which is the copying on. A state walks along one source: while the text goes on
+as the source does, a token costs a comparison. Where it does not, the state looks for its position again:
 
-    near    the place where the end of the text matches best around the last one that was sure, so that a substitution,
-            an insertion or a deletion costs few tokens, and another place with the same words does not lure it away
+    near    the position where the end of the text matches best around the last one that was sure, so that an edit (a
+            substitution, an insertion or a deletion) costs few tokens, and other text with the same words does not lure
+            it away
     far     the longest match of the end of the text in any source
     guess   where neither is found, as if tokens had been replaced one by one
 
@@ -21,19 +22,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.drafters.ngram import NgramPlaces
+from outrider.drafters.ngram import NgramPositions
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.drafters.suffix_index import END, LONGEST, SuffixIndex
 from outrider.proto.types import DraftToken, Sampling
 
 MIN_FAR = 3  # tokens of a match anywhere; two are met by chance too often
-SURE = 4  # tokens that make a place one to come back to
+SURE = 4  # tokens that make a position one to come back to
 LURE = 4  # tokens by which a far match must be longer than a near one
-NEAR_BEHIND, NEAR_AHEAD = 32, 256  # tokens around a sure place in which the text is looked for
-NEAR_PLACES = 24  # places of one token there that are compared
-MAX_GUESSES = 4  # tokens after a sure place that are guessed to be replaced one by one
-FORGET_AFTER = 256  # tokens off every source after which a sure place is given up
+NEAR_BEHIND, NEAR_AHEAD = 32, 256  # tokens around a sure position in which the text is looked for
+NEAR_POSITIONS = 24  # positions of one token there that are compared
+MAX_GUESSES = 4  # tokens after a sure position that are guessed to be replaced one by one
+FORGET_AFTER = 256  # tokens off every source after which a sure position is given up
 PROMPT_WALKED = 64  # last tokens of a prompt along which the walk begins
 
 
@@ -42,20 +43,20 @@ class _Cursor(NamedTuple):
 
     Attributes:
         source: tokens that are walked along.
-        place: position there of the token to propose; -1: none.
+        position: position there of the token to propose; -1: none.
         run: tokens before it that the text has in common with the source.
         share: how often the source goes on so after the match that led here.
-        sure_source: source of the last sure place; None: there is none.
-        sure_place: the token there that was expected when the text left it.
+        sure_source: source of the last sure position; None: there is none.
+        sure_position: the token there that was expected when the text left it.
         lost: tokens of text since then.
     """
 
     source: Sequence[int]
-    place: int
+    position: int
     run: int
     share: float
     sure_source: Sequence[int] | None
-    sure_place: int
+    sure_position: int
     lost: int
 
 
@@ -97,7 +98,7 @@ class RetrievalState(TokenPrefix):
     def __init__(self, drafter: RetrievalDrafter, rule: ProposalRule) -> None:
         super().__init__()
         self._drafter = drafter
-        self._places = NgramPlaces(MIN_FAR)
+        self._positions = NgramPositions(MIN_FAR)
         self._cursors: list[_Cursor | None] = []  # [length + 1], or fewer
         self.follow(rule)
 
@@ -113,13 +114,13 @@ class RetrievalState(TokenPrefix):
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.tokens.append(int(token))
-            self._places.append(self.tokens)
+            self._positions.append(self.tokens)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; the walk becomes what it was then."""
         check_truncation(length, self.length)
         while self.length > length:
-            self._places.pop(self.tokens)
+            self._positions.pop(self.tokens)
             self.tokens.pop()
         del self._cursors[length + 1 :]
 
@@ -164,9 +165,9 @@ class RetrievalState(TokenPrefix):
 
     def _proposal(self) -> DraftToken | None:
         cursor = self._walk()
-        if cursor is None or not 0 <= cursor.place < len(cursor.source):
+        if cursor is None or not 0 <= cursor.position < len(cursor.source):
             return None
-        token = cursor.source[cursor.place]
+        token = cursor.source[cursor.position]
         if token == END:
             return None
         q = cursor.share * (cursor.run + 1) / (cursor.run + 2)
@@ -186,42 +187,43 @@ class RetrievalState(TokenPrefix):
     def _step(self, before: _Cursor | None, length: int) -> _Cursor | None:
         """Return the cursor after the first `length` tokens; `before` is the one a token earlier."""
         token = self.tokens[length - 1]
-        if before is not None and 0 <= before.place < len(before.source) and before.source[before.place] == token:
-            source, place, run = before.source, before.place + 1, before.run + 1
+        if before is not None and 0 <= before.position < len(before.source) and before.source[before.position] == token:
+            source, position, run = before.source, before.position + 1, before.run + 1
             if run >= SURE:
-                return _Cursor(source, place, run, 1.0, source, place, 0)
-            return _Cursor(source, place, run, before.share, before.sure_source, before.sure_place, before.lost + 1)
-        sure, place, lost = None, 0, 0
+                return _Cursor(source, position, run, 1.0, source, position, 0)
+            sure, at = before.sure_source, before.sure_position
+            return _Cursor(source, position, run, before.share, sure, at, before.lost + 1)
+        sure, position, lost = None, 0, 0
         if before is not None and before.sure_source is not None and before.lost < FORGET_AFTER:
-            sure, place, lost = before.sure_source, before.sure_place, before.lost + 1
-        near = self._near(sure, place, lost, length) if sure is not None else None
+            sure, position, lost = before.sure_source, before.sure_position, before.lost + 1
+        near = self._near(sure, position, lost, length) if sure is not None else None
         far = self._far(length)
         if near is not None and (far is None or far.run < near.run + LURE):
             return near
         if far is not None:
-            return far._replace(sure_source=sure, sure_place=place, lost=lost)
+            return far._replace(sure_source=sure, sure_position=position, lost=lost)
         if sure is None:
             return None
-        guess = place + lost if lost <= MAX_GUESSES else -1
-        return _Cursor(sure, guess, 0, 0.5, sure, place, lost)
+        guess = position + lost if lost <= MAX_GUESSES else -1
+        return _Cursor(sure, guess, 0, 0.5, sure, position, lost)
 
-    def _near(self, source: Sequence[int], place: int, lost: int, length: int) -> _Cursor | None:
-        """Return the cursor at the best match around a sure place, the one nearest to where `lost` tokens lead."""
-        expected = place + lost
-        low, high = max(0, place - NEAR_BEHIND), min(len(source), expected + NEAR_AHEAD)
+    def _near(self, source: Sequence[int], position: int, lost: int, length: int) -> _Cursor | None:
+        """Return the cursor at the best match around a sure position, the one nearest to where `lost` tokens lead."""
+        expected = position + lost
+        low, high = max(0, position - NEAR_BEHIND), min(len(source), expected + NEAR_AHEAD)
         if source is self.tokens:
             high = min(high, length - 1)
         numbers = self._numbers.get(id(source))
         window = np.array(source[low:high]) if numbers is None else numbers[low:high]
-        places = np.flatnonzero(window == self.tokens[length - 1]) + low + 1
-        if not len(places):
+        positions = np.flatnonzero(window == self.tokens[length - 1]) + low + 1
+        if not len(positions):
             return None
-        nearest = places[np.argsort(np.abs(places - expected), kind="stable")[:NEAR_PLACES]].tolist()
+        nearest = positions[np.argsort(np.abs(positions - expected), kind="stable")[:NEAR_POSITIONS]].tolist()
         runs = [self._run(source, candidate, length) for candidate in nearest]
         run = max(runs)
         if run == 1 and abs(nearest[0] - expected) > 1 and len(nearest) > 1:
             return None  # a word that is all over the place
-        return _Cursor(source, nearest[runs.index(run)], run, 1.0, source, place, lost)
+        return _Cursor(source, nearest[runs.index(run)], run, 1.0, source, position, lost)
 
     def _far(self, length: int) -> _Cursor | None:
         """Return the cursor at the longest match in any source; of equal ones the first source's, then the newest."""
@@ -233,17 +235,17 @@ class RetrievalState(TokenPrefix):
         for index in indices:
             match = index.longest(text, MIN_FAR)
             if match is not None:
-                yield _Cursor(index.walked, match.place, match.length, match.share, None, 0, 0)
+                yield _Cursor(index.walked, match.position, match.length, match.share, None, 0, 0)
 
     def _own(self, length: int) -> Iterator[_Cursor]:
-        for end in self._places.before(length):
+        for end in self._positions.before(length):
             yield _Cursor(self.tokens, end + 1, self._run(self.tokens, end + 1, length), 1.0, None, 0, 0)
 
-    def _run(self, source: Sequence[int], place: int, length: int) -> int:
-        """Return how many tokens before `place` equal the end of the first `length` tokens, `LONGEST` at most."""
-        limit = min(LONGEST, place, length)
+    def _run(self, source: Sequence[int], position: int, length: int) -> int:
+        """Return how many tokens before `position` equal the end of the first `length` tokens, `LONGEST` at most."""
+        limit = min(LONGEST, position, length)
         text = self.tokens
-        return next((i for i in range(limit) if source[place - 1 - i] != text[length - 1 - i]), limit)
+        return next((i for i in range(limit) if source[position - 1 - i] != text[length - 1 - i]), limit)
 
 
 class PredictionCount:

@@ -1,6 +1,6 @@
 """Search for the drafters that a list names, by their manifests: nothing else is fetched, checked or loaded yet.
 
-A former version drafts beside the current one of its name, at a share of the edges (`on_trial_here`). As long as both
+A previous version drafts beside the current one of its name, at a share of the edges (`on_trial_here`). As long as both
 are steered, these edges ask for no vectors: those of one version say nothing of another's hits.
 `ngram` stands for n-grams of the text itself, `retrieval` for copies of what the edge has, a name with a slash or of a
 folder for a package there, and any other name for a drafter that the coordinator offers, or else for an embedded one.

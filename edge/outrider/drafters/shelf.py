@@ -39,7 +39,7 @@ class Member:
     """A drafter that can be loaded.
 
     Attributes:
-        bytes: size of its graphs on disk; 0: it takes no memory to speak of, and is loaded at once.
+        bytes: size of its graphs on disk; 0: it takes hardly any memory, and is loaded at once.
         load: loads it in any thread.
         package: its package, by the manifest; None: it needs none.
         by_text: whether it has another tokenizer than the target, and drafts by text.
@@ -393,7 +393,7 @@ def _reason(error: Exception) -> str:
 
 
 def own_bytes() -> int | None:
-    """Return bytes in memory of this process alone, without libraries; None: the system does not say."""
+    """Return the resident bytes that this process shares with no other; None: the system does not say."""
     try:
         _, resident, shared, *_ = (int(pages) for pages in _STATM.read_text(encoding="ascii").split())
     except OSError:

@@ -1,8 +1,8 @@
 """Longest suffix of a text within documents, by a suffix array over their tokens read backwards.
 
 Source: Manber and Myers 1993, "Suffix arrays", with prefix doubling in numpy, cut at `LONGEST` tokens: a longer match
-says nothing more. Read backwards, the ends of a text sort next to the places that they match, so one binary search over
-bytes finds the longest match. REST (He et al. 2023) searches such an array by n-grams of falling length instead.
+says nothing more. Read backwards, the ends of a text sort next to the positions that they match, so one binary search
+over bytes finds the longest match. REST (He et al. 2023) searches such an array by n-grams of falling length instead.
 
 A million tokens take some 1.3 s to index and 12 bytes each, and a search some 50 us; a walk rarely needs one.
 """
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LONGEST = 32
-PLACES_READ = 64  # newest places of a match whose next tokens are counted
-PLACES_SORTED = 1024  # places of a match from which the newest are taken; only short matches have more
+POSITIONS_READ = 64  # newest positions of a match whose next tokens are counted
+POSITIONS_SORTED = 1024  # positions of a match from which the newest are taken; only short matches have more
 END = 0xFFFFFFFF  # after each document; no token has this number
 _BIG_ENDIAN = ">u4"  # compared as bytes, so the largest digit comes first
 _WIDTH = 4
@@ -26,15 +26,15 @@ _WIDTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A place in a document after which the text may go on as the document does.
+    """A position in a document after which the text may go on as the document does.
 
     Attributes:
-        place: position in the index's tokens of the token that followed.
+        position: position in the index's tokens of the token that followed.
         length: tokens before it that equal the end of the text, `LONGEST` at most.
-        share: share of the longest match's newest places at which the same token followed.
+        share: share of the longest match's newest positions at which the same token followed.
     """
 
-    place: int
+    position: int
     length: int
     share: float
 
@@ -61,14 +61,14 @@ class SuffixIndex:
         return len(self.tokens)
 
     def longest(self, text: Sequence[int], min_length: int) -> Match | None:
-        """Return the newest place at which most of the longest matches of the end of `text` go on alike.
+        """Return the newest position at which most of the longest matches of the end of `text` go on alike.
 
         None: fewer than `min_length` tokens match, or no document goes on there.
         """
         wanted = np.array(text[-LONGEST:][::-1], dtype=_BIG_ENDIAN).tobytes()
-        at = bisect.bisect_left(self._sorted, wanted, key=lambda place: self._suffix(place, len(wanted)))
+        at = bisect.bisect_left(self._sorted, wanted, key=lambda position: self._suffix(position, len(wanted)))
         around = [self._sorted[i] for i in (at - 1, at) if 0 <= i < len(self._sorted)]
-        length = max((_common(wanted, self._suffix(place, len(wanted))) for place in around), default=0)
+        length = max((_common(wanted, self._suffix(position, len(wanted))) for position in around), default=0)
         while length >= min_length:
             match = self._most_common(wanted[: length * _WIDTH], at)
             if match is not None:
@@ -76,23 +76,23 @@ class SuffixIndex:
             length -= 1  # the longest match ends its document
         return None
 
-    def _suffix(self, place: int, size: int) -> bytes:
-        return self._bytes[place * _WIDTH : place * _WIDTH + size]
+    def _suffix(self, position: int, size: int) -> bytes:
+        return self._bytes[position * _WIDTH : position * _WIDTH + size]
 
     def _most_common(self, wanted: bytes, near: int) -> Match | None:
-        """Return the newest place of the token that most often follows `wanted`; `near` is an index into its range."""
+        """Return the newest position of the token that most often follows `wanted`; `near` indexes into its range."""
         size = len(wanted)
-        low = bisect.bisect_left(self._sorted, wanted, hi=near, key=lambda place: self._suffix(place, size))
-        high = bisect.bisect_right(self._sorted, wanted, lo=near, key=lambda place: self._suffix(place, size))
-        backwards = sorted(self._sorted[low : min(high, low + PLACES_SORTED)])[:PLACES_READ]  # the newest first
-        places = [len(self.tokens) - place for place in backwards]
-        following = [token for token in self.tokens[places].tolist() if token != END]
+        low = bisect.bisect_left(self._sorted, wanted, hi=near, key=lambda position: self._suffix(position, size))
+        high = bisect.bisect_right(self._sorted, wanted, lo=near, key=lambda position: self._suffix(position, size))
+        backwards = sorted(self._sorted[low : min(high, low + POSITIONS_SORTED)])[:POSITIONS_READ]  # the newest first
+        positions = [len(self.tokens) - position for position in backwards]
+        following = [token for token in self.tokens[positions].tolist() if token != END]
         if not following:
             return None
         counts = Counter(following)  # in the order of their first, so the newest of equally common tokens is taken
         token = max(counts, key=counts.__getitem__)
-        place = next(place for place in places if self.tokens[place] == token)
-        return Match(place, size // _WIDTH, counts[token] / len(following))
+        position = next(position for position in positions if self.tokens[position] == token)
+        return Match(position, size // _WIDTH, counts[token] / len(following))
 
 
 def _common(one: bytes, other: bytes) -> int:

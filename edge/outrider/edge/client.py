@@ -153,7 +153,7 @@ class Client:
         if self.ready is None:
             return ()
         return tuple(
-            VersionStatus(published_name(name), version, "former" if ON_TRIAL in name else "current")
+            VersionStatus(published_name(name), version, "previous" if ON_TRIAL in name else "current")
             for name, version in self.ready.shelf.offered
         )
 
@@ -291,7 +291,7 @@ class Client:
 
     @property
     def learnable(self) -> DrafterPackage | None:
-        """Package of the drafter that can learn, as others have it too; None: there is none, or nothing is prepared."""
+        """Package of the drafter that can learn, as published; None: there is none, or nothing is prepared."""
         return self._preparation.learnable
 
     async def draft_with(self, folder: Path) -> None:
@@ -484,9 +484,9 @@ class Client:
             drafter=published_name(drafter),
             drafter_version="" if version in own else version,
             committed_tokens=statistics.committed,
-            accepted_tokens=statistics.accepted - statistics.accepted_here,
+            accepted_tokens=statistics.accepted - statistics.accepted_cloud,
             drafted_tokens=statistics.drafted,
-            verified_tokens=statistics.verified - statistics.verified_here,
+            verified_tokens=statistics.verified - statistics.verified_cloud,
             steps=statistics.steps,
             seconds=seconds,
             uplink_bytes=statistics.uplink_bytes,

@@ -27,7 +27,7 @@ from outrider.edge.link.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.policy.likely_branches import RUNNERS_UP
-from outrider.proto.policy.suspicion import AnswerLaw, ReopenBudget, SilenceWatch, Silent
+from outrider.proto.policy.suspicion import AnswerTimes, ReopenBudget, SilenceWatch, Silent
 from outrider.proto.session import (
     CatchUpJob,
     Disconnected,
@@ -197,9 +197,9 @@ class Decoding:
         self._states = DrafterStates(self._rule())
         self._stream: Stream | None = None
         self._attempts = Attempts(machine)
-        self._answers = AnswerLaw()  # of this session's verifiers so far
+        self._answers = AnswerTimes()  # of this session's verifiers so far
         self._silence: SilenceWatch | None = None  # of the stream that is open
-        self._place: Lease | None = None  # where to go, if known already
+        self._elsewhere: Lease | None = None  # where to go, if known already
         self._begun = asyncio.Event()  # set when a turn begins
         self._jobs: asyncio.Queue[tuple[DraftJob | CatchUpJob, Drafter]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -414,7 +414,7 @@ class Decoding:
     async def _one_stream(self) -> None:
         machine, attempts = self.machine, self._attempts
         avoid = attempts.avoid
-        lease, self._place = self._place, None
+        lease, self._elsewhere = self._elsewhere, None
         if lease is None:
             lease = await self._route.lease(self._lease_request(avoid), machine.transcript)
         if not attempts.wanted:  # the turn was left meanwhile, and its end reported before the lease came
@@ -432,7 +432,7 @@ class Decoding:
         try:
             await asyncio.wait([receiving, guarding], return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
-                self._place = guarding.result()
+                self._elsewhere = guarding.result()
                 raise Unavailable(f"verifier {lease.verifier} is silent")
             receiving.result()
             broken = attempts.wanted

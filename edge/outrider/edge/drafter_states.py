@@ -46,9 +46,9 @@ class TextDrafters:
     steering: DrafterSteering | None = None
     steering_request: SteeringRequest | None = None
 
-    def with_those_of(self, former: tuple[Drafter, ...]) -> Self:
-        """Return these with the drafters of `former` in the place of equal versions: they have read the text."""
-        known = {name_of(drafter): drafter for drafter in former}
+    def with_those_of(self, previous: tuple[Drafter, ...]) -> Self:
+        """Return these with the drafters of `previous` in the place of equal versions: they have read the text."""
+        known = {name_of(drafter): drafter for drafter in previous}
         return replace(self, drafters=tuple([known.get(name_of(drafter), drafter) for drafter in self.drafters]))
 
 

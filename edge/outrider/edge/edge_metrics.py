@@ -33,9 +33,9 @@ _PHASES = ("draft", "uplink", "queue", "verify", "downlink")
 _FROM_STATISTICS = {  # by attribute of the statistics of a text
     "committed": GENERATED[:2],
     "steps": ("outrider:edge_target_steps", "Commits received, each of one target step."),
-    "accepted_here": ("outrider:edge_accepted_verifier_tokens", "Accepted drafts of verifiers' own drafters."),
-    "drafting_here_s": ("outrider:edge_verifier_drafting_seconds", "Time that verifiers' own drafters have worked."),
-    "drafting_s": ("outrider:edge_drafting_seconds", "Time of the drafting jobs here."),
+    "accepted_cloud": ("outrider:edge_accepted_verifier_tokens", "Accepted drafts of verifiers' own drafters."),
+    "cloud_drafting_s": ("outrider:edge_verifier_drafting_seconds", "Time that verifiers' own drafters have worked."),
+    "drafting_s": ("outrider:edge_drafting_seconds", "Time of the edge's drafting jobs."),
     "drafted": ("outrider:edge_drafted_tokens", "Tokens drafted, verified or not."),
     "compared": (
         "outrider:edge_compared_tokens",

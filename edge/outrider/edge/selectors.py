@@ -40,8 +40,8 @@ class FixedShare:
 
     The loss of a token is the time that an expert needs for it, over the longest round of any: a whole round where one
     ends, nothing within one, so that its mean is E[T]/E[N]. A round takes the hits up to the first miss, whose token is
-    the target's own, or all its drafts and one token more. Where the target does not wait, it writes the first `lead`
-    tokens after a miss alone, a step for each; rounds begin after them, if all of these were hits.
+    the target's own, or all its drafts and one token more. Where the target does not wait, it writes the first
+    `delay_tokens` after a miss alone, a step for each; rounds begin after them, if all of these were hits.
 
     Experts read a token at different times; all pay for it together, once the last has read it. An expert whose hits
     are not known sleeps: it pays what the others do on average (Freund, Schapire, Singer and Warmuth 1997, figure 1).
@@ -61,7 +61,7 @@ class FixedShare:
     unpaid: list[list[float]] = field(init=False)
     _in_round: list[int] = field(init=False)  # tokens of each expert's round so far
     _since_miss: list[int] = field(init=False)  # tokens since its last miss, or since the beginning
-    _no_lead: tuple[int, ...] = field(init=False)
+    _no_delay: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         _require_arms(self.arms)
@@ -70,7 +70,7 @@ class FixedShare:
         self.weights = [1 / self.arms] * self.arms
         self.unpaid = [[] for _ in range(self.arms)]
         self._in_round, self._since_miss = [0] * self.arms, [0] * self.arms
-        self._no_lead = (0,) * self.arms
+        self._no_delay = (0,) * self.arms
 
     @property
     def log_weights(self) -> list[float]:
@@ -81,16 +81,16 @@ class FixedShare:
         """Learn from the round that has ended, for its own arm and for those that have caught up."""
         # This runs at every commit, and so without a call for each expert or token.
         view, unpaid, exp, unknown = outcome.view, self.unpaid, math.exp, math.nan
-        round_s, drafts, lead = view.round_s, view.drafts, view.lead or self._no_lead
+        round_s, drafts, delay_tokens = view.round_s, view.drafts, view.delay_tokens or self._no_delay
         per_s = -self.eta / max(round_s)
         alone = exp(per_s * view.alone_s)
         for arm, hits in enumerate(outcome.hits):
             if not hits:
                 continue
-            in_round, since_miss, leads = self._in_round[arm], self._since_miss[arm], lead[arm]
+            in_round, since_miss, delay = self._in_round[arm], self._since_miss[arm], delay_tokens[arm]
             whole, add = exp(per_s * round_s[arm]), unpaid[arm].append
             for hit in hits:
-                if since_miss < leads:
+                if since_miss < delay:
                     factor = alone
                 elif hit and in_round < drafts:
                     factor = 1.0

@@ -100,7 +100,7 @@ class EdgeStatus:
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """Forwarding of the coordinator since it started; times are upper bounds of the quantiles, 0 before any."""
+    """Traffic that the coordinator has relayed since it started; times are upper bounds of quantiles, 0 before any."""
 
     streams: int = 0
     streams_total: int = 0

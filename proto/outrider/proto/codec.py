@@ -422,7 +422,7 @@ def _facts_to_wire(facts: Sequence[t.TokenFacts]) -> dict[str, Any]:
 
 
 def _facts_from_wire(wire: pb.Commit | pb.PromptLogprobs, where: str, tops: str) -> list[t.TokenFacts]:
-    """Return one for each of `logprobs`; `where` and `tops` name frame and field in errors."""
+    """Return the facts of each token that has `logprobs`; `where` and `tops` name frame and field in errors."""
     count = len(wire.logprobs)
     if len(wire.ranks) not in (0, count):
         raise InvalidArgument("must hold one for each of logprobs", field=f"{where}.ranks")

@@ -92,7 +92,7 @@ class DrafterDescription:
     Attributes:
         reach: number of last tokens that an answer depends on; None: all.
         parent: version that it was trained on from; empty: none.
-        sequence: place among the versions of its name, the newest highest.
+        sequence: number among the versions of its name, the newest highest.
         learned_from: what an update learned from; None: it is none.
         adapter: update of the graph; None: the graph is all.
     """

@@ -266,8 +266,8 @@ def _fits(value: Any, kind: type) -> bool:
 
 def _read(hint: Any, option: Option) -> tuple[type[Any], bool, bool]:
     """Return the type that `hint` names, whether None is allowed, and whether it is the type of a tuple's entries."""
-    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = [arm for arm in arms if arm is not types.NoneType]
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = [member for member in members if member is not types.NoneType]
     several = len(kinds) == 1 and get_origin(kinds[0]) is tuple
     kind = get_args(kinds[0])[0] if several else kinds[0]
-    return object if option.parse is not None or len(kinds) > 1 else kind, len(kinds) < len(arms), several
+    return object if option.parse is not None or len(kinds) > 1 else kind, len(kinds) < len(members), several

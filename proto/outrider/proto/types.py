@@ -522,8 +522,8 @@ class DraftToken(NamedTuple):
     Attributes:
         id: token id; -1 where nothing may be proposed.
         confidence: the drafter's probability of the token.
-        perturbed_probability: softmax of log probability plus shared noise at the token, over the candidates: how far
-            it leads under the very noise that the target will use; the confidence at temperature 0.
+        perturbed_probability: softmax of log probability plus shared noise at the token, over the candidates: how
+            surely it wins under the noise that the target will use too; the confidence at temperature 0.
         runners_up: [r] the tokens that would have been proposed next, best first; they never travel.
         other: whether its author is not the edge's active drafter but an idle one, or the verifier's own; at one end.
     """
@@ -535,8 +535,8 @@ class DraftToken(NamedTuple):
     other: bool = False
 
     @property
-    def lead(self) -> float:
-        """Signal by which its chance to agree is calibrated: the perturbed probability; if unknown, the confidence."""
+    def score(self) -> float:
+        """Signal that calibration turns into a chance of agreement: perturbed probability; if unknown, confidence."""
         perturbed = self.perturbed_probability
         return perturbed if perturbed == perturbed else self.confidence
 

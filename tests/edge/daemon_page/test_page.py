@@ -43,17 +43,17 @@ def test_drafts_and_the_targets_own_tokens_differ_in_colour_and_in_another_sign(
 def test_versions_are_listed_where_a_drafter_has_several_with_what_decided_on_them(page, daemon) -> None:
     expect(page.locator("#versions-card")).to_be_hidden()
     version = VersionStatus("general", "1" * 12, "current", 1.0, acceptance=0.70, trials=900.0)
-    former = replace(version, version="2" * 40, state="former", share=0.1)
+    previous = replace(version, version="2" * 40, state="previous", share=0.1)
     current = replace(version, against="2" * 40, texts=31, difference=0.0123)
     retired = VersionStatus("general", HOSTILE[:30], "retired", why="hits -0.121 against 111111111111 in 12 texts")
-    daemon.versions = [asdict(each) for each in (replace(version, drafter="code"), current, former, retired)]
+    daemon.versions = [asdict(each) for each in (replace(version, drafter="code"), current, previous, retired)]
     look_again(page)
     expect(page.locator("#versions-card")).to_be_visible()
     expect(page.locator("#versions tr:not(.why)")).to_have_count(3)
     rows = page.locator("#versions tr")
     expect(rows.nth(0)).to_have_text("general 111111111111current70 %")
     expect(rows.nth(1)).to_have_text("hits +0.012 against 222222222222 in 31 texts so far")
-    expect(rows.nth(2)).to_have_text("general 222222222222former, 10 % of edges70 %")
+    expect(rows.nth(2)).to_have_text("general 222222222222previous, 10 % of edges70 %")
     expect(rows.nth(3)).to_contain_text(f"general {HOSTILE[:12]}retired")
     expect(rows.nth(4)).to_have_text("hits -0.121 against 111111111111 in 12 texts")
     assert page.title() != "owned"

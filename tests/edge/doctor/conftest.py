@@ -24,7 +24,7 @@ from loop_thread import LoopThread
 from outrider.proto import codec
 from outrider.proto.channel import SERVER_OPTIONS
 
-PLACES = 2
+SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Cloud:
     coordinator: str
     verifier: str
     another: Callable[..., Any]
-    places = PLACES  # sessions of the verifier
+    slots = SLOTS  # sessions of the verifier
 
     @contextmanager
     def coordinated(self, **config: Any) -> Iterator[str]:
@@ -53,7 +53,7 @@ def cloud() -> Iterator[Cloud]:
     from outrider.drafters.packages import FAMILY
 
     loop = LoopThread()
-    verifier = VerifierServer(VerifierConfig(threads=1, name="a", max_sessions=PLACES))
+    verifier = VerifierServer(VerifierConfig(threads=1, name="a", max_sessions=SLOTS))
     address = loop.run(verifier.start())
 
     def another(**config: Any) -> tuple[Callable[[], None], str]:

@@ -147,7 +147,7 @@ def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypa
         edge = EdgeConfig(verifier=cloud.verifier, model="reference", tokenizer=tokenizer_file, drafter="none")
         async with Client(edge) as occupant:
             texts = [
-                occupant.generate("Once upon a time", max_tokens=1900, ignore_eos=True) for _ in range(cloud.places)
+                occupant.generate("Once upon a time", max_tokens=1900, ignore_eos=True) for _ in range(cloud.slots)
             ]
             for text in texts:
                 await anext(text)

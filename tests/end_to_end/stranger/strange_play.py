@@ -338,7 +338,7 @@ class Play:
                     return
             else:
                 told.reason, told.stop = event.reason, event.stop_string
-                for name in ("accepted", "accepted_here", "verified_beside", "branches_taken", "resumes"):
+                for name in ("accepted", "accepted_cloud", "verified_beside", "branches_taken", "resumes"):
                     self.counts[name] += getattr(event.statistics, name)
 
     # --- judging ---

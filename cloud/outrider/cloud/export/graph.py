@@ -24,7 +24,7 @@ from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normaliza
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
 from transformers import PreTrainedModel
 
-from outrider.cloud.export.model import Anatomy, AttentionSettings, CacheScales, forward
+from outrider.cloud.export.model import Architecture, AttentionSettings, CacheScales, forward
 from outrider.cloud.export.steered import SteeringWeights, steered_by
 from outrider.cloud.models.heads import head_of_kept_tokens, spread, tokens_of
 from outrider.proto.errors import OutriderError
@@ -77,7 +77,7 @@ class _Trace:
         last: torch.Tensor,
         length: torch.Tensor,
     ):
-        """Take two `tables` and two `caches` of every layer (see `Anatomy`); no tables: nothing rotates."""
+        """Take two `tables` and two `caches` of every layer (see `Architecture`); no tables: nothing rotates."""
         self._tables = tables
         self._scales = scales
         self._past = caches
@@ -122,13 +122,13 @@ class _Trace:
 class _Step(torch.nn.Module):
     """The exported function."""
 
-    def __init__(self, model: PreTrainedModel, anatomy: Anatomy, candidates: int):
+    def __init__(self, model: PreTrainedModel, architecture: Architecture, candidates: int):
         super().__init__()
         self.model = model
         self.candidates = candidates
         self.tokens = tokens_of(model)
-        self.tables = [half for table in anatomy.rotations if table for half in (table.cos, table.sin)]
-        self.scales = anatomy.scales
+        self.tables = [half for table in architecture.rotations if table for half in (table.cos, table.sin)]
+        self.scales = architecture.scales
 
     def forward(
         self,
@@ -153,14 +153,16 @@ class _Step(torch.nn.Module):
         return candidate_tokens, candidate_logits, log_normalizer, logits, *step.present
 
 
-def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph: Path, *, mlp: int = 0) -> None:
+def write_graph(
+    model: PreTrainedModel, architecture: Architecture, candidates: int, graph: Path, *, mlp: int = 0
+) -> None:
     """Trace the model and write one file, weights inside, a tied head sharing the embedding's.
 
     With `mlp` the graph is steered: it has a further input [mlp] for every layer, which is added to its up projection.
     """
-    biases = [torch.zeros(mlp) for _ in range(anatomy.shape.layers)] if mlp else []
+    biases = [torch.zeros(mlp) for _ in range(architecture.shape.layers)] if mlp else []
     n, m, c = (torch.export.Dim(letter, min=1) for letter in "nmc")
-    shape = anatomy.shape
+    shape = architecture.shape
     dtype = getattr(torch, shape.dtype)
     caches = [torch.zeros(1, shape.kv_heads, 13, shape.head_dim, dtype=dtype) for _ in range(2 * shape.layers)]
     example: tuple[Any, ...] = (
@@ -175,7 +177,7 @@ def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph
         example += (biases,)
         dynamic += ([{}] * len(biases),)
     names = [name for name in INPUTS if name != "candidate_count"]
-    exported = _Step(model, anatomy, candidates).eval()
+    exported = _Step(model, architecture, candidates).eval()
     with warnings.catch_warnings(), torch.no_grad(), head_of_kept_tokens(model):
         warnings.simplefilter("ignore")
         program = torch.onnx.export(

@@ -44,7 +44,7 @@ class CacheScales:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class Architecture:
     """The facts about a model that tracing needs.
 
     Attributes:
@@ -122,8 +122,8 @@ def forward(
     return logits.float()
 
 
-def look_at(model: PreTrainedModel) -> Anatomy:
-    """Run the model over all its positions to find its anatomy: configuration fields differ from model to model."""
+def look_at(model: PreTrainedModel) -> Architecture:
+    """Run the model over all its positions to find its architecture: configuration fields differ between models."""
     look = _Look()
     tokens = torch.zeros(1, context_length(model), dtype=torch.int64)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def look_at(model: PreTrainedModel) -> Anatomy:
             "it rotates a part of each head only; export a model that rotates whole heads", field="source_folder"
         )
     rotations = tuple(look.tables) or (None,) * len(look.shapes)
-    return Anatomy(CacheShape(len(look.shapes), kv_heads, head_dim), rotations, tuple(look.windows))
+    return Architecture(CacheShape(len(look.shapes), kv_heads, head_dim), rotations, tuple(look.windows))
 
 
 @torch.inference_mode()
@@ -156,8 +156,8 @@ def drawn_texts(plain: PreTrainedModel, *, seed: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def with_int8_cache(anatomy: Anatomy, plain: PreTrainedModel) -> Anatomy:
-    """Return the anatomy of a model with a cache of 8-bit numbers in place of float32.
+def with_int8_cache(architecture: Architecture, plain: PreTrainedModel) -> Architecture:
+    """Return the architecture of a model with a cache of 8-bit numbers in place of float32.
 
     It has one scale for each channel of a head's keys and values, found on texts of `plain`, the model with
     transformers' own attention. The graph's attention rounds new keys and values when it writes them, and multiplies
@@ -167,9 +167,9 @@ def with_int8_cache(anatomy: Anatomy, plain: PreTrainedModel) -> Anatomy:
     plain(input_ids=drawn_texts(plain, seed=SEED), past_key_values=filled, use_cache=True, logits_to_keep=1)
     scales = tuple(
         CacheScales(_scales(_turned(layer.keys) if rotation else layer.keys.abs()), _scales(layer.values.abs()))
-        for layer, rotation in zip(filled.layers, anatomy.rotations, strict=True)
+        for layer, rotation in zip(filled.layers, architecture.rotations, strict=True)
     )
-    return replace(anatomy, shape=replace(anatomy.shape, dtype="int8"), scales=scales)
+    return replace(architecture, shape=replace(architecture.shape, dtype="int8"), scales=scales)
 
 
 def _turned(keys: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from outrider.cloud.export.graph import (
     write_graph,
     write_steering_graph,
 )
-from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at, with_int8_cache
+from outrider.cloud.export.model import Architecture, context_length, load, load_for_export, look_at, with_int8_cache
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
 from outrider.cloud.models.heads import HEAD, tokens_of
@@ -92,28 +92,28 @@ def export_drafter(
     steering = steering_of(source_folder)
     if steering is not None:
         check_fit(model, steering)
-    anatomy, plain = look_at(model), load(source_folder)
+    architecture, plain = look_at(model), load(source_folder)
     if kv == "int8":
-        anatomy = with_int8_cache(anatomy, plain)
+        architecture = with_int8_cache(architecture, plain)
     unfinished = out_folder.with_name(out_folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        check = GraphCheck(plain, anatomy.shape, precision, candidates)
+        check = GraphCheck(plain, architecture.shape, precision, candidates)
         if steering is None:
-            metrics: dict[str, Any] = check.metrics(_write(model, anatomy, check, unfinished))
+            metrics: dict[str, Any] = check.metrics(_write(model, architecture, check, unfinished))
         else:
-            _write(model, anatomy, check, unfinished, mlp=steering.mlp)
+            _write(model, architecture, check, unfinished, mlp=steering.mlp)
             write_steering_graph(steering, unfinished / STEERING_GRAPH)
             with TemporaryDirectory() as folder:
-                unsteered = _write(model, anatomy, check, Path(folder))
+                unsteered = _write(model, architecture, check, Path(folder))
                 steered = SteeredCheck(check, steering, unfinished, unsteered)
                 metrics = {**check.metrics(unsteered), "steered": steered.metrics()}
         shutil.copyfile(tokenizer_file, unfinished / TOKENIZER_FILE)
         manifest = _manifest(check, unfinished, source_folder, steering, name=name, target=target_id)
         manifest["check"] = metrics
-        if anatomy.reach is not None:
-            manifest["reach"] = anatomy.reach
+        if architecture.reach is not None:
+            manifest["reach"] = architecture.reach
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _swap(unfinished, out_folder)
     finally:
@@ -121,9 +121,11 @@ def export_drafter(
     return manifest
 
 
-def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path, *, mlp: int = 0) -> Path:
+def _write(
+    model: PreTrainedModel, architecture: Architecture, check: GraphCheck, folder: Path, *, mlp: int = 0
+) -> Path:
     graph = folder / MODEL
-    write_graph(model, anatomy, check.candidates, graph, mlp=mlp)
+    write_graph(model, architecture, check.candidates, graph, mlp=mlp)
     if check.precision != "float32":
         quantise(graph)
     return graph

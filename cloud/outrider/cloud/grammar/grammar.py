@@ -432,16 +432,16 @@ def _pool(name: str, threads: int) -> ThreadPoolExecutor:
 
 
 class FairTurns:
-    """Turns at something scarce, in one event loop: each owner has one at a time, and owners have them in turn."""
+    """A semaphore for one event loop that is fair between owners: each holds it once at most, and they take turns."""
 
     def __init__(self, most: int) -> None:
-        """Give at most `most` turns at once."""
+        """Let at most `most` owners hold it at once."""
         self._free = asyncio.Semaphore(most)  # at which one of each owner waits, so that its order is fair
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._having: dict[str, asyncio.Lock] = {}
 
     async def take(self, owner: str) -> None:
-        """Wait for a turn of `owner`; `give_back` ends it. If cancelled meanwhile, no turn is taken."""
+        """Wait until `owner` holds it; `give_back` releases it. A wait that is cancelled takes nothing."""
         lock = self._locks.setdefault(owner, asyncio.Lock())
         await lock.acquire()
         try:
@@ -452,6 +452,6 @@ class FairTurns:
         self._having[owner] = lock
 
     def give_back(self, owner: str) -> None:
-        """End the turn of `owner`, and begin that of the next."""
+        """Release it for the next owner."""
         self._free.release()
         self._having.pop(owner).release()

@@ -36,7 +36,7 @@ _BLANKS = r" |\n[ \t]{0,32}"
 _ANY_OBJECT = '{"type":"object"}'
 _MAX_OF_MESSAGE = 300
 TRIAL_S = 5.0  # of processor time; ordinary grammars take 1 to 50 ms
-PATIENCE_S = 30.0  # for a child that hardly gets a core
+TIMEOUT_S = 30.0  # for a child that hardly gets a core
 TRIAL_BYTES = 128 << 20  # beyond what the child takes with its tokenizer; ordinary grammars take 1 to 30 MB
 START_S = 60.0
 _NICENESS = 10  # the engine goes first
@@ -102,7 +102,7 @@ class GrammarTrial:
             Unavailable: no child can be started.
         """
         child = self._running()
-        answer = self._ask(child, {"kind": grammar.kind.name, "text": grammar.text}, PATIENCE_S)
+        answer = self._ask(child, {"kind": grammar.kind.name, "text": grammar.text}, TIMEOUT_S)
         if answer is None:
             self._end()
             self._refuse_if_closed()

@@ -95,7 +95,7 @@ class AdaptedDrafter(nn.Module):
 
         Args:
             tokens: int64 [rows, length]; what is to the right of a prefix changes nothing.
-            picked: int64 [n], `row * length + place` of the last token of each prefix.
+            picked: int64 [n], `row * length + index` of the last token of each prefix.
         """
         return self.logits(self.hidden(tokens).flatten(0, 1)[picked]).log_softmax(-1)
 
@@ -140,7 +140,7 @@ class AdaptedDrafter(nn.Module):
 
     @torch.no_grad()
     def load(self, matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
-        """Take over what `matrices` returned."""
+        """Replace A and B of every matrix by copies that `matrices` has returned."""
         for name, change in self._changes.items():
             for parameter, array in zip((change.A, change.B), matrices[name], strict=True):
                 parameter.copy_(torch.from_numpy(np.asarray(array, dtype=np.float32)))

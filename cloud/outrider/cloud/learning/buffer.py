@@ -32,7 +32,7 @@ class Buffer:
         rehearsal: records of the drafter's own corpus; they have no key, and do not age.
         seed: seed of the sample and of `draw`.
         key_share: largest share of the positions of a class in the sample that one key has.
-        rehearsed: share of a batch that is rehearsed, where there is something to.
+        rehearsed: share of a batch that comes from `rehearsal`, if that has any.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Buffer:
     def draw(self, positions: int, step: int) -> list[LessonRecord]:
         """Return records of about `positions` positions for optimizer step `step`: half new, half of the sample.
 
-        A share of all is rehearsed where there is something to. Keys take turns among the new records, classes in the
-        sample. What was new is in the sample from now on.
+        The share `rehearsed` of them comes from the drafter's own corpus. Keys take turns among the new records, and
+        classes in the sample. New records that are drawn join the sample.
         """
         choose = np.random.default_rng([self._seed, 2, step])
         rehearsal = (self._rehearsal[index] for index in choose.permutation(len(self._rehearsal)))

@@ -50,13 +50,13 @@ class CpuShare:
 
 
 class IdleGate:
-    """Leave for one training step after the other.
+    """Permission for one training step after the other, given while the machine is idle enough.
 
     Training waits while verifiers take more than a share of the machine, but not for ever: after `max_wait_s` of it one
     step is made whatever they do, so a fleet that never idles is still learned from, a little.
 
     Args:
-        cpu_s: returns the processor time that each verifier on this machine has used so far, in seconds by name.
+        cpu_s: returns the processor time in seconds that each verifier of this machine has used, by name.
         clock: seconds that pass.
         cores: processor cores of this machine.
         max_load: share of them that verifiers may take, 0 to 1; at 1 training never waits.

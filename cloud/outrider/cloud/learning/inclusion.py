@@ -61,7 +61,7 @@ class Inclusion:
             step_s: time of the step in seconds, with the wait for an accelerator.
 
         Returns:
-            The places of the kept rows, [r] ascending, and their weights 1 / probability, [r].
+            The indices of the kept rows, [r] ascending, and their weights 1 / probability, [r].
         """
         elapsed_s = max(0.0, now - self._at)
         self._at += elapsed_s
@@ -75,9 +75,9 @@ class Inclusion:
         if self._saved_s < 0 or self._saved_rows <= 0:
             return [], []
         chances, drawn = self._probabilities, self._random.random
-        kept = [place for place, kind in enumerate(kinds) if drawn() < chances[kind]]
+        kept = [index for index, kind in enumerate(kinds) if drawn() < chances[kind]]
         self._saved_rows -= len(kept)
-        return kept, [1 / chances[kinds[place]] for place in kept]
+        return kept, [1 / chances[kinds[index]] for index in kept]
 
     def spend(self, cpu_s: float, rows: int = 0) -> None:
         """Take off what lessons have cost, `cpu_s` seconds of CPU time, and what for: `rows` that were kept."""

@@ -6,14 +6,14 @@ drafted it: `hits_of`. Candidate and current drafter are compared on the same to
 
 A candidate passes only if several tests agree: that it gains over all texts, and that no kind of text loses its margin.
 One that fails in one of them needs that very test to err, so each takes all of alpha_j (`sequential.py`; Berger 1982,
-intersection of unions).
+intersection-union tests).
 
 A text counts only if no candidate was trained on any part of it. `ShadowJudge` sees to that: records reach training
 through `take` alone, which judges first and lets go afterwards. A candidate was made before the records that judge it
 came; a text of which anything came before, or that equals an earlier one, judges nothing.
 
-A bet that was seen to be lost must not be taken back, or a trial would be worth nothing: whoever can end the process
-at will could have it forget what spoke against a candidate. So each text is in `TrialJournal` before it counts, and a
+A trial must not forget a text that spoke against a candidate, or it would be worth nothing: whoever can end the
+process at will could have it forget those. So each text is in `TrialJournal` before it counts, and a
 trial is resumed with all of them. Checkpoints hold the rest (`JudgeMemory`). Both have hashes and numbers, and no text.
 """
 
@@ -214,7 +214,7 @@ class VersionWatch:
         return VersionWatch(version, self.number + 1)
 
     def saved(self) -> list[Any]:
-        """Return it for a JSON file."""
+        """Return the state for a JSON file."""
         return [self.version, self.number, self.loses.row(), self.difference]
 
     @classmethod

@@ -119,7 +119,7 @@ class NoLessons:
 
 
 class _Row(NamedTuple):
-    """A row that is kept: the `place`-th of `step`.
+    """A row that is kept: row `step_row` of `step`.
 
     Attributes:
         position: absolute position of the target's token.
@@ -130,7 +130,7 @@ class _Row(NamedTuple):
     kind: int
     weight: float
     step: StepRows
-    place: int
+    step_row: int
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +159,7 @@ class _TextPart:
     def pack(self, count: Count) -> LessonRecord | None:
         """Return the record of the rows that were read, and count what is in it and what is not; None: nothing is."""
         read = [(row, row.step.said) for row in self.rows if row.step.said is not None]
-        good = [(row, said) for row, said in read if said.finite[row.place]]
+        good = [(row, said) for row, said in read if said.finite[row.step_row]]
         record = None
         if good:
             record = LessonRecord(
@@ -167,9 +167,9 @@ class _TextPart:
                 start=self.start,
                 tokens=np.array(self.tokens, np.uint32),
                 positions=np.array([row.position for row, _ in good], np.uint32),
-                top_ids=np.stack([said.top_ids[row.place] for row, said in good]),
-                top_logp=np.stack([said.top_logp[row.place] for row, said in good]),
-                rest_logp=np.array([said.rest_logp[row.place] for row, said in good], np.float32),
+                top_ids=np.stack([said.top_ids[row.step_row] for row, said in good]),
+                top_logp=np.stack([said.top_logp[row.step_row] for row, said in good]),
+                rest_logp=np.array([said.rest_logp[row.step_row] for row, said in good], np.float32),
                 weights=np.array([row.weight for row, _ in good], np.float32),
             )
         for kind in LessonKind:
@@ -180,16 +180,16 @@ class _TextPart:
 
 
 class LessonCollector(NoLessons):
-    """The lessons of one verifier, in memory only.
+    """Collector of one verifier's lessons (rows of logits to learn from), in memory only.
 
     Args:
         model: id of the target.
-        sink: whoever learns.
-        positions_s: rows a second that are kept, on average, at most.
+        sink: trainer that takes the records.
+        positions_s: limit of the rows kept a second, on average.
         tokenizer_sha256: hash of the target's tokenizer, by which a drafter with another refuses them; empty: unknown.
-        secret: shared by all verifiers of a fleet, by which their records name a key alike; empty: anybody's.
+        secret: key of the hashes by which records name API keys, the same at all verifiers of a fleet; empty: none.
         max_share: limit of the CPU time that lessons take, as a share of the steps' time.
-        count: called in the collector's thread.
+        count: takes a number of rows, and their kind or why they are lost; called in the collector's thread.
     """
 
     def __init__(
@@ -254,9 +254,9 @@ class LessonCollector(NoLessons):
         with self._lock:
             kept, weights = self._inclusion.draw(kinds, time.monotonic(), step_s)
         if kept:
-            step = self._copy(logits, [rows[place] for place in kept])
-            for index, (place, weight) in enumerate(zip(kept, weights, strict=True)):
-                owners[place].rows.append(_Row(positions[place], kinds[place], weight, step, index))
+            step = self._copy(logits, [rows[of_step] for of_step in kept])
+            for step_row, (of_step, weight) in enumerate(zip(kept, weights, strict=True)):
+                owners[of_step].rows.append(_Row(positions[of_step], kinds[of_step], weight, step, step_row))
         for key, (text, commit) in texts.items():
             if commit.finish is not None or text.is_full():
                 self.end(key)
@@ -367,7 +367,7 @@ class LessonCollector(NoLessons):
                 self._count(Lost.DEFECT, len(part.rows))
 
     def _forget(self, now: float) -> None:
-        """Drop what is here of keys that are to be forgotten, then let the sink do so, after an unanswered push."""
+        """Drop the lessons of keys that are to be forgotten; let the sink drop its own once no push is under way."""
         self._forgotten = {salt: at for salt, at in self._forgotten.items() if at >= now - MAX_AGE_S}
         for salt, _ in tuple(self._forgettings):
             self._forgotten[salt] = now

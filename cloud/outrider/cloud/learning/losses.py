@@ -124,20 +124,20 @@ def check_record(record: LessonRecord, drafter: DrafterPackage, loss: Loss) -> N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Passage:
-    """Tokens [t] to read, and the places [m] in them after which the rows of `record` stand."""
+    """Tokens [t] to read, and the indices [m] in them after which the rows of `record` stand."""
 
     record: LessonRecord
     tokens: np.ndarray
-    places: np.ndarray
+    after: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def of(cls, record: LessonRecord) -> _Passage:
-        places = record.positions.astype(np.int64) - record.start - 1  # of the token before
-        first = max(0, int(places.min()) - CONTEXT)
-        return cls(record, record.tokens[first : int(places.max()) + 1], places - first)
+        after = record.positions.astype(np.int64) - record.start - 1  # of the token before
+        first = max(0, int(after.min()) - CONTEXT)
+        return cls(record, record.tokens[first : int(after.max()) + 1], after - first)
 
 
 def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: Loss) -> JudgedRows | None:
@@ -176,13 +176,13 @@ def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: 
 
 
 def _read(drafter: AdaptedDrafter, passages: Sequence[_Passage]) -> torch.Tensor:
-    """Return the log-probabilities [n, vocab] of the passages' rows, in the order of their places in each."""
+    """Return the log-probabilities [n, vocab] of the passages' rows, in the order of their indices in each."""
     longest = max(map(len, passages))
     tokens = torch.zeros(len(passages), longest, dtype=torch.int64)  # zeros to the right: a causal model never looks
     sources = []
     for index, passage in enumerate(passages):
         tokens[index, : len(passage)] = torch.from_numpy(passage.tokens.astype(np.int64))
-        sources.append(torch.from_numpy(passage.places) + index * longest)
+        sources.append(torch.from_numpy(passage.after) + index * longest)
     log_q: torch.Tensor = drafter(tokens, torch.cat(sources))
     return log_q
 

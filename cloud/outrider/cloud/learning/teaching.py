@@ -61,7 +61,7 @@ def _teaching(logits: torch.Tensor) -> Teaching:
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest `count` of each row of logits [m, vocab], in order, and their places.
+    """Return the largest `count` of each row of logits [m, vocab], in order, and their indices.
 
     They are among the `count` columns with the largest maxima, if a row is cut into columns; on a CPU, to look for
     these and then in them takes a third of the time of a search through all.
@@ -74,11 +74,11 @@ def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
         return top.values, top.indices
     columns = logits[:, : height * width].unflatten(1, (height, width)).amax(dim=1).topk(count, sorted=False).indices
     rows = torch.arange(0, height * width, width, device=logits.device)
-    places = (columns[:, None, :] + rows[:, None]).flatten(1)
+    indices = (columns[:, None, :] + rows[:, None]).flatten(1)
     left_over = torch.arange(height * width, vocab, device=logits.device)
-    places = torch.cat([places, left_over.expand(len(logits), -1)], dim=1)
-    top = logits.gather(1, places).topk(count, dim=-1)
-    return top.values, places.gather(1, top.indices)
+    indices = torch.cat([indices, left_over.expand(len(logits), -1)], dim=1)
+    top = logits.gather(1, indices).topk(count, dim=-1)
+    return top.values, indices.gather(1, top.indices)
 
 
 @dataclass(slots=True, eq=False)

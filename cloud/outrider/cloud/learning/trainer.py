@@ -45,16 +45,16 @@ log = logging.getLogger(__name__)
 
 
 class VersionFolder:
-    """A drafter's published versions, a package for each under its number, where catalogues look; it need not be there.
+    """A drafter's published versions, a package for each under its number, where catalogues look; it need not exist.
 
-    One that is to go is hidden first, so that no catalogue ever sees a part of a package.
+    A version is renamed before it is deleted, so that no catalogue ever sees a part of a package.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def finish_deleting(self) -> None:
-        """Delete what an earlier process has hidden, and died before it was gone."""
+        """Delete the versions that an earlier process was deleting when it ended."""
         for hidden in self.path.glob(f".*{_GONE}"):
             _delete(hidden)
 

@@ -117,7 +117,7 @@ def _drop_added_tokens(folder: Path, vocab_size: int) -> None:
 
 
 def _check(file: Path, metadata: dict[str, Any], tensors: tuple[str, ...]) -> None:
-    """Refuse what transformers' reader would leave out without a word."""
+    """Raise `ModelRefused` for what transformers' reader would silently ignore."""
     architecture = metadata["general.architecture"]
     if metadata.get("split.count", 0) > 1:
         raise ModelRefused(
@@ -164,7 +164,7 @@ def _reading_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Refuse the file where it cannot be read inside."""
+    """Raise `ModelRefused`, with the remedy, for any error of the block that reads `file`."""
     try:
         yield
     except Exception as error:  # on a file that is damaged or strange the readers raise whatever comes

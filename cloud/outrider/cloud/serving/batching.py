@@ -48,7 +48,7 @@ class Share:
     Attributes:
         num_tokens: uncomputed tokens of its transcript that the step computes, in their order.
         block: [k] drafts that the step verifies after them; None: more of the prompt is left for later steps.
-        branches: drafts beside the block that it verifies too; no two, and no draft of the block, have one place and
+        branches: drafts beside the block that it verifies too; no two, and no draft of the block, have one position and
             token.
     """
 

@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class DecodeStreams:
-    """Streams of one verifier, in its event loop.
+    """The gRPC streams of one verifier: each becomes a session of the engine. Runs in one event loop.
 
     Attributes:
-        lease_ends: sends sessions away whose leases have ended.
+        lease_ends: timer that sends sessions away when their leases end.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class DecodeStreams:
     # --- one stream ---
 
     async def _answers(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
-        with ExitStack() as place:
+        with ExitStack() as slot:
             try:
-                place.enter_context(self._place(context))
+                slot.enter_context(self._held_slot(context))
             except OutriderError as error:
                 await self._refuse(error, context, "")
             key = next(self._keys)
@@ -122,7 +122,7 @@ class DecodeStreams:
                     if isinstance(item, OutriderError):
                         raise item
                     if isinstance(item, Opened):
-                        place.close()
+                        slot.close()
                     yield codec.encode_cloud_frame(item)
                     outbox.sent()
                     if isinstance(item, Commit):
@@ -187,8 +187,8 @@ class DecodeStreams:
         if not ending.cancelled():
             ending.exception()  # abort always raises
 
-    def _place(self, context: Any) -> AbstractContextManager[None]:
-        """Return what holds a stream's place until its session is admitted.
+    def _held_slot(self, context: Any) -> AbstractContextManager[None]:
+        """Return what holds a stream's slot until its session is admitted.
 
         Raises:
             Unauthenticated, LeaseExpired, InvalidArgument: its call has no lease that is good here.

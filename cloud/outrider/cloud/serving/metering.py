@@ -44,13 +44,13 @@ class TextMeter:
         self._spend_on_reading(tokens)
 
     def charge(self, commit: Commit, epoch: int) -> Goaway | None:
-        """Take out the tokens of a commit; return what sends its stream of that epoch away, where none are left."""
+        """Take a commit's tokens from the key's bucket; return what ends the stream where the bucket is empty."""
         self.spend(commit)
         wait_s = self.wait_s
         return Goaway("the key's tokens a minute are spent", retry_after_s=wait_s, epoch=epoch) if wait_s > 0 else None
 
     def give_back(self) -> None:
-        """Put back what was taken out for reading, since the session was refused before anything was read."""
+        """Put the prompt's tokens back into the bucket: the session was refused before any was read."""
         self._bucket.spend(-self._read, self._clock())
         self._read = 0
 

@@ -218,10 +218,10 @@ class DraftTask:
 
 
 class DraftThreads:
-    """The threads, and the tasks that wait for one.
+    """A pool of threads in which the verifier's own drafter works, and the tasks that wait for one.
 
     Attributes:
-        num_threads: number of the threads.
+        num_threads: size of the pool.
     """
 
     def __init__(self, threads: int) -> None:

@@ -167,7 +167,7 @@ class Sessions:
             self.fail(other, Unavailable("the session goes on in another stream"))
         self._check_limit(owner)
         if len(self) >= self.max_sessions and self._parked:
-            self.evict(next(iter(self._parked)), "its place is needed")
+            self.evict(next(iter(self._parked)), "its slot is needed")
         if len(self) >= self.max_sessions:
             raise ResourceExhausted(f"all {self.max_sessions} sessions are taken; try again later", retry_after_s=1.0)
         session.credit = self.credit
@@ -176,7 +176,7 @@ class Sessions:
     def _check_limit(self, owner: Owner) -> None:
         """Raise `ResourceExhausted` where as many texts of an API key go on as it may have.
 
-        Counted here, a key's place lasts as long as its text, whatever is reported to the coordinator.
+        Counted here, a key's slot lasts as long as its text, whatever is reported to the coordinator.
         """
         if not (owner.key and owner.max_sessions):
             return
@@ -396,7 +396,7 @@ class Sessions:
         """
         for slot in self.unfinished():
             if slot.text_name in texts or slot.session.id in texts:
-                self.fail(slot, Unavailable("the API key has no place for this text; ask for another lease"))
+                self.fail(slot, Unavailable("the API key has no slot for this text; ask for another lease"))
 
     def drain(self) -> None:
         self.draining = True

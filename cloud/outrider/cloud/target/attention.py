@@ -65,11 +65,11 @@ class RaggedBatch:
     Attributes:
         pool: pages of all sessions.
         spans: rows of each session, in order; rows of a pass after the last span fill it up, and attend to nothing.
-        slots: [rows of all spans] int64, places of the keys and values of each row.
+        slots: [rows of all spans] int64, slots in the pool of the keys and values of each row.
         block: most positions of a session whose rows attend in one call.
-        rest: [n] int64, places after each session's last row that are read with it, which must hold numbers.
-        borrowed: [n] int64, places of what branches that begin here have copies of; None: there are none.
-        copies: [n] int64, places of these copies.
+        rest: [n] int64, slots after each session's last row that are read with it, which must hold numbers.
+        borrowed: [n] int64, slots of what branches that begin here have copies of; None: there are none.
+        copies: [n] int64, slots of these copies.
     """
 
     pool: PagedKVCache

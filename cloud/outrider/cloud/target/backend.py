@@ -55,7 +55,7 @@ class TargetFacts:
         tokenizer_json: text of its `tokenizer.json`, which edges name by its hash.
         context_length: most positions of a session.
         hidden_size: width of the residual stream.
-        device: place of the taps.
+        device: device that holds the taps.
         guarantee: what a text keeps whatever shares its steps.
         scores_prompts: whether steps tell log probabilities of prompts (`StepRow.scored`).
         precision: what decides its rounding, as `precision_of` writes it.
@@ -167,7 +167,7 @@ class StepRow:
             backend that scores prompts.
         top_logprobs: number of likeliest tokens wanted beside each of these.
         branches: drafts to verify beside the block, where the target verifies branches; no two of them, and none and
-            the block, have the same draft at the same place.
+            the block, have the same draft at the same position.
     """
 
     handle: Handle

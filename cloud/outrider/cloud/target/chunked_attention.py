@@ -44,7 +44,7 @@ class _Heads(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.kv * self.group
 
 
@@ -94,7 +94,7 @@ class _Layout:
 
     Attributes:
         calls: entries of each call.
-        results: [chunks * n] int64, places of each row's and head's results over its chunks.
+        results: [chunks * n] int64, indices of each row's and head's results over its chunks.
         missing: [chunks, rows] bool, whether a row has no such chunk.
         blocks: [rows], the block of each row.
         offsets: [rows], how far into its block each row is.
@@ -114,7 +114,7 @@ class _Call:
     Attributes:
         queries: [entries * kv_heads * m] int64, the head and row of each query.
         units: [n] int64, units of the pool that hold the entries' keys.
-        gathered: places for keys and values [n, width].
+        gathered: buffers for keys and values [n, width].
         keys: view of them [entries, kv_heads, size, head_dim].
         values: view of them [entries, kv_heads, size, head_dim].
         mask: [entries, 1, m, size], 0 where a row may look, else -inf.
@@ -134,7 +134,7 @@ class _Band:
 
     Attributes:
         calls: the calls.
-        results: places of the results, as in the layout.
+        results: indices of the results, as in the layout.
         absent: [chunks, n] float32, -inf where a row sees nothing of a chunk; None: rows have one chunk.
         count: rows * heads; n fills it up to whole vectors, since exponentials round otherwise in a part of one.
     """
@@ -277,8 +277,8 @@ def _layout(blocks: tuple[_Block, ...], heads: _Heads, rows: int, chunk: int, ma
     of_pass = firsts[of_row] + offsets
     head = np.arange(heads.number).reshape(heads.kv, heads.group, 1) * rows
     calls: list[_Entries] = []
-    # Of each chunk and row: the place of its first head's result, and how far those of its key heads and heads lie.
-    places, far, near = np.zeros((3, 1 + whole.max(), len(of_row)), dtype=np.int64)
+    # Of each chunk and row: the index of its first head's result, and how far those of its key heads and heads lie.
+    starts, far, near = np.zeros((3, 1 + whole.max(), len(of_row)), dtype=np.int64)
     at = 0
     for size, entries in _cut_into_calls(_entries(blocks, chunk), heads, max_keys):
         own = np.concatenate([np.arange(begins[i], begins[i] + lengths[i]) for entry in entries for i in entry.blocks])
@@ -291,16 +291,16 @@ def _layout(blocks: tuple[_Block, ...], heads: _Heads, rows: int, chunk: int, ma
         queries[:, :, :used] = (head + of_pass[attending][:, None, None]).reshape(len(entries), heads.kv, used)
         number = np.repeat(np.arange(len(entries)), counts)
         here = np.repeat([entry.chunk for entry in entries], counts), own
-        places[here] = at + number * heads.kv * padded + np.arange(len(own)) - first[number]
+        starts[here] = at + number * heads.kv * padded + np.arange(len(own)) - first[number]
         far[here], near[here] = padded, most
         at += queries.size
         of = [(entry.blocks[0], entry.chunk) for entry in entries]
         calls.append(_Entries(size, of, attending, torch.from_numpy(queries.ravel()), padded))
 
-    missing = np.arange(len(places))[:, None] > whole[of_row]
+    missing = np.arange(len(starts))[:, None] > whole[of_row]
     of_head = np.arange(heads.kv)[:, None] * far[..., None, None] + np.arange(heads.group) * near[..., None, None]
-    results = (places[..., None, None] + of_head).reshape(len(places), -1)
-    if len(places) > 1:
+    results = (starts[..., None, None] + of_head).reshape(len(starts), -1)
+    if len(starts) > 1:
         results = np.pad(results, ((0, 0), (0, -results.shape[1] % _VECTOR)))
     return _Layout(calls, torch.from_numpy(results.ravel()), missing, of_row, offsets)
 

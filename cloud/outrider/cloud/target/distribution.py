@@ -179,7 +179,7 @@ def _penalise(scores: torch.Tensor, session: VerificationInput) -> None:
 
 
 def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return penalised `columns` [rows, n]: their tokens are `in_text` so often, `seen` also counts the prompt."""
+    """Return penalised `columns` [rows, n] of scores; `in_text` counts generated tokens, `seen` also the prompt's."""
     if sampling.repetition_penalty != 1:
         factor = sampling.repetition_penalty
         columns = torch.where(seen, torch.where(columns > 0, columns / factor, columns * factor), columns)
@@ -198,7 +198,7 @@ def _forbid_repeats(scores: torch.Tensor, session: VerificationInput) -> None:
         if length < n:
             continue
         before = tokens[:length]
-        follow = np.arange(n - 1, length)  # places of tokens that end an n-gram
+        follow = np.arange(n - 1, length)  # indices of tokens that end an n-gram
         for back in range(1, n):
             follow = follow[before[follow - back] == before[-back]]
         repeated = before[follow]

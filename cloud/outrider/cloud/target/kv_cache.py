@@ -60,7 +60,7 @@ class SessionCache:
         return len(self.slots)
 
     def lie_on(self, pages: list[int], slots: torch.Tensor) -> None:
-        """Hold `pages` with their `slots`; positions that hold something stay where they are."""
+        """Hold `pages` with their `slots`; the caller moves the keys and values of filled positions there."""
         self.pages, self.slots = pages, slots
         self.first_slot = pages[0] * self.page_size if pages else 0
         self.contiguous = all(after == before + 1 for before, after in itertools.pairwise(pages))
@@ -215,26 +215,26 @@ class PagedKVCache:
         return self._keys[layer].index_select(0, slots), self._values[layer].index_select(0, slots)
 
     def buffers(self, layer: int, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return places for the keys and values of `count` units of `size` slots of a layer, [count, width] each.
+        """Return buffers for the keys and values of `count` units of `size` slots of a layer, [count, width] each.
 
         All share one memory, which is kept: new memory costs more than what it is for.
         """
-        places = []
+        buffers = []
         for kind, of_layer in enumerate((self._keys[layer], self._values[layer])):
             width = size * of_layer[0].numel()
             memory = self._buffers[kind]
             if memory is None or len(memory) < count * width:
                 memory = self._buffers[kind] = of_layer.new_empty(count * width)
-            places.append(memory[: count * width].view(count, width))
-        return places[0], places[1]
+            buffers.append(memory[: count * width].view(count, width))
+        return buffers[0], buffers[1]
 
     def gather(self, layer: int, units: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Copy keys and values of `units` [n] int64 to `out`, which `buffers` has returned for units of their size.
 
         Unit u is the slots u * size and following; the size divides the page size.
         """
-        for source, place in zip((self._keys[layer], self._values[layer]), out, strict=True):
-            torch.index_select(source.view(-1, place.shape[1]), 0, units, out=place)
+        for source, buffer in zip((self._keys[layer], self._values[layer]), out, strict=True):
+            torch.index_select(source.view(-1, buffer.shape[1]), 0, units, out=buffer)
 
     # --- sessions ---
 
@@ -274,7 +274,7 @@ class PagedKVCache:
             self._drop(gone)
             return
         self.capacity.check_room(tokens, more)
-        self._place(cache, self._pages_with(cache, more))
+        self._move_to(cache, self._pages_with(cache, more))
 
     def release(self, cache: SessionCache) -> None:
         """Give a session's pages back, also on a device that has failed: no tensor is made.
@@ -320,7 +320,7 @@ class PagedKVCache:
             pages = list(cache.pages)
             for i, page in zip(shared, self._blank(), strict=False):
                 pages[i] = int(page)
-            self._place(cache, pages)
+            self._move_to(cache, pages)
         for i in touched:
             known = self._tree.of_page(cache.pages[i])
             if known is not None and len(known.tokens) > max(0, cache.length - i * self.page_size):
@@ -360,7 +360,7 @@ class PagedKVCache:
             self._drop([page])
 
     def _pages_with(self, cache: SessionCache, more: int) -> list[int]:
-        """Return the pages that a session holds best, with `more` than now."""
+        """Return pages for a session that gets `more`: its own and those next to them, or a free run for them all."""
         free = self._holders == 0
         following = _next_to(cache.pages, more, free)
         if following and cache.contiguous:
@@ -376,7 +376,7 @@ class PagedKVCache:
             following = self._blank()[:more].tolist()
         return [*cache.pages, *following]
 
-    def _place(self, cache: SessionCache, pages: list[int]) -> None:
+    def _move_to(self, cache: SessionCache, pages: list[int]) -> None:
         """Let a session hold `pages`, each its own or free, with all that its own hold.
 
         What is cached on new ones moves to blank ones, or to those that it leaves; if these are too few, the least

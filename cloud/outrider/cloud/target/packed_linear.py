@@ -89,7 +89,7 @@ def pack_linears(model: nn.Module, *, exact: bool = True) -> Packing:
     """Pack the plain linear layers of `model` in place, shape by shape, where the product is right.
 
     A layer has one kind of product for every number of rows. With `exact` it is the plain one where packed ones do not
-    keep a row's bits. No clock has a say, so that the next process has the same bits.
+    keep a row's bits. Nothing is timed to choose it, so that every process has the same bits.
 
     Args:
         model: model on its device; layers elsewhere than on a CPU, or of other types than float32 and bfloat16, stay.

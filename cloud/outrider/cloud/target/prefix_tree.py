@@ -34,11 +34,11 @@ class CachedPage:
 
 
 class PrefixTree:
-    """The cached pages of all isolations, and the order in which those of each API key that nobody holds were used.
+    """The cached pages of all isolations, and those of each API key that no session holds, least recently used first.
 
-    The key of an isolation is what stands before its slash, or all of it. Whoever gives a text back does so from its
-    end, so that the least recently used page is a leaf, or its successors are held by texts that have computed the same
-    beginning twice.
+    An isolation is the name of an API key, or that, a slash and a mark of the text's owner. Sessions release their
+    pages from the end of the text, so that the least recently used page is a leaf, or its successors are held by texts
+    that have computed the same beginning twice.
 
     Attributes:
         cached: [pages] bool, whether a page's text is known.

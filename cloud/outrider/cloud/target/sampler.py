@@ -31,7 +31,7 @@ class Sampled:
     reward: float | None
 
 
-_Part = tuple[int, VerificationInput]  # a session and the place of its first row
+_Part = tuple[int, VerificationInput]  # a session and the index of its first row
 
 
 class Sampler:
@@ -79,7 +79,7 @@ class Sampler:
         return self.sample(torch.zeros_like(logits), plain), False
 
     def _by_shortlist(self, logits: torch.Tensor, parts: list[_Part], asked: np.ndarray) -> RowChoices:
-        """Return the tokens of the rows that short lists settle; sessions of one law go together."""
+        """Return the tokens of the rows that short lists settle; sessions of equal settings are sampled together."""
         choice, vocab = RowChoices.none(len(asked)), logits.shape[1]
         if self._device.type != "cpu" or vocab < SMALLEST_VOCAB:
             return choice
@@ -160,12 +160,12 @@ def _keys(sessions: list[VerificationInput]) -> list[int]:
 
 
 def _rows_of(parts: list[_Part]) -> np.ndarray:
-    """Return [sum of rows] the places of the parts' rows."""
+    """Return the indices of all rows of `parts`, one part after the other."""
     return np.concatenate([np.arange(first, first + session.rows) for first, session in parts])
 
 
 def _unsettled(parts: list[_Part], certain: np.ndarray) -> list[_Part]:
-    """Return the parts left: sessions of which no row is certain, else each row that is not by itself."""
+    """Return what is left to sample: a session whole where no row is certain, else its uncertain rows one by one."""
     left: list[_Part] = []
     for first, session in parts:
         open_rows = np.flatnonzero(~certain[first : first + session.rows]).tolist()

@@ -224,11 +224,11 @@ class Shortlist:
 
     def _best_sums(self, rows: _Rows, mask: np.ndarray, keys: np.ndarray) -> _Close:
         """Return the best sums among the tokens of a mask [rows, vocab], which has at least one in each row."""
-        place = np.flatnonzero(mask)
-        starts = np.searchsorted(place, np.arange(len(mask) + 1) * self.vocab)
+        flat = np.flatnonzero(mask)
+        starts = np.searchsorted(flat, np.arange(len(mask) + 1) * self.vocab)
         row = np.repeat(np.arange(len(mask)), starts[1:] - starts[:-1])
-        token = place - row * self.vocab
-        scores, bits = rows.scaled(rows.logits.take(place), row), self._sieve.bits(keys[row], token)
+        token = flat - row * self.vocab
+        scores, bits = rows.scaled(rows.logits.take(flat), row), self._sieve.bits(keys[row], token)
         totals = scores - np.log(-np.log(uniform(bits)))
         best = np.maximum.reduceat(totals, starts[:-1])
         close = np.flatnonzero(totals >= best[row] - NEAR_TIE)
@@ -251,7 +251,7 @@ def _cut(row: _Rows, law: Law, floor: float, log_sum: float, near: float) -> tup
     used with top-k. Sums of probabilities that come as close as `near` to top-p settle nothing.
 
     Returns:
-        The list [n], and which of it to keep, [m] places; None: the list does not settle it.
+        The list [n], and which of it to keep, [m] indices; None: the list does not settle it.
     """
     tokens = np.flatnonzero(row.logits[0] >= floor)
     scores = row.scores(0, tokens)

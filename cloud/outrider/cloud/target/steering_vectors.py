@@ -121,8 +121,8 @@ class SteeringVectors:
         of_rows = taps if len(rows) == len(taps) else taps[rows]
         if len(layers) == len(self._layers):
             return of_rows
-        places = [self._layers.index(layer) for layer in layers]
-        chosen: torch.Tensor = of_rows.unflatten(1, (len(self._layers), -1))[:, places]
+        indices = [self._layers.index(layer) for layer in layers]
+        chosen: torch.Tensor = of_rows.unflatten(1, (len(self._layers), -1))[:, indices]
         return chosen.flatten(1)
 
 

@@ -266,7 +266,7 @@ class Target:
         others: Sequence[Sequence[int]],
         beside: Sequence[SessionCache],
     ) -> torch.Tensor:
-        """Return logits of the last 64 `tokens`, in pieces of `sizes` with `others`, rows of each session `beside`."""
+        """Return logits of the last 64 `tokens`; passes take `sizes` of them and `others` rows of sessions `beside`."""
         logits, at = [torch.empty(0, self.vocab_size, device=self.device)], 0
         for size, counts in zip(itertools.cycle(sizes), itertools.cycle(others)):
             piece = tuple(tokens[at : at + size])

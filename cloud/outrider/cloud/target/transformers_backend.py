@@ -90,9 +90,9 @@ class TransformersBackend:
                 raise FloatingPointError("the target's logits are not numbers")
             forwarded = time.monotonic()
             scores: list[tuple[TokenFacts, ...]] = []
-            places: Sequence[int] = range(len(logits))
+            row_indices: Sequence[int] = range(len(logits))
             if any(row.scored for row in rows):
-                scores, logits, places = _split_scored(rows, logits)
+                scores, logits, row_indices = _split_scored(rows, logits)
             inputs = [row.verification for row in rows if row.verification is not None]
             inputs += [branch.verification for branch in branches]
             paths = paths_of(rows, branches, self._sampler.sample(logits, inputs) if inputs else [])
@@ -105,7 +105,7 @@ class TransformersBackend:
         for path in paths:
             sampled[path.row] = path.sampled
         followed = {path.row: path.branch.number for path in paths if path.branch is not None}
-        taps = self._taps(rows, paths, places)
+        taps = self._taps(rows, paths, row_indices)
         return StepOutput(sampled, taps, forwarded, _logits_of(logits, paths), scores, followed)
 
     def close(self) -> None:
@@ -122,12 +122,12 @@ class TransformersBackend:
             if laid is not None:
                 yield _Branch(number, i, branch, laid)
 
-    def _taps(self, rows: Sequence[StepRow], paths: Sequence[_Path], places: Sequence[int]) -> torch.Tensor | None:
-        """Return the tapped states; `places` are those of the verified rows among all that had logits."""
+    def _taps(self, rows: Sequence[StepRow], paths: Sequence[_Path], row_indices: Sequence[int]) -> torch.Tensor | None:
+        """Return the tapped states; `row_indices` are those of the verified rows among all that had logits."""
         tapped = [path for path in paths if rows[path.row].tapped]
         if not tapped:
             return None
-        wanted = [places[path.newest] for path in tapped]
+        wanted = [row_indices[path.newest] for path in tapped]
         try:
             return self.target.tapped(wanted)
         except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
@@ -153,7 +153,7 @@ def _branch_rows(branch: _Branch) -> SessionRows:
 def _split_scored(
     rows: Sequence[StepRow], logits: torch.Tensor
 ) -> tuple[list[tuple[TokenFacts, ...]], torch.Tensor, list[int]]:
-    """Return what the rows' scored tokens get, the other logits, and the places that these had.
+    """Return what the rows' scored tokens get, the other logits, and the row indices of these.
 
     Args:
         rows: rows of a step, of which one or more score.
@@ -233,12 +233,12 @@ def paths_of(rows: Sequence[StepRow], branches: Sequence[_Branch], sampled: Sequ
     counts = [each.rows for _, each in verifying] + [branch.verification.rows for branch in branches]
     firsts = list(itertools.accumulate(counts, initial=0))
     beside = {
-        (branch.row, branch.branch.index, branch.branch.first.id): place
-        for place, branch in enumerate(branches, start=len(verifying))
+        (branch.row, branch.branch.index, branch.branch.first.id): index
+        for index, branch in enumerate(branches, start=len(verifying))
     }
     paths = []
-    for place, (number, verification) in enumerate(verifying):
-        result, first = sampled[place], firsts[place]
+    for index, (number, verification) in enumerate(verifying):
+        result, first = sampled[index], firsts[index]
         agreed = num_agreeing(verification.block, token_ids(result.tokens))
         there = beside.get((number, agreed, result.tokens[agreed].id))
         if there is None:

@@ -178,11 +178,11 @@ class PoolStore:
         return list(self._pool.get_new_blocks(count))
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Hold blocks once more, or again."""
+        """Add one reference to each block."""
         self._pool.touch(list(blocks))
 
     def give_back(self, blocks: Iterable[Block]) -> None:
-        """Hold blocks once less; of those that nobody holds the first are used first."""
+        """Release one reference to each block; blocks without any are reused in this order."""
         self._pool.free_blocks(blocks)
 
     def is_shared(self, block: Block) -> bool:

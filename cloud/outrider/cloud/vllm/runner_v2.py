@@ -1,6 +1,6 @@
 """vLLM's Model Runner V2, the default on GPUs, with our sampling; no method of vLLM's is replaced.
 
-Three places that vLLM offers are enough. A custom logits processor sees every row of a step, those of drafts too: it
+Three hooks that vLLM offers are enough. A custom logits processor sees every row of a step, those of drafts too: it
 takes the tokens of our rule and leaves each row a single point there, at which vLLM's greedy sampler can only agree.
 The same processor is called before the inputs are prepared, where it writes what the engine has planned over vLLM's
 record of each request: computed positions, tokens and drafts. So V2 sees a short prompt and drafts behind it in every
@@ -81,13 +81,13 @@ class CoupledRows(LogitsProcessor):
             return
         drafts = torch.full((len(rows), states.draft_tokens.shape[1]), NOTHING, dtype=torch.int64)
         slots = [states.req_id_to_index[row.name] for row in rows]
-        for place, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
             end = row.start + len(row.tokens)
             states.all_token_ids.stage_write(slot, row.start, list(row.tokens))
             states.num_computed_tokens.stage_write_elem(slot, row.start)
             states.total_len.stage_write_elem(slot, end)
             states.prefill_len.np[slot] = end
-            drafts[place, : len(row.drafts)] = torch.tensor(row.drafts, dtype=torch.int64)
+            drafts[index, : len(row.drafts)] = torch.tensor(row.drafts, dtype=torch.int64)
         states.draft_tokens[torch.tensor(slots, device=states.device)] = drafts.to(states.device)
         states.apply_staged_writes()
 
@@ -107,9 +107,9 @@ class CoupledRows(LogitsProcessor):
             return logits
         sampled = [result.sampled[name] for name in names if name in result.sampled]
         tokens = torch.tensor([token.id for each in sampled for token in each.tokens], device=logits.device)
-        places = torch.tensor(kept, device=logits.device)
-        logits[places] = -torch.inf
-        logits[places, tokens] = 0.0
+        rows = torch.tensor(kept, device=logits.device)
+        logits[rows] = -torch.inf
+        logits[rows, tokens] = 0.0
         return logits
 
 
@@ -148,10 +148,10 @@ class NullSpeculator(BaseSpeculator):
         """Return no draft for each of the requests, [requests, drafts] int64, and keep the states that are wanted."""
         if aux_hidden_states:
             sampling, firsts = self._sampling, input_batch.cu_num_logits_np
-            for place, name in enumerate(input_batch.req_ids):
+            for index, name in enumerate(input_batch.req_ids):
                 planned = sampling.rows.get(name)
                 if planned is not None and planned.tapped and (committed := sampling.committed(name)):
-                    row = input_batch.logits_indices[int(firsts[place]) + len(committed) - 1]
+                    row = input_batch.logits_indices[int(firsts[index]) + len(committed) - 1]
                     taps = torch.cat([layer[row] for layer in aux_hidden_states])
                     sampling.result.taps[name] = taps.float().cpu()
         return self._drafts[: input_batch.num_reqs]

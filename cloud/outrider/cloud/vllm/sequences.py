@@ -29,7 +29,7 @@ class WorkerRequest:
         tokens: prompt and text of the request.
         prompt_length: tokens that it began with; the workers can forget those after them, no others.
         num_blocks: leading blocks of the sequence that the workers know of.
-        agreed: leading tokens that are those of the sequence's keys and values.
+        agreed: leading tokens whose keys and values are in the sequence's blocks.
     """
 
     name: str
@@ -75,7 +75,7 @@ class BlockSequence:
 
 
 class Paging:
-    """The sequences' shares of the blocks."""
+    """KV cache blocks of all sequences: which sequence holds which, which are shared, and which are to be copied."""
 
     def __init__(self, store: PoolStore) -> None:
         self._store = store

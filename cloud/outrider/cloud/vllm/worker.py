@@ -81,7 +81,7 @@ class NoProposer:
         """Need nothing of vLLM's configuration."""
 
     def load_model(self, _: Any) -> None:
-        """Need no model."""
+        """Load nothing: there is no draft model."""
 
     def propose(self, sampled: Sequence[Any], *_: Any, **__: Any) -> list[list[int]]:
         return [[] for _ in sampled]

@@ -115,7 +115,7 @@ class LearnHereSettings(Settings):
     )
 
     def check_together(self) -> None:
-        """Refuse a folder for nothing."""
+        """Refuse a folder for learning where nothing learns here."""
         if self.learn_here_folder is not None and not self.learn_here:
             raise ConfigError("needs --learn-here; give both", field="learn_here_folder")
 

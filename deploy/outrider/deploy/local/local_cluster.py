@@ -42,7 +42,7 @@ class LocalCluster:
         metrics_addresses: addresses of metrics, by name of verifier and `coordinator`; empty: not served.
         actors: handles of the verifier actors by name.
         trainer: handle of the trainer's actor; None: there is none.
-        near: does away with the emulated link and the pace of the target, and returns the coordinator's own address.
+        near: switches the emulated link and the target's minimum step time off, and returns the coordinator's address.
     """
 
     coordinator: str

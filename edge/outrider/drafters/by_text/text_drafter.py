@@ -190,9 +190,9 @@ class TextState(TokenPrefix):
         return True
 
     def _confirmed(self, wanted: int) -> bool:
-        """Take drafted tokens that are how the context goes on; return whether their text is what became known.
+        """Keep the drafted tokens if the text that became known is theirs; return whether it is.
 
-        With noise they are not taken, since another position's noise chose them than would choose them now.
+        Never at a temperature above 0: they were drawn with the noise of other positions than they would be now.
         """
         context, count = self._context, wanted - self._read
         if not self._drafted or count < 0 or self._rule.sampling.temperature:
@@ -245,7 +245,7 @@ class TextState(TokenPrefix):
     def _first_ahead(self) -> int:
         """Return the number of drafted tokens whose text is known."""
         known = len(self._text)
-        return next((place for place, (end, _) in enumerate(self._drafted) if end > known), len(self._drafted))
+        return next((index for index, (end, _) in enumerate(self._drafted) if end > known), len(self._drafted))
 
     def _held(self, begins: int, drafted_to: int) -> tuple[int, ...] | None:
         """Return the drafter's tokens of the drafted text from byte `begins` on; None: there are no such."""
@@ -270,7 +270,7 @@ class TextState(TokenPrefix):
         if encoded is None:
             return [], 0
         tokens = [(token, start + end) for token, end in zip(encoded.ids, encoded.ends, strict=True)]
-        after = next(place for place, (_, end) in enumerate(tokens) if end > known)
+        after = next(index for index, (_, end) in enumerate(tokens) if end > known)
         begins = tokens[after - 1][1] if after else start
         if begins == known:
             ahead = tokens[after:]

@@ -28,7 +28,7 @@ COMMON = 10.0  # tokens at the front of a vocabulary are about equally common
 MEAN_GUMBEL = 0.5772156649015329
 
 Path = tuple[int, ...]  # drafter tokens
-Places = tuple[int, int]  # of target tokens, from the first on, without the last
+Range = tuple[int, int]  # indices of target tokens, from the first on, without the last
 
 
 class TokenGroups:
@@ -42,17 +42,17 @@ class TokenGroups:
         self._paths = [path for path, _ in paths]
         self._tokens = np.array([token for _, token in paths], dtype=np.int64)
         self._log_common = -np.log(self._tokens + COMMON)
-        self._children: dict[Path, tuple[Places, dict[int, Places]]] = {}
+        self._children: dict[Path, tuple[Range, dict[int, Range]]] = {}
         self._first_pieces: dict[int, int] = {}
 
-    def children(self, path: Path) -> tuple[Places, dict[int, Places]]:
-        """Return the places of the tokens that are `path`, and of those that go on with each drafter token."""
+    def children(self, path: Path) -> tuple[Range, dict[int, Range]]:
+        """Return the range of the tokens that are `path`, and of those that go on with each drafter token."""
         if path not in self._children:
             low = bisect.bisect_left(self._paths, path)
             depth, at = len(path), low
             while at < len(self._paths) and self._paths[at] == path:
                 at += 1
-            itself, after = (low, at), dict[int, Places]()
+            itself, after = (low, at), dict[int, Range]()
             while at < len(self._paths) and self._paths[at][:depth] == path:
                 token = self._paths[at][depth]
                 end = bisect.bisect_left(self._paths, (*path, token + 1), lo=at)
@@ -61,9 +61,9 @@ class TokenGroups:
             self._children[path] = itself, after
         return self._children[path]
 
-    def members(self, places: Places) -> tuple[np.ndarray, np.ndarray]:
-        """Return the target's tokens of these places [n] int64, and logarithms of how common they are [n] float64."""
-        low, high = places
+    def members(self, indices: Range) -> tuple[np.ndarray, np.ndarray]:
+        """Return the target's tokens at `indices` [n] int64, and logarithms of how common they are [n] float64."""
+        low, high = indices
         return self._tokens[low:high], self._log_common[low:high]
 
     def first_piece(self, token: int) -> int:
@@ -146,12 +146,12 @@ class TextRule(ProposalRule):
         return DraftToken(token, q, min(1.0, perturbed))
 
     @property
-    def _first(self) -> dict[int, Places]:
-        """Places of the target's tokens by the first of their drafter tokens."""
+    def _first(self) -> dict[int, Range]:
+        """Indices of the target's tokens by the first of their drafter tokens."""
         return self._groups.children(())[1]
 
     def _agrees(self, piece: bytes) -> bool:
-        """Return whether a token is text, and such as the known text begins with or goes on."""
+        """Return whether a token's bytes, `piece`, agree with the known text that is still to be drafted."""
         return bool(piece) and (piece.startswith(self._pending) or self._pending.startswith(piece))
 
     def _draw_by_text(self, tokens: np.ndarray, log_q: np.ndarray) -> tuple[int, float]:
@@ -165,7 +165,7 @@ class TextRule(ProposalRule):
         return self._draw_within(self._held, tokens, log_q)
 
     def _draw_within(self, held: Path, tokens: np.ndarray, log_q: np.ndarray) -> tuple[int, float]:
-        """Draw whether the target token of `held` goes on or ends there, and the token that goes on or comes next."""
+        """Draw the next token, and by it whether the target's token that begins with `held` goes on or has ended."""
         itself, after = self._groups.children(held)
         goes_on = np.array([token in after for token in tokens.tolist()], dtype=bool)
         if not goes_on.any():
@@ -184,7 +184,7 @@ class TextRule(ProposalRule):
         chosen, share = _winner(next_value)
         return int(np.flatnonzero(ends)[chosen]), perturbed * share
 
-    def _noise_at(self, position: int, after: dict[int, Places], tokens: np.ndarray) -> np.ndarray:
+    def _noise_at(self, position: int, after: dict[int, Range], tokens: np.ndarray) -> np.ndarray:
         """Return the noise [K] of drafter tokens that begin a target token, or go on with one, at `position`."""
         listed = tokens.tolist()
         grouped = [index for index, token in enumerate(listed) if token in after]
@@ -207,9 +207,9 @@ class TextRule(ProposalRule):
             noise[known] = self._gumbel(position, np.array([pieces[index] for index in known], dtype=np.int64))
         return noise
 
-    def _group_noise(self, position: int, places: Sequence[Places]) -> np.ndarray:
-        """Return the noise of groups of target tokens at `position`, one for each of `places` [n]."""
-        members = [self._groups.members(each) for each in places]
+    def _group_noise(self, position: int, ranges: Sequence[Range]) -> np.ndarray:
+        """Return the noise of groups of target tokens at `position`, one for each of `ranges` [n]."""
+        members = [self._groups.members(each) for each in ranges]
         firsts = np.cumsum([0, *(len(ids) for ids, _ in members[:-1])])
         log_common = np.concatenate([each for _, each in members])
         values = log_common + self._gumbel(position, np.concatenate([ids for ids, _ in members]))
@@ -223,6 +223,6 @@ class TextRule(ProposalRule):
 
 
 def _winner(value: np.ndarray) -> tuple[int, float]:
-    """Return the place of the greatest value [K], and its share of their exponentials."""
+    """Return the index of the greatest of `value` [K], and its softmax."""
     index = int(value.argmax())
     return index, 1.0 / float(np.exp(value - value[index]).sum())

@@ -1,4 +1,4 @@
-"""A tokenizer as the bytes of its tokens, and text as tokens with the places where they end, also as it grows."""
+"""A tokenizer as the bytes of its tokens, and text as tokens with the positions where they end, also as it grows."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Vocabulary:
             ends.append(end)
         settled = words.index(words[-1]) if words else 0
         if not settled:  # there are no words but between spaces
-            settled = next((place for place in range(len(ids) - 1, 0, -1) if pieces[place][:1].isspace()), 0)
+            settled = next((index for index in range(len(ids) - 1, 0, -1) if pieces[index][:1].isspace()), 0)
         return Encoded(ids, ends, settled)
 
 
@@ -130,7 +130,7 @@ class Reencoding:
 
     The tokens of the first `agreed` bytes may end differently once more text follows, so the last `look_back` of them
     are encoded again with what is new, from further back where the encodings do not meet. The result is what encoding
-    the whole text gives (for tokenizers whose choice at one place depends on a few words around it).
+    the whole text gives (for tokenizers whose choice at one position depends on a few words around it).
 
     Args:
         vocabulary: tokenizer of the tokens.
@@ -195,16 +195,16 @@ class Reencoding:
         ends = [start + end for end in window.ends]
         if first == 0:
             return self._take(0, Encoded(window.ids, ends))
-        places = {end: place for place, end in enumerate(ends)}
+        by_end = {end: index for index, end in enumerate(ends)}
         run = 0
         for token in range(first, known):
-            place = places.get(self.ends[token])
-            if place is None or window.ids[place] != self.ids[token]:
+            index = by_end.get(self.ends[token])
+            if index is None or window.ids[index] != self.ids[token]:
                 run = 0
                 continue
-            run = run + 1 if run and window.ids[place - 1] == self.ids[token - 1] else 1
+            run = run + 1 if run and window.ids[index - 1] == self.ids[token - 1] else 1
             if run == OVERLAP:
-                return self._take(token + 1, Encoded(window.ids[place + 1 :], ends[place + 1 :]))
+                return self._take(token + 1, Encoded(window.ids[index + 1 :], ends[index + 1 :]))
         return None
 
     def _appended(self, text: bytes | bytearray, known: int) -> int | None:

@@ -31,15 +31,15 @@ class Answer(ABC):
 
     @abstractmethod
     def begin(self) -> Iterable[Piece]:
-        """Return the pieces before the text."""
+        """Return the pieces of a stream that come before any text."""
 
     @abstractmethod
     def take(self, step: Step) -> Iterable[Piece]:
-        """Return the pieces of an addition to a text."""
+        """Return the pieces that tell of an addition to a text."""
 
     @abstractmethod
     def end(self) -> Iterable[Piece]:
-        """Return the pieces after all texts."""
+        """Return the pieces that end a stream, after all texts."""
 
     @abstractmethod
     def fail(self, error: ApiError) -> Iterable[Piece]:

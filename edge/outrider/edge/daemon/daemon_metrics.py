@@ -136,8 +136,8 @@ class TextObserver(SessionObserver):
         return {
             "pieces": _pieces(events),
             "tokens": statistics.committed,
-            "accepted": statistics.accepted - statistics.accepted_here,
-            "accepted_cloud": statistics.accepted_here,
+            "accepted": statistics.accepted - statistics.accepted_cloud,
+            "accepted_cloud": statistics.accepted_cloud,
             "tokens_per_second": round(counted / self.decoding_s, 2) if self.decoding_s else 0.0,
             "cloud_tokens_per_second": round(counted / self.cloud_s, 2) if self.cloud_s else None,
             "window": self.machine.in_flight if self.machine else 0,

@@ -332,7 +332,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    """The grammar of an answer."""
+    """A JSON schema that the answer follows, as OpenAI's `response_format.json_schema` names it."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None

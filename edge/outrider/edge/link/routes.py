@@ -64,7 +64,7 @@ class Route(ABC):
         """Report a finished session to a coordinator."""
 
     async def give_back(self, session: str) -> None:  # noqa: B027 - as above
-        """Give up the place of a session for which no verifier was asked."""
+        """Give up the slot of a session for which no verifier was asked."""
 
 
 class DirectRoute(Route):
@@ -123,7 +123,7 @@ class CoordinatorRoute(Route):
         return self._client.priors.of(self._model, features)
 
     async def lease(self, request: LeaseRequest, transcript: Sequence[int] = ()) -> Lease:
-        """Ask the coordinator for a lease; where it relays, the address is its own."""
+        """Ask the coordinator for a lease; where it relays the streams, the lease has its own address."""
         request = replace(
             request,
             model=self._model,

@@ -248,7 +248,7 @@ class Meters:
 
 
 class Ticket:
-    """One running session of a key, made by `Limits.admit`; `close` gives its place back."""
+    """One running session of a key, made by `Limits.admit`; `close` gives its slot back."""
 
     def __init__(self, key: Key, bucket: Bucket | None, running: Counter[str]) -> None:
         self.key = key
@@ -269,7 +269,7 @@ class Ticket:
 
 
 def all_taken(key: Key) -> ResourceExhausted:
-    """Return the error of a session for which its key has no place."""
+    """Return the error of a session for which its key has no slot."""
     return ResourceExhausted(
         f"key {key.name!r} has {key.max_sessions} sessions running, which is all it may have; wait for one to end",
         field="api_key",

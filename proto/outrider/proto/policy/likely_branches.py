@@ -61,29 +61,29 @@ class MissShares:
         return self.hits[rank] / self.misses
 
 
-_LEAD_EDGES = (0.3, 0.6, 0.9)
+_SCORE_EDGES = (0.3, 0.6, 0.9)
 _FIRST_OTHER, _FIRST_OTHER_WEIGHT = 0.1, 6.0  # share of misses at which another drafter is right, before any is known
 
 
 @dataclass(slots=True)
 class OtherShares:
-    """The share of a chain's misses at which another drafter had the token, by the lead of its proposal; it fades.
+    """The share of a chain's misses at which another drafter had the token, by the score of its proposal; it fades.
 
     Only misses count at which the other proposed another token than the chain.
     """
 
-    hits: list[float] = field(default_factory=lambda: [_FIRST_OTHER * _FIRST_OTHER_WEIGHT] * (len(_LEAD_EDGES) + 1))
-    misses: list[float] = field(default_factory=lambda: [_FIRST_OTHER_WEIGHT] * (len(_LEAD_EDGES) + 1))
+    hits: list[float] = field(default_factory=lambda: [_FIRST_OTHER * _FIRST_OTHER_WEIGHT] * (len(_SCORE_EDGES) + 1))
+    misses: list[float] = field(default_factory=lambda: [_FIRST_OTHER_WEIGHT] * (len(_SCORE_EDGES) + 1))
 
-    def add(self, lead: float, hit: bool) -> None:
-        """Count a miss of the chain at which the other proposed another token with this lead; NaN: unknown."""
-        place = bisect.bisect_right(_LEAD_EDGES, lead)
-        self.misses[place] = self.misses[place] * _FADE + 1
-        self.hits[place] = self.hits[place] * _FADE + hit
+    def add(self, score: float, hit: bool) -> None:
+        """Count a miss of the chain at which the other proposed another token with this score; NaN: unknown."""
+        bin_ = bisect.bisect_right(_SCORE_EDGES, score)
+        self.misses[bin_] = self.misses[bin_] * _FADE + 1
+        self.hits[bin_] = self.hits[bin_] * _FADE + hit
 
-    def of(self, lead: float) -> float:
-        place = bisect.bisect_right(_LEAD_EDGES, lead)
-        return self.hits[place] / self.misses[place]
+    def of(self, score: float) -> float:
+        bin_ = bisect.bisect_right(_SCORE_EDGES, score)
+        return self.hits[bin_] / self.misses[bin_]
 
 
 def likely_leaves(

@@ -77,8 +77,8 @@ _COMMON_WEIGHT = 5.0  # other texts' trials against a text's own; replayed: 1 % 
 def _prior_bins() -> list[list[float]]:
     """Return hits and trials of each bin before the first draft.
 
-    A target often agrees where the drafter hesitates, hence 0.35 + 0.64 sqrt(lead), which fits hit traces of the
-    embedded family at temperature 0 to within 0.15. At temperature 1 it is up to 0.4 too high for small leads; three
+    A target often agrees where the drafter hesitates, hence 0.35 + 0.64 sqrt(score), which fits hit traces of the
+    embedded family at temperature 0 to within 0.15. At temperature 1 it is up to 0.4 too high for small scores; three
     trials' weight is soon outvoted.
     """
     middles = [(low + high) / 2 for low, high in zip((0.0, *_BIN_EDGES), (*_BIN_EDGES, 1.0), strict=True)]
@@ -87,25 +87,25 @@ def _prior_bins() -> list[list[float]]:
 
 @dataclass(slots=True)
 class Calibration:
-    """The share of hits among drafts of similar `DraftToken.lead`.
+    """The share of hits among drafts of similar `DraftToken.score`.
 
-    Under shared noise it is the lead that tells hits from misses, not the probability of the token. On 2,296 drafts of
-    the embedded family at temperature 1 the log loss of such shares is 0.576 nats by the lead, 0.646 by the probability
+    Under shared noise the score tells hits from misses, not the probability of the token. On 2,296 drafts of the
+    embedded family at temperature 1 the log loss of such shares is 0.576 nats by the score, 0.646 by the probability
     and 0.687 by neither; at temperature 0 both signals are one, 0.451 against 0.539.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     bins: list[list[float]] = field(default_factory=_prior_bins)
 
-    def add(self, lead: float, hit: bool) -> None:
-        """Count a draft that was compared with the target's token, by its lead over the next best (NaN: unknown)."""
+    def add(self, score: float, hit: bool) -> None:
+        """Count a draft that was compared with the target's token, by its score (NaN: unknown)."""
         self.acceptance.add(hit)
-        if lead == lead:  # not NaN
-            _count(self.bins[_bin(lead)], hit)
+        if score == score:  # not NaN
+            _count(self.bins[_bin(score)], hit)
 
-    def chance(self, lead: float) -> float:
-        """Return the chance that a draft of this lead (NaN: unknown) agrees, given that all before it do."""
-        return self.acceptance.rate if math.isnan(lead) else self.chance_of(_bin(lead))
+    def chance(self, score: float) -> float:
+        """Return the chance that a draft of this score (NaN: unknown) agrees, given that all before it do."""
+        return self.acceptance.rate if math.isnan(score) else self.chance_of(_bin(score))
 
     def chance_of(self, bin_: int) -> float:
         hits, trials = self.bins[bin_]
@@ -124,26 +124,26 @@ class TextCalibration:
     _known: list[tuple[float, float, float] | None] = field(default_factory=lambda: [None] * _BINS)
     """The common hits and trials of each bin and the chance by them; None: this text has added to the bin since."""
 
-    def add(self, lead: float, hit: bool) -> None:
+    def add(self, score: float, hit: bool) -> None:
         self.common.acceptance.add(hit)
-        if lead == lead:  # not NaN
-            changed = _bin(lead)
+        if score == score:  # not NaN
+            changed = _bin(score)
             _count(self.common.bins[changed], hit)
             _count(self.bins[changed], hit)
             self._known[changed] = None
 
-    def chance(self, lead: float) -> float:
+    def chance(self, score: float) -> float:
         """Return the chance that a draft agrees; the common one weighs `_COMMON_WEIGHT` trials."""
-        return self.chances((lead,))[0]
+        return self.chances((score,))[0]
 
-    def chances(self, leads: Iterable[float]) -> list[float]:
-        """Return the chance of each draft of these leads [n]."""
+    def chances(self, scores: Iterable[float]) -> list[float]:
+        """Return the chance of each draft of these scores [n]."""
         chances, of_bin, common = [], self._known, self.common.bins
-        for sure in leads:
-            if sure != sure:  # NaN
+        for score in scores:
+            if score != score:  # NaN
                 chances.append(self.common.acceptance.rate)
                 continue
-            bin_ = bisect.bisect_right(_BIN_EDGES, sure)
+            bin_ = bisect.bisect_right(_BIN_EDGES, score)
             known, (hits, trials) = of_bin[bin_], common[bin_]
             if known is None or known[0] != hits or known[1] != trials:
                 known = of_bin[bin_] = (hits, trials, self._chance_of(bin_))
@@ -335,7 +335,7 @@ class DrafterMeasurements:
     """Measurements of one drafter.
 
     Attributes:
-        calibration: share of hits by the lead of its drafts.
+        calibration: share of hits by the score of its drafts.
         drafting_s, reading_s: time to draft one token, and to read one in a pass with several, in seconds.
         beside: share of the misses of other drafters' chains at which it had the token.
     """
@@ -361,8 +361,8 @@ class Measurements:
         timed: whether a Draft message has been timed; an Open's time may include a connection's handshake.
         outliers: consecutive newest times that are below half or above twice the expected one.
         step: duration of the verifier's steps in seconds against their rows.
-        downlink: time of a commit's bytes; measured for steered drafters alone, as is `lead`.
-        lead: positions from the newest that the verifier has processed to the one that a drafting job follows.
+        downlink: time of a commit's bytes; measured for steered drafters alone, as is `lookahead`.
+        lookahead: positions from the newest that the verifier has processed to the one that a drafting job follows.
     """
 
     drafters: dict[str, DrafterMeasurements] = field(default_factory=dict)
@@ -372,7 +372,7 @@ class Measurements:
     step: Line = field(default_factory=Line)
     pace: Pace = field(default_factory=Pace)
     downlink: Downlink = field(default_factory=Downlink)
-    lead: Smoothed = field(default_factory=Smoothed)
+    lookahead: Smoothed = field(default_factory=Smoothed)
 
     @property
     def round_trip_s(self) -> float:
@@ -393,7 +393,7 @@ class Measurements:
             step=replace(self.step),
             pace=replace(self.pace),
             downlink=Downlink(replace(self.downlink.best), replace(self.downlink.few)),
-            lead=replace(self.lead),
+            lookahead=replace(self.lookahead),
         )
 
     def time_open(self, seconds: float) -> None:

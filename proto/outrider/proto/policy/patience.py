@@ -365,7 +365,7 @@ def _division_of(view: VerifierView) -> Division:
     beside_s = min(division.token_s for division in alone if not division.ahead)
 
     def highest(most: float) -> Division:
-        """Return the division at the highest price at which a token takes at most that share of `beside_s`."""
+        """Return the division at the highest price at which a token takes `most` times `beside_s` or less."""
         slower = bisect.bisect_left(_PRICES, True, key=lambda price: cheapest(price).token_s > most * beside_s)
         return cheapest(_PRICES[max(0, slower - 1)])
 
@@ -502,7 +502,7 @@ class StepCost:
         return _along(self._curve(), rows)
 
     def _curve(self) -> list[tuple[float, float]]:
-        """Return rows and seconds of the octaves that were met, of which neither falls."""
+        """Return (rows, seconds) of each octave with measurements, fitted so that more rows never take less time."""
         pools: list[tuple[float, float, list[float]]] = []  # seconds, weight, and rows of its octaves
         for x, y, weight in zip(self.rows, self.seconds_of, self.weights, strict=True):
             if not x.seen:

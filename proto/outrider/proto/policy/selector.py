@@ -42,8 +42,8 @@ class SelectionView:
         switch_s: [K] time before each arm can draft, since it has to catch up, in seconds.
         waiting_s: time of a round in which the edge has nothing to draft and idle arms can catch up, in seconds.
         current: arm of the round before; None: there was none.
-        lead: [K] tokens after a miss that the target writes alone, before drafts of each arm can reach it; empty: none,
-            since it waits.
+        delay_tokens: [K] tokens after a miss that the target writes alone, before drafts of each arm can reach it;
+            empty: none, since it waits.
         alone_s: time of a token that the target writes alone, in seconds.
 
     Raises:
@@ -55,12 +55,12 @@ class SelectionView:
     switch_s: tuple[float, ...]
     waiting_s: float = 0.0
     current: int | None = None
-    lead: tuple[int, ...] = ()
+    delay_tokens: tuple[int, ...] = ()
     alone_s: float = 0.0
 
     def __post_init__(self) -> None:
         arms = len(self.round_s)
-        if not arms or not len(self.switch_s) == len(self.lead or self.round_s) == arms:
+        if not arms or not len(self.switch_s) == len(self.delay_tokens or self.round_s) == arms:
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
         for times, field in ((self.round_s, "view.round_s"), (self.switch_s, "view.switch_s")):
             if not all(0 <= seconds < math.inf for seconds in times):
@@ -85,8 +85,8 @@ class SelectionView:
         step_s = costs.step_s + costs.row_s * (drafts + 1)
         round_s = tuple([max(step_s, drafts * drafting_s) for drafting_s in costs.drafting_s])
         switch_s = tuple(map(operator.mul, costs.catch_up_s, unread))
-        lead = tuple([math.ceil((trip_s + drafting_s) / alone_s) if alone_s else 0 for drafting_s in costs.drafting_s])
-        return cls(drafts, round_s, switch_s, trip_s, current, lead, alone_s)
+        delays = [math.ceil((trip_s + drafting_s) / alone_s) if alone_s else 0 for drafting_s in costs.drafting_s]
+        return cls(drafts, round_s, switch_s, trip_s, current, tuple(delays), alone_s)
 
     @property
     def arms(self) -> range:
@@ -116,7 +116,7 @@ class RoundOutcome(NamedTuple):
 
 
 class Selector(Protocol):
-    """A rule of which drafter is active, which may learn; one serves a session, or texts one after the other.
+    """A rule that chooses the active drafter, and may learn; one serves a session, or texts one after the other.
 
     Attributes:
         catches_up: whether it uses hits of teacher-forced proposals, so that idle drafters catch up.

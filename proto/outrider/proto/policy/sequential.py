@@ -156,7 +156,7 @@ class LossTest:
         """Kind of text that is shown to lose more than the margin; None: there is none."""
         error = candidate_error(self.number) / 2
         kinds = enumerate(self._of_class.items(), 1)
-        return next((kind for place, (kind, each) in kinds if each.shows(candidate_error(place, error))), None)
+        return next((kind for number, (kind, each) in kinds if each.shows(candidate_error(number, error))), None)
 
     def rows(self) -> list[list[float]]:
         """Return its state as rows of numbers to save: over all texts, then by kind."""

@@ -71,9 +71,9 @@ class Gain:
         """Age up to which a vector, and every younger one, is better than none, in positions; 0: no vector is."""
         return next((age for age, gain in enumerate(self._at[1:], 1) if gain <= 0), len(self._at)) - 1
 
-    def by_every(self, lead: float, commit_tokens: float) -> dict[int, float]:
-        """Return the mean gain over a vector's age, by commits a vector; its first drafts follow after `lead`."""
-        gains = [self._of(lead + commit_tokens * late) for late in range(EVERY[-1])]
+    def by_every(self, first_age: float, commit_tokens: float) -> dict[int, float]:
+        """Return the mean gain of a vector that is `first_age` old at its first drafts, by commits a vector."""
+        gains = [self._of(first_age + commit_tokens * late) for late in range(EVERY[-1])]
         return {every: sum(gains[:every]) / every for every in EVERY}
 
     def _of(self, age: float) -> float:
@@ -106,7 +106,7 @@ def choose(measured: Measurements, now: SteeringRate, rank: int, gain: Gain) -> 
     pace, downlink = measured.pace, measured.downlink.best
     if not pace.commit_s:
         return now
-    by_every = gain.by_every(measured.lead.value, pace.commit_tokens)
+    by_every = gain.by_every(measured.lookahead.value, pace.commit_tokens)
     if all(saved_s(rate, pace, by_every) <= 0 for rate in RATES):
         return NONE  # at any price of a byte
     saved, sent = saved_s(now, pace, by_every), now.bytes_of(rank)

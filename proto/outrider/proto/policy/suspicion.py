@@ -2,7 +2,7 @@
 
 Suspicion is phi-accrual (Hayashibara, Defago, Yared, Katayama 2004): with an answer due for t seconds, phi is minus the
 decimal logarithm of the chance that an honest answer takes longer than t. It grows with t alone, and a bound on phi is
-a bound on false alarms under the law, which follows what is measured.
+a bound on false alarms under the distribution, which follows what is measured.
 
 Silence counts only while an answer is due: from the sending of the Open until the first frame, and from that of a Ping,
 which goes where no frame has come for a while. So a verifier that has nothing to say (a long prompt, patience, an edge
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from outrider.proto.types import CloudFrame, Ping, Pong
 
-KEPT = 32  # newest answers that the law rests on
+KEPT = 32  # newest answers that the distribution rests on
 _LEAST_SCALE_S = 0.01
 _LEAST_SHARE = 1 / 8  # of the mean, for the scale
 _ASSUMED = 2  # answers beside those that are kept
@@ -49,8 +49,8 @@ class SilenceRules:
     late_s: float = 0.25
 
 
-class AnswerLaw:
-    """Law of the seconds that answers take: a mean, and an exponential excess over it.
+class AnswerTimes:
+    """Distribution of the seconds that answers take: a mean, and an exponential excess over it.
 
     Its scale is so large that the worst of the kept answers is no rarer than the worst of as many exponential ones
     (their mean maximum is the scale times the harmonic number): one that came late raises the bound at once.
@@ -90,8 +90,8 @@ class Silent:
 class SilenceWatch:
     """Watch over one stream from the sending of its Open at `now`; times are seconds on one clock."""
 
-    def __init__(self, law: AnswerLaw, rules: SilenceRules, now: float) -> None:
-        self._law = law
+    def __init__(self, times: AnswerTimes, rules: SilenceRules, now: float) -> None:
+        self._times = times
         self._rules = rules
         self._opening = True
         self._heard_at = now
@@ -109,7 +109,7 @@ class SilenceWatch:
     def hear(self, frame: CloudFrame, now: float) -> None:
         """Note a frame of the stream: there is no silence."""
         if isinstance(frame, Pong) and frame.number == self._number and self._asked_at is not None:
-            self._law.add(now - self._asked_at)
+            self._times.add(now - self._asked_at)
             self._asked_at = None
         self._opening = False
         self._heard_at = now
@@ -146,7 +146,7 @@ class SilenceWatch:
         rules = self._rules
         least_s = rules.opening_s if self._opening else rules.min_s
         trips = 4 if self._opening else 1  # TCP, TLS and HTTP/2 shake hands first
-        return min(rules.max_s, max(least_s, trips * self._law.bound_s(rules.phi, usual_s)))
+        return min(rules.max_s, max(least_s, trips * self._times.bound_s(rules.phi, usual_s)))
 
     def _ask(self, now: float) -> Ping | None:
         """Return a Ping where the stream is quiet."""

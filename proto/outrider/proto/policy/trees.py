@@ -65,36 +65,36 @@ def best_tree(
     """
     kept, chain, total, taken = [0] * len(runs), 0, 1.0, 0
     leaving: dict[int, list[int]] = {}
-    for place, run in enumerate(runs):
-        leaving.setdefault(run.index, []).append(place)
+    for index, run in enumerate(runs):
+        leaving.setdefault(run.index, []).append(index)
     # Chance to be reached, negative; the chain's drafts before others of one chance, so that a parent comes first.
     heap: list[tuple[float, int]] = []
 
     def grow(reached: float) -> None:
         if chain < len(chances):
             heapq.heappush(heap, (-reached * chances[chain], -1))
-        for place in leaving.get(chain, ()):
-            heapq.heappush(heap, (-reached * runs[place].chance, place))
+        for index in leaving.get(chain, ()):
+            heapq.heappush(heap, (-reached * runs[index].chance, index))
 
     grow(1.0)
     rows = 1.0
     while heap and taken < room:
-        chance, place = heapq.heappop(heap)
-        price = BRANCH_ROWS if place >= 0 and not kept[place] else 1.0
+        chance, run_index = heapq.heappop(heap)
+        price = BRANCH_ROWS if run_index >= 0 and not kept[run_index] else 1.0
         if -chance < LEAST:
             break
         if -chance * (1 + row_share * rows) <= row_share * price * total:
-            if place < 0:
+            if run_index < 0:
                 break
             continue
         taken += 1
         rows += price
         total -= chance
-        if place < 0:
+        if run_index < 0:
             chain += 1
             grow(-chance)
             continue
-        kept[place] += 1
-        if kept[place] < runs[place].length:
-            heapq.heappush(heap, (chance * follows, place))
+        kept[run_index] += 1
+        if kept[run_index] < runs[run_index].length:
+            heapq.heappush(heap, (chance * follows, run_index))
     return Tree(chain, tuple(kept))

@@ -28,7 +28,7 @@ class DraftingHere:
 
     Attributes:
         price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.patience`).
-        calibration: its hits by lead, over all texts.
+        calibration: its hits by score, over all texts.
         drafting_s, waiting_s, job_s: time of a drafted token, of waiting for a free thread, and of a job, in seconds.
     """
 
@@ -55,7 +55,7 @@ class LocalJob:
         job: prefix, and most tokens to propose.
         survival: chance that the drafts before its first all agree.
         min_survival: chance below which another draft is not worth its time.
-        chance: function from the lead of a draft to the chance that it agrees.
+        chance: function from the score of a draft to the chance that it agrees.
     """
 
     job: DraftJob
@@ -67,7 +67,7 @@ class LocalJob:
         """Return whether no further draft is worth its time after `drafts` [n]."""
         survival = self.survival
         for draft in drafts:
-            survival *= self.chance(draft.lead)
+            survival *= self.chance(draft.score)
         return len(drafts) >= self.job.count or survival < self.min_survival
 
 
@@ -155,7 +155,7 @@ class BothEnds:
         edge, own = self._received.acceptance, self.calibration
         survival, token_s = 1.0, self._division.token_s
         for index, draft in enumerate(chain):
-            survival *= own.chance(draft.lead) if draft.other else edge.rate
+            survival *= own.chance(draft.score) if draft.other else edge.rate
             if survival * token_s < row_s:
                 return index
         return len(chain)
@@ -219,7 +219,7 @@ class BothEnds:
     def survival(self, drafts: int) -> float:
         survival = 1.0
         for draft in self.tokens[:drafts]:
-            survival *= self.calibration.chance(draft.lead)
+            survival *= self.calibration.chance(draft.score)
         return survival
 
     def propose(self, chain: Sequence[DraftToken], count: int, min_survival: float) -> LocalJob:
@@ -263,7 +263,7 @@ class BothEnds:
     def _compare(self, position: int, draft: DraftToken, token: int) -> bool:
         """Count a proposal that was compared with the token at `position`; a miss ends the chain."""
         hit = draft.id == token
-        self.calibration.add(draft.lead, hit)
+        self.calibration.add(draft.score, hit)
         if not hit:
             if draft.runners_up:
                 self.shares.add(draft.runners_up, token)

@@ -449,9 +449,9 @@ class EdgeSession:
         statistics, vectors = self.statistics, self._vectors
         statistics.steps += 1
         statistics.verified += commit.verified
-        statistics.verified_here += commit.verified_here
+        statistics.verified_cloud += commit.verified_here
         statistics.verified_beside += commit.verified_beside
-        statistics.drafting_here_s += commit.timing.drafting_s
+        statistics.cloud_drafting_s += commit.timing.drafting_s
         self._tree.said_complete = False
         timed = self._meter.take_commit(commit, now, downlink=vectors is not None)
         if vectors is not None and statistics.steered:
@@ -537,8 +537,8 @@ class EdgeSession:
         acceptance = mine.calibration.acceptance
         report = Report(self._drafts, mine.drafting_s.value, self.round_trip_s, acceptance.rate, request)
         # The drafter rests, though it hits more than the verifier's own.
-        should_lead = self._rests and acceptance.surely_exceeds(self._verifier.acceptance)
-        return [Send(report)] if self._stream.changed(report, wants_to_lead=should_lead) else []
+        hits_more = self._rests and acceptance.surely_exceeds(self._verifier.acceptance)
+        return [Send(report)] if self._stream.changed(report, hits_more=hits_more) else []
 
     def _say_complete(self, now: float) -> list[EdgeInstruction]:
         """Send an empty end of the chain to a verifier that waits in vain."""
@@ -664,7 +664,7 @@ class EdgeSession:
         """Return the vector for a job whose first token follows `position`; None: unchanged."""
         if self._vectors is None:
             return None
-        self._meter.measurements.lead.add(position + 2 - len(self._text.tokens))
+        self._meter.measurements.lookahead.add(position + 2 - len(self._text.tokens))
         age = self._vectors.age(position)
         if age is not None:
             self.statistics.steered_jobs += 1
@@ -886,7 +886,7 @@ class EdgeSession:
 
     def _learn(self, drafter: int, start: int, hits: list[bool], drafts: Sequence[DraftToken]) -> None:
         """Count the hits of a drafter's proposals for positions from `start` on."""
-        self._meter.compare(drafter, [draft.lead for draft in drafts], hits)
+        self._meter.compare(drafter, [draft.score for draft in drafts], hits)
         self._selection.note(drafter, start, hits)
         counts = self._counts_of(drafter)
         counts.compared += len(hits)

@@ -171,11 +171,11 @@ class Meter:
     def drafter(self, drafter: int) -> DrafterMeasurements:
         return self._mine[drafter]
 
-    def compare(self, drafter: int, leads: Sequence[float], hits: Sequence[bool]) -> None:
-        """Count proposals [n] of these leads (NaN: unknown) that were compared with the committed tokens."""
+    def compare(self, drafter: int, scores: Sequence[float], hits: Sequence[bool]) -> None:
+        """Count proposals [n] of these scores (NaN: unknown) that were compared with the committed tokens."""
         add = self._calibrations[drafter].add
-        for lead, hit in zip(leads, hits, strict=True):
-            add(lead, hit)
+        for score, hit in zip(scores, hits, strict=True):
+            add(score, hit)
         if self._chances_of == drafter:
             self._chances_of = -1
 
@@ -190,7 +190,7 @@ class Meter:
         chances = self._chances
         known = len(chances)
         if known < len(drafts):
-            new = self._calibrations[drafter].chances([draft.lead for draft in drafts[known:]])
+            new = self._calibrations[drafter].chances([draft.score for draft in drafts[known:]])
             self._survival = math.prod(new, start=self._survival)
             chances += new
         return chances

@@ -64,7 +64,7 @@ class ReceivedDrafts:
     def receive(self, draft: Draft) -> bool:
         """Take in drafts of the newest chain, and ignore stale ones; return whether one has missed.
 
-        A chain ends where a draft contradicts an earlier one of the same place, and goes on with the newer.
+        A chain ends where a draft contradicts an earlier one of the same position, and goes on with the newer.
 
         Raises:
             ResourceExhausted: there are more unverified drafts than any credit allows.

@@ -92,16 +92,16 @@ class Selection:
         self._prefix[drafter] = length
         self._due = None
 
-    def take_over(self, former: Selection) -> bool:
-        """Begin in the place of `former`, and return whether any drafter works.
+    def take_over(self, previous: Selection) -> bool:
+        """Begin in the place of `previous`, and return whether any drafter works.
 
         Drafters of both, version for version, keep their prefixes, and are left out if they are broken.
         """
-        known = {which: drafter for drafter, which in enumerate(zip(former.names, former.versions, strict=True))}
+        known = {which: drafter for drafter, which in enumerate(zip(previous.names, previous.versions, strict=True))}
         for drafter, which in enumerate(zip(self.names, self.versions, strict=True)):
             if which in known:
-                self._prefix[drafter] = former._prefix[known[which]]
-                self._failed |= {drafter} if known[which] in former._failed else set()
+                self._prefix[drafter] = previous._prefix[known[which]]
+                self._failed |= {drafter} if known[which] in previous._failed else set()
         return len(self._failed) < self.drafters
 
     def begin_text(self, first: int, kept: int) -> None:

@@ -45,13 +45,13 @@ class EdgeStatistics:
 
     Attributes:
         committed: tokens of text.
-        accepted: drafts among them, of which `accepted_here` are the verifier's own.
+        accepted: drafts among them, of which `accepted_cloud` are the verifier's own.
         drafted: tokens that drafters proposed; `branched` are those after likely misses.
         sent_beside: branches of one token, or more, that went with drafts.
-        verified: drafts that the verifier's steps verified, of which `verified_here` are its own.
+        verified: drafts that the verifier's steps verified, of which `verified_cloud` are its own.
         verified_beside: drafts that steps verified beside the chain, or the path that they followed.
         branches_taken: misses after which the verifier went on with a branch.
-        drafting_here_s: time that the verifier's own drafter has worked, in seconds.
+        cloud_drafting_s: time that the verifier's own drafter has worked, in seconds.
         drafting_s, reading_s: time of the edge's drafting jobs, and that of idle drafters to catch up, in seconds.
         hits: drafts that agreed with the committed token of their position.
         compared: drafts up to the first miss of their chain that met a committed token; acceptance is hits / compared.
@@ -71,15 +71,15 @@ class EdgeStatistics:
 
     committed: int = 0
     accepted: int = 0
-    accepted_here: int = 0
+    accepted_cloud: int = 0
     drafted: int = 0
     branched: int = 0
     sent_beside: int = 0
     verified_beside: int = 0
     branches_taken: int = 0
     verified: int = 0
-    verified_here: int = 0
-    drafting_here_s: float = 0.0
+    verified_cloud: int = 0
+    cloud_drafting_s: float = 0.0
     drafting_s: float = 0.0
     reading_s: float = 0.0
     hits: int = 0
@@ -175,7 +175,7 @@ class EdgeText:
         drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
         self.statistics.committed += len(drafted)
         self.statistics.accepted += sum(drafted)
-        self.statistics.accepted_here += min(commit.accepted_here, sum(drafted))  # they come last
+        self.statistics.accepted_cloud += min(commit.accepted_here, sum(drafted))  # they come last
         return Emit(len(self.tokens), commit.tokens[known:], drafted, prompt)
 
     def end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> Done:
@@ -399,17 +399,17 @@ class EdgeStream:
             raise InvalidArgument("goes on beyond sampling.max_tokens", field="commit.tokens")
         return known
 
-    def changed(self, report: Report, *, wants_to_lead: bool) -> bool:
+    def changed(self, report: Report, *, hits_more: bool) -> bool:
         """Return whether the report differs by a quarter from the verifier's; it counts as sent then.
 
-        Acceptance counts where the edge `wants_to_lead`; otherwise the verifier sees for itself.
+        The acceptance counts where the edge's drafter rests and `hits_more` than the verifier's, which cannot see that.
         """
         old = self.reported
         same = (
             report.steering is None
             and report.drafting == old.drafting
             and math.isclose(report.drafting_s, old.drafting_s, rel_tol=0.25)
-            and not (wants_to_lead and abs(report.acceptance - old.acceptance) > BETTER)
+            and not (hits_more and abs(report.acceptance - old.acceptance) > BETTER)
             and math.isclose(report.round_trip_s, old.round_trip_s, rel_tol=0.25, abs_tol=1e-3)
         )
         if not same:

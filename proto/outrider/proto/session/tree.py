@@ -103,7 +103,7 @@ class DraftTree:
         return token_ids(self.drafts)
 
     def chances(self, drafter: int) -> list[float]:
-        """Return for each draft of the chain, the drafter's, the chance that it agrees where those before it do."""
+        """Return the chance of each draft of the chain, made by `drafter`, to agree, given that all before it do."""
         return self._meter.chances(self.drafts, self.epoch, drafter)
 
     def survival(self, drafter: int) -> float:
@@ -137,7 +137,7 @@ class DraftTree:
         if draft.runners_up:
             self.shares.add(draft.runners_up, token)
         for other, proposal in self._proposed.get(position, ()):
-            self._meter.drafter(other).beside.add(proposal.lead, proposal.id == token)
+            self._meter.drafter(other).beside.add(proposal.score, proposal.id == token)
         return self._run((position, token))
 
     def abandon(self) -> None:
@@ -242,7 +242,7 @@ class DraftTree:
         return beside.run or () if beside is not None else ()
 
     def _make(self, key: Key) -> Beside:
-        """Return what is there, a branch from now on."""
+        """Return the branch at `key`, which is begun where there is none, and is the newest then."""
         beside = self.branches.get(key, Beside())
         if beside.run is None:
             self.branches.pop(key, None)  # it is now the newest
@@ -303,7 +303,7 @@ class DraftTree:
             draft = proposed.get(position, own)
             if draft.id != own.id and 0 <= draft.id < self._stream.terms.vocab_size:
                 self._proposed.setdefault(position, []).append((other, draft))
-                chance = (1 - agrees) * shares.of(draft.lead)
+                chance = (1 - agrees) * shares.of(draft.score)
                 if self._take_other((position, draft.id), other, own, chance, agrees, survival):
                     gain += survival * chance
             survival *= agrees

@@ -656,7 +656,7 @@ def _branches_beside(
     candidates = _of_edge(received, chain, depth)
     if own is not None:
         own_chance = own.calibration.chance
-        chances = [own_chance(draft.lead) if draft.other else follows for draft in chain[:depth]]
+        chances = [own_chance(draft.score) if draft.other else follows for draft in chain[:depth]]
         candidates = _without_twins([*candidates, *_of_own(own, chain[:depth], chances)])
     tree = best_tree(chances, [run for run, _ in candidates], follows=follows, room=room, row_share=row_share)
     kept = zip(candidates, tree.runs, strict=True)
@@ -689,10 +689,10 @@ def _of_own(own: BothEnds, chain: Sequence[DraftToken], chances: Sequence[float]
 
 
 def _without_twins(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Return the branches, each place and token once, with the larger chance; the first has no shorter run."""
+    """Return the branches, each position and token once, with the larger chance; the first has no shorter run."""
     found: dict[tuple[int, int], _Candidate] = {}
     for run, drafts in candidates:
-        place = run.index, drafts[0].id
-        kept, first = found.get(place, (run, drafts))
-        found[place] = replace(kept, chance=max(kept.chance, run.chance)), first
+        key = run.index, drafts[0].id
+        kept, first = found.get(key, (run, drafts))
+        found[key] = replace(kept, chance=max(kept.chance, run.chance)), first
     return list(found.values())

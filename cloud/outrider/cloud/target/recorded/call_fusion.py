@@ -247,7 +247,7 @@ def _turned_together(sequence: CallSequence) -> CallSequence:
 def _one_turn(
     split: Call, parts: Sequence[Call], queries: Sequence[Call], keys: Sequence[Call]
 ) -> dict[Call, list[Call]]:
-    """Return what takes the place of the calls that split a product and turn its first two parts."""
+    """Return what replaces the calls that split a product and rotate its first two parts: one rotation of both."""
     both, heads = Value(), Value()
     whole, (size, other, *sizes), _ = split.arguments
     turn = replace(queries[-1], result=Value())

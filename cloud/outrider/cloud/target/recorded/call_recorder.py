@@ -31,7 +31,7 @@ class Value:
 
     Attributes:
         example: what it was in the recorded pass.
-        number: place in the order of the recording's values, inputs first.
+        number: index in the order of the recording's values, inputs first.
     """
 
     example: Any = None
@@ -220,7 +220,7 @@ def unified(one: CallSequence, other: CallSequence) -> CallSequence:
 
 
 def _joint(one: Any, other: Any, rows: tuple[int, int]) -> Any:
-    """Return what two arguments of a call have in common, for passes over `rows` rows."""
+    """Return the argument that stands for two recorded ones, of passes over `rows[0]` and `rows[1]` rows."""
     if one is other:
         return one
     if type(one) is not type(other):

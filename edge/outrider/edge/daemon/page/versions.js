@@ -36,7 +36,7 @@ export class Versions {
   }
 
   #state(one) {
-    return one.state === "former" && one.share ? `former, ${Math.round(100 * one.share)} % of edges` : one.state;
+    return one.state === "previous" && one.share ? `previous, ${Math.round(100 * one.share)} % of edges` : one.state;
   }
 }
 

@@ -1,4 +1,4 @@
-"""The places of API keys over several verifiers: what leases, edges' reports and verifiers' lists make of them."""
+"""The slots of API keys over several verifiers: what leases, edges' reports and verifiers' lists make of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def flat(away: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
     return {verifier: sorted(texts) for verifier, texts in away.items()}
 
 
-def test_a_text_that_goes_on_keeps_its_place_whatever_its_edge_reports(fleet: Fleet) -> None:
+def test_a_text_that_goes_on_keeps_its_slot_whatever_its_edge_reports(fleet: Fleet) -> None:
     fleet.lease("s1")
     fleet.start("a", "s1")
     fleet.poll()
@@ -86,7 +86,7 @@ def test_a_text_that_goes_on_keeps_its_place_whatever_its_edge_reports(fleet: Fl
     assert not refused(fleet, "s2")
 
 
-def test_an_honest_report_frees_the_place_at_once_though_the_last_poll_knows_better(fleet: Fleet) -> None:
+def test_an_honest_report_frees_the_slot_at_once_though_the_last_poll_knows_better(fleet: Fleet) -> None:
     for i in range(20):
         fleet.lease(f"s{i}")
         fleet.start("a", f"s{i}")
@@ -95,7 +95,7 @@ def test_an_honest_report_frees_the_place_at_once_though_the_last_poll_knows_bet
         fleet.report(f"s{i}")
 
 
-def test_a_place_is_free_again_when_a_report_never_comes(fleet: Fleet) -> None:
+def test_a_slot_is_free_again_when_a_report_never_comes(fleet: Fleet) -> None:
     fleet.lease("s1")
     fleet.start("a", "s1")
     fleet.poll(300.0)
@@ -107,7 +107,7 @@ def test_a_place_is_free_again_when_a_report_never_comes(fleet: Fleet) -> None:
     assert not refused(fleet, "s2")
 
 
-def test_a_lease_that_no_stream_follows_takes_its_place_for_a_minute(fleet: Fleet) -> None:
+def test_a_lease_that_no_stream_follows_takes_its_slot_for_a_minute(fleet: Fleet) -> None:
     fleet.lease("s1")
     fleet.poll(RESUME_S - 1)
     assert refused(fleet, "s2")
@@ -115,7 +115,7 @@ def test_a_lease_that_no_stream_follows_takes_its_place_for_a_minute(fleet: Flee
     assert not refused(fleet, "s2")
 
 
-def test_texts_of_a_verifier_that_is_away_keep_their_places_while_their_leases_last(fleet: Fleet) -> None:
+def test_texts_of_a_verifier_that_is_away_keep_their_slots_while_their_leases_last(fleet: Fleet) -> None:
     fleet.lease("s1")
     fleet.start("a", "s1")
     fleet.poll()
@@ -130,7 +130,7 @@ def test_a_coordinator_that_starts_anew_counts_what_verifiers_list(fleet: Fleet)
     fleet.poll()
     assert fleet.admission.running() == {"alice": 1}
     assert refused(fleet, "s2")
-    fleet.lease("s1", "b")  # its own place
+    fleet.lease("s1", "b")  # its own slot
 
 
 def test_kept_conversations_that_go_on_at_two_verifiers_are_held_to_one_limit(fleet: Fleet) -> None:
