@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cluster import TOKENIZER_JSON, TOKENIZER_SHA256, write_package
+from fake_cluster import TOKENIZER_JSON, write_package
 
 from outrider.coordinator.catalogue import Catalogue, load_package
-from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
+from outrider.proto.errors import ConfigError, DataLoss, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
 
@@ -30,17 +29,6 @@ def test_a_package_is_listed_with_its_manifest_among_its_files(tmp_path: Path) -
     (manifest,) = scanned(tmp_path).manifests
     assert {file.name for file in manifest.files} == {"manifest.json", "model.onnx", "tokenizer.json", "vocab.txt"}
     assert (manifest.name, manifest.version, manifest.target) == ("tiny-drafter", "1", "tiny")
-
-
-def test_every_listed_file_is_served_by_its_hash_and_from_any_offset(tmp_path: Path) -> None:
-    write_package(tmp_path / "d", files={"model.onnx": b"weights"})
-    catalogue = scanned(tmp_path)
-    for file in catalogue.manifests[0].files:
-        with catalogue.open(file.sha256, 0) as reader:
-            content = reader.read()
-        assert (hashlib.sha256(content).hexdigest(), len(content)) == (file.sha256, file.bytes)
-        with catalogue.open(file.sha256, 3) as reader:
-            assert reader.read() == content[3:]
 
 
 def test_a_package_whose_tokenizer_ships_with_outrider_is_served_whole(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -66,15 +54,6 @@ def test_a_package_without_a_tokenizer_that_does_not_ship_is_refused(tmp_path: P
 def test_a_package_is_found_in_the_folder_itself_and_two_levels_below(tmp_path: Path, depth: str) -> None:
     write_package(tmp_path / depth)
     assert len(scanned(tmp_path).manifests) == 1
-
-
-def test_a_hidden_folder_is_not_looked_into_so_a_package_can_be_renamed_into_place(tmp_path: Path) -> None:
-    hidden = write_package(tmp_path / ".incoming")
-    catalogue = scanned(tmp_path)
-    assert not catalogue.manifests
-    hidden.rename(tmp_path / "d")
-    assert catalogue.rescan()
-    assert len(catalogue.manifests) == 1
 
 
 def test_a_tampered_file_refuses_its_package_with_a_log_line_and_leaves_the_others(
@@ -261,68 +240,8 @@ def test_a_second_content_under_the_same_version_is_refused(tmp_path: Path) -> N
     assert list(catalogue.refused) == [tmp_path / "b"]
 
 
-def test_fits_keeps_drafters_with_the_same_tokenizer(tmp_path: Path) -> None:
-    write_package(tmp_path / "a", name="a")
-    write_package(tmp_path / "b", name="b", tokenizer_sha256="b" * 64)
-    catalogue = scanned(tmp_path)
-    assert [m.name for m in catalogue.fits(TOKENIZER_SHA256)] == ["a"]
-    assert [m.name for m in catalogue.fits("")] == ["a", "b"]
-    assert not catalogue.fits("c" * 64)
-
-
-def test_a_drafter_with_another_tokenizer_fits_the_model_that_it_was_exported_for(tmp_path: Path) -> None:
-    write_package(tmp_path / "a", name="a", target="tiny", tokenizer_sha256="b" * 64)
-    catalogue = scanned(tmp_path)
-    assert [m.name for m in catalogue.fits("c" * 64, models={"tiny"})] == ["a"]
-    assert not catalogue.fits("c" * 64, models={"big"})
-
-
-def test_a_tokenizer_is_known_by_identity_and_served_by_content_hash() -> None:
-    catalogue = Catalogue()
-    file = catalogue.add_tokenizer(TOKENIZER_JSON)
-    assert catalogue.tokenizer(TOKENIZER_SHA256) == file
-    with catalogue.open(file.sha256, 0) as reader:
-        assert reader.read().decode() == TOKENIZER_JSON
-    with pytest.raises(ConfigError):
-        catalogue.add_tokenizer("not json")
-
-
-@pytest.mark.parametrize(
-    ("sha256", "offset", "kind"),
-    [
-        ("../../etc/passwd", 0, InvalidArgument),
-        ("", 0, InvalidArgument),
-        ("A" * 64, 0, InvalidArgument),
-        ("a" * 64, 0, NotFound),
-        (hashlib.sha256(b"weights").hexdigest(), 8, InvalidArgument),
-    ],
-)
-def test_nothing_but_a_served_hash_and_an_offset_within_is_answered(
-    tmp_path: Path, sha256: str, offset: int, kind: type[OutriderError]
-) -> None:
-    write_package(tmp_path / "d", files={"model.onnx": b"weights"})
-    with pytest.raises(kind):
-        scanned(tmp_path).open(sha256, offset)
-
-
 def test_a_missing_folder_is_empty_and_may_appear_later(tmp_path: Path) -> None:
     catalogue = scanned(tmp_path / "later")
     assert not catalogue.manifests
     write_package(tmp_path / "later" / "d")
     assert catalogue.rescan()
-
-
-async def test_whoever_awaits_a_change_wakes_on_a_new_version_and_on_closing(tmp_path: Path) -> None:
-    catalogue = Catalogue((tmp_path,))
-    waiting = asyncio.create_task(catalogue.changed())
-    assert not await catalogue.refresh()
-    await asyncio.sleep(0)
-    assert not waiting.done(), "nothing changed"
-    write_package(tmp_path / "d")
-    assert await catalogue.refresh()
-    assert await waiting
-    waiting = asyncio.create_task(catalogue.changed())
-    await asyncio.sleep(0)
-    catalogue.close()
-    assert not await waiting
-    assert not await catalogue.changed()

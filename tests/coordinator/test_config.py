@@ -62,11 +62,7 @@ def test_a_wrong_option_is_refused_by_name(field: str, values: dict[str, Any]) -
 
 @pytest.mark.parametrize(
     ("field", "change"),
-    [
-        ("address", {"address": "127.0.0.1"}),
-        ("address", {"address": ""}),
-        ("tokenizer_json", {"tokenizer_json": ""}),
-    ],
+    [("address", {"address": "127.0.0.1"}), ("address", {"address": ""}), ("tokenizer_json", {"tokenizer_json": ""})],
 )
 def test_a_fixed_verifier_is_checked_too(field: str, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refusal:

@@ -11,7 +11,7 @@ import pytest
 from fake_cluster import ready
 
 from outrider.coordinator.cluster import SendAway, VerifierState
-from outrider.coordinator.lease_admission import ENDING_S, RESUME_S, Caller, CallerAdmission
+from outrider.coordinator.lease_admission import RESUME_S, Caller, CallerAdmission
 from outrider.proto.errors import ResourceExhausted
 from outrider.proto.plumbing.access import Key, Keys, secret_sha256
 from outrider.proto.types import SessionReport
@@ -74,18 +74,6 @@ def flat(away: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
     return {verifier: sorted(texts) for verifier, texts in away.items()}
 
 
-def test_a_text_that_goes_on_keeps_its_slot_whatever_its_edge_reports(fleet: Fleet) -> None:
-    fleet.lease("s1")
-    fleet.start("a", "s1")
-    fleet.poll()
-    fleet.report("s1")
-    fleet.poll(ENDING_S + 0.1)
-    assert refused(fleet, "s2"), "verifier a says that it goes on"
-    fleet.end("a", "s1")
-    fleet.poll()
-    assert not refused(fleet, "s2")
-
-
 def test_an_honest_report_frees_the_slot_at_once_though_the_last_poll_knows_better(fleet: Fleet) -> None:
     for i in range(20):
         fleet.lease(f"s{i}")
@@ -131,20 +119,6 @@ def test_a_coordinator_that_starts_anew_counts_what_verifiers_list(fleet: Fleet)
     assert fleet.admission.running() == {"alice": 1}
     assert refused(fleet, "s2")
     fleet.lease("s1", "b")  # its own slot
-
-
-def test_kept_conversations_that_go_on_at_two_verifiers_are_held_to_one_limit(fleet: Fleet) -> None:
-    fleet.start("a", "old")
-    assert fleet.poll() == {}
-    fleet.start("b", "young")
-    assert fleet.poll() == {}, "one poll may have met one text at two verifiers, or one that ends and the next"
-    assert flat(fleet.poll()) == {"b": ["alice/young"]}
-    fleet.end("b", "young")
-    assert refused(fleet, "young"), "it may wait for the other's end"
-    assert fleet.poll() == {}
-    fleet.end("a", "old")
-    fleet.poll()
-    assert not refused(fleet, "young")
 
 
 def test_what_a_key_has_too_much_ends_no_text_of_another_key_with_that_name(tmp_path: Path) -> None:

@@ -22,22 +22,11 @@ from outrider.coordinator.fleet_hits import (
     FleetAcceptance,
     Hits,
 )
-from outrider.coordinator.statistics import FleetStatistics
 from outrider.edge.features import PromptClass, TextFeatures
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.edge.link.routes import CoordinatorRoute
-from outrider.edge.link.security import Security
-from outrider.proto import codec
-from outrider.proto.errors import InvalidArgument, NotFound, Unauthenticated
-from outrider.proto.plumbing.access import Key, secret_sha256
-from outrider.proto.testing import write_keys
-from outrider.proto.types import (
-    MAX_REPORTED_DRAFTERS,
-    DrafterHits,
-    DrafterPrior,
-    LeaseRequest,
-    SessionReport,
-)
+from outrider.proto.errors import InvalidArgument, NotFound
+from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterHits, DrafterPrior, LeaseRequest, SessionReport
 from outrider.proto.v1 import decoding_pb2 as pb
 
 Coordinating = Callable[..., AbstractAsyncContextManager[Any]]
@@ -213,14 +202,6 @@ def test_a_state_that_cannot_be_is_refused_and_changes_nothing(row: Any) -> None
     assert known.rows() == before
 
 
-def test_sums_survive_a_restart(tmp_path: Path) -> None:
-    statistics, after = FleetStatistics(), FleetStatistics()
-    statistics.add(text(hits(0.8)))
-    statistics.save(tmp_path / "state.json")
-    after.load(tmp_path / "state.json")
-    assert after.acceptance.prior("tiny", CODE, 2) == statistics.acceptance.prior("tiny", CODE, 2) != ()
-
-
 # --- over gRPC ---
 
 
@@ -281,21 +262,3 @@ async def test_a_report_that_cannot_be_is_refused_by_field_and_not_counted(
         assert asked.value.field == "lease_request.prompt_class"
         status = await call("Status", None)
         assert (status.acceptance, status.recent) == ((), ())
-
-
-async def test_where_keys_are_asked_for_only_reports_with_one_count(coordinating: Coordinating, tmp_path: Path) -> None:
-    alice, root = Key("alice", secret_sha256("alices")), Key("root", secret_sha256("roots"), admin=True)
-    keys = write_keys(tmp_path / "keys.toml", alice, root)
-    async with coordinating(ScriptedCluster(ready("a")), api_keys=keys) as call:
-        with pytest.raises(Unauthenticated):
-            await call.raw("ReportSession", codec.encode_report(text(hits(0.0))))
-        alice, root = (CoordinatorClient(call.address, security=Security(api_key=key)) for key in ("alices", "roots"))
-        try:
-            assert (await root.status()).acceptance == ()
-            await alice.open_lease(LeaseRequest("tiny", "s"))
-            await alice.report(text(hits(0.75)))
-            (cell,) = (await root.status()).acceptance
-            assert (cell.prior.acceptance, cell.prior.trials) == (0.75, 200.0)
-        finally:
-            await alice.close()
-            await root.close()

@@ -31,8 +31,7 @@ def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
 
 async def test_leases_verifiers_and_reports_are_shown(coordinating) -> None:
     cluster = ScriptedCluster(
-        ready("a", sessions=2, restarts=3, step_s=0.03, kv_pages_free=7),
-        replace(ready("b"), state=VerifierState.DOWN),
+        ready("a", sessions=2, restarts=3, step_s=0.03, kv_pages_free=7), replace(ready("b"), state=VerifierState.DOWN)
     )
     async with coordinating(cluster, metrics_listen="127.0.0.1:0") as call:
         await call("OpenLease", LeaseRequest(model="tiny", session="s1"))

@@ -11,7 +11,7 @@ from fake_cluster import TOKENIZER_SHA256, ready
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fleet_view import RETRY_WHEN_DOWN_S, PrefixMemory, place
-from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
+from outrider.proto.errors import NotFound, OutriderError, ResourceExhausted, TokenizerMismatch, Unavailable
 
 DOWN, DRAINING, SICK = VerifierState.DOWN, VerifierState.DRAINING, VerifierState.SICK
 BUSY = ready("b", sessions=3)
@@ -32,16 +32,8 @@ CHOSEN: dict[str, tuple[list[VerifierInfo], dict[str, Any], str]] = {
     "unless the other is down": ([ready("a"), ready("b", state=DOWN)], {"avoid": {"a"}}, "a"),
     "or full": ([ready("a"), ready("b", sessions=4)], {"avoid": {"a"}}, "a"),
     "or has another model": ([ready("a"), ready("b", model="big")], {"avoid": {"a"}}, "a"),
-    "of what to avoid the one lost longest ago": (
-        [ready("a"), BUSY, ready("c")],
-        {"avoid": ("b", "a", "c")},
-        "b",
-    ),
-    "any precision of one that states none": (
-        [ready("a", precision="bfloat16"), BUSY],
-        {"precision": "float32"},
-        "b",
-    ),
+    "of what to avoid the one lost longest ago": ([ready("a"), BUSY, ready("c")], {"avoid": ("b", "a", "c")}, "b"),
+    "any precision of one that states none": ([ready("a", precision="bfloat16"), BUSY], {"precision": "float32"}, "b"),
     "the tokenizer of two of a model": ([ready("a", tokenizer_sha256="e" * 64), BUSY], {}, "b"),
 }
 
@@ -88,55 +80,57 @@ def test_where_no_verifier_has_the_context_any_is_chosen_and_says_so_itself() ->
     assert place(fleet[:1], "tiny", "", context_length=65).name == "a"
 
 
-def test_without_its_precision_a_text_waits_and_is_told_the_remedy() -> None:
-    with pytest.raises(
-        Unavailable, match=r"begun in float32 .* there is a \(bfloat16\); start one with .*--dtype"
-    ) as refusal:
-        place([ready("a", precision="bfloat16")], "tiny", "", precision="float32")
-    assert refusal.value.retry_after_s > 0
+BIG, NEVER_ANSWERED = ready("b", model="big"), ready("b", model="", state=DOWN)
+BEGUN = {"precision": "float32"}
+REFUSED: dict[str, tuple[list[VerifierInfo], tuple[str, str], dict[str, Any], type[OutriderError], str]] = {
+    "an unknown model": ([ready("a"), BIG], ("huge", ""), {}, NotFound, r"'huge'; there is big, tiny"),
+    "perhaps the model of one that never answered": ([ready("a"), NEVER_ANSWERED], ("huge", ""), {}, Unavailable, ""),
+    "an empty fleet": ([], ("", ""), {}, Unavailable, ""),
+    "another tokenizer, though its verifier is down": (
+        [ready("a", state=DOWN)],
+        ("tiny", "f" * 64),
+        {},
+        TokenizerMismatch,
+        "",
+    ),
+    "all are full": (
+        [ready("a", sessions=4), ready("b", state=DOWN)],
+        ("tiny", ""),
+        {},
+        ResourceExhausted,
+        "all 1 verifiers",
+    ),
+    "all are down or draining": (
+        [ready("a", state=DRAINING), ready("b", state=DOWN)],
+        ("tiny", ""),
+        {},
+        Unavailable,
+        r"a \(draining\), b \(down\)",
+    ),
+    "no verifier of its precision": (
+        [ready("a", precision="bfloat16")],
+        ("tiny", ""),
+        BEGUN,
+        Unavailable,
+        r"begun in float32 .* there is a \(bfloat16\); start one with .*--dtype",
+    ),
+    "the verifier of its precision is down": (
+        [ready("a", precision="bfloat16"), ready("b", precision="float32", state=DOWN)],
+        ("tiny", ""),
+        BEGUN,
+        Unavailable,
+        r"is ready: b \(down\)",
+    ),
+}
+FIELDS = {NotFound: "lease_request.model", TokenizerMismatch: "lease_request.tokenizer_sha256"}
 
 
-def test_a_text_waits_for_the_verifier_of_its_precision_to_come_up() -> None:
-    fleet = [ready("a", precision="bfloat16"), ready("b", precision="float32", state=DOWN)]
-    with pytest.raises(Unavailable, match=r"is ready: b \(down\)") as refusal:
-        place(fleet, "tiny", "", precision="float32")
-    assert refusal.value.retry_after_s > 0
-
-
-def test_an_unknown_model_is_not_found_and_the_message_lists_those_there_are() -> None:
-    with pytest.raises(NotFound, match=r"'huge'; there is big, tiny") as refusal:
-        place([ready("a"), ready("b", model="big")], "huge", "")
-    assert refusal.value.field == "lease_request.model"
-
-
-def test_an_unknown_model_may_be_that_of_a_verifier_which_never_answered() -> None:
-    with pytest.raises(Unavailable) as refusal:
-        place([ready("a"), ready("b", model="", state=DOWN)], "huge", "")
-    assert refusal.value.retry_after_s > 0
-
-
-def test_an_empty_fleet_is_unavailable_with_a_retry_time() -> None:
-    with pytest.raises(Unavailable) as refusal:
-        place([], "", "")
-    assert refusal.value.retry_after_s > 0
-
-
-def test_another_tokenizer_is_a_mismatch_even_while_the_verifier_is_down() -> None:
-    with pytest.raises(TokenizerMismatch) as refusal:
-        place([ready("a", state=DOWN)], "tiny", "f" * 64)
-    assert refusal.value.field == "lease_request.tokenizer_sha256"
-
-
-def test_all_full_is_exhausted_with_a_retry_time() -> None:
-    with pytest.raises(ResourceExhausted, match="all 1 verifiers") as refusal:
-        place([ready("a", sessions=4), ready("b", state=DOWN)], "tiny", "")
-    assert refusal.value.retry_after_s > 0
-
-
-def test_all_down_or_draining_is_unavailable_with_their_states_and_a_retry_time() -> None:
-    with pytest.raises(Unavailable, match=r"a \(draining\), b \(down\)") as refusal:
-        place([ready("a", state=DRAINING), ready("b", state=DOWN)], "tiny", "")
-    assert refusal.value.retry_after_s > 0
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_text_is_refused_with_the_field_or_a_time_to_come_again(why: str) -> None:
+    fleet, wanted, options, error, says = REFUSED[why]
+    with pytest.raises(error, match=says) as refusal:
+        place(fleet, *wanted, **options)
+    assert refusal.value.retry_after_s > 0 if error not in FIELDS else refusal.value.field == FIELDS[error]
 
 
 def test_a_verifier_that_is_short_of_pages_loses_to_any_other_with_room() -> None:
@@ -216,13 +210,6 @@ def test_the_memory_knows_for_each_verifier_how_much_of_a_text_it_took() -> None
     assert memory.find("", (2, 3), [a]) == {"a": 2}
     assert memory.find("", (9, 1, 2, 3), [a, b]) == {}, "a text that begins otherwise has nothing in common"
     assert memory.find("", (), [a, b]) == {}
-
-
-def test_tenants_do_not_attract_each_other_even_with_the_same_hashes() -> None:
-    memory, a = PrefixMemory(), ready("a")
-    memory.note("alice", (1, 2), a)
-    assert memory.find("alice", (1, 2), [a]) == {"a": 2}
-    assert memory.find("bob", (1, 2), [a]) == memory.find("", (1, 2), [a]) == {}
 
 
 def test_what_a_verifier_took_is_forgotten_when_it_restarts() -> None:

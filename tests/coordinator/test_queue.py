@@ -18,7 +18,6 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.fleet_view import FleetView
 from outrider.coordinator.queue import (
     GRACE_S,
-    MAX_TICKETS,
     MAX_TICKETS_OF_KEY,
     QUESTIONS_PER_S,
     RETRY_WHEN_FULL_S,
@@ -177,13 +176,6 @@ def test_a_key_has_only_so_many_tickets_and_none_keeps_all_others_out() -> None:
     assert not line.ask("s9999", "alice"), "it is behind all that have one"
 
 
-def test_there_are_only_so_many_tickets_in_all() -> None:
-    line = Line()
-    for number in range(MAX_TICKETS + 5):
-        assert not line.ask(f"s{number}")
-    assert len(line.queue) == MAX_TICKETS
-
-
 def test_the_nearer_the_turn_the_sooner_an_edge_asks_again() -> None:
     line = Line()
     for number in range(40):  # four slots a second are given
@@ -218,21 +210,6 @@ def view(*verifiers: VerifierInfo) -> FleetView:
     fleet = FleetView(1.0)
     fleet.observe(verifiers, 0.0)
     return fleet
-
-
-def test_a_text_whose_verifier_refused_it_has_its_turn_back() -> None:
-    full = ready("a", max_sessions=1, sessions=1)
-    fleet = view(full)
-    for session in ("s1", "s2"):
-        with pytest.raises(ResourceExhausted):
-            fleet.choose(request(session), "", 0.0)
-    fleet.observe((ready("a", max_sessions=1),), 0.1)
-    fleet.grant(request("s1"), "", fleet.choose(request("s1"), "", 0.1), 0.1)
-    with pytest.raises(ResourceExhausted):
-        fleet.choose(request("s2"), "", 0.2)
-    assert fleet.choose(request("s1"), "", 0.3).name == "a", "with the next lease"
-    with pytest.raises(ResourceExhausted):
-        fleet.choose(request("s2"), "", 0.4)
 
 
 def test_questions_and_suspicions_take_no_turn() -> None:
@@ -295,14 +272,6 @@ def test_after_a_restart_verifiers_say_which_texts_are_no_newcomers(tenant: str)
     waits(fleet, request("newcomer"), tenant, 0.5)
     waits(fleet, request("liar", precision="float32", epoch=3), tenant, 0.5)
     assert fleet.choose(request("old", precision="float32", epoch=1), tenant, 0.5).name == "a"
-
-
-def test_a_text_is_no_newcomer_as_soon_as_its_verifier_says_so() -> None:
-    fleet = view(verifier(1, 1))
-    waits(fleet, request("newcomer"), "", 0.0)
-    waits(fleet, request("old", precision="float32"), "", 0.0)
-    fleet.observe((verifier(1, 0, admitted={"old": 0}),), 0.5)
-    assert fleet.choose(request("old", precision="float32"), "", 0.5).name == "a"
 
 
 def test_a_slot_is_kept_for_an_edge_that_was_told_that_none_is_ready() -> None:

@@ -138,9 +138,7 @@ def test_both_sides_agree_on_where_verifiers_and_trainers_are_found() -> None:
     assert (ray_cluster.NAMESPACE, ray_cluster.TRAINER_PREFIX) == (trainer.NAMESPACE, trainer.TRAINER_PREFIX)
 
 
-def test_trainers_are_told_keys_and_retired_versions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trainers_are_told_keys_and_retired_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[frozenset[Any]] = []
     listens = SimpleNamespace(allow=SimpleNamespace(remote=told.append), retire=SimpleNamespace(remote=told.append))
     handles = {"outrider-trainer-deaf": object(), "outrider-trainer-tiny": listens}
@@ -229,19 +227,6 @@ async def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callabl
     with pytest.raises(NotFound):
         await cluster.tokenizer_json("zzz")
     ray.kill(other)
-
-
-async def test_a_killed_actor_is_down_then_restarted_at_a_new_address(start: Callable[[str], Any]) -> None:
-    handle = start("a")
-    cluster = RayCluster(info_timeout_s=20)
-    before = await until(cluster, is_ready)
-    cluster._info_timeout_s = 0.05  # to look before it is back
-    ray.kill(handle, no_restart=False)
-    down = await until(cluster, lambda info: info.state is VerifierState.DOWN)
-    assert (down.model, down.status().address) == ("tiny", "")
-    cluster._info_timeout_s = 20
-    after = await until(cluster, lambda info: is_ready(info) and info.restarts == 1)
-    assert after.address != before.address
 
 
 async def test_an_actor_that_ray_has_given_up_is_replaced_by_respawn(start: Callable[[str], Any]) -> None:

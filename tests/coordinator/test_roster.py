@@ -29,25 +29,18 @@ def only(roster: Roster) -> VerifierInfo:
     return info
 
 
-def test_a_verifier_that_answers_is_as_it_says() -> None:
-    roster = Roster()
-    roster.observe(["a"], says("a"))
-    info = only(roster)
-    assert (info.state, info.sessions, info.max_sessions, info.kv_pages_free) == (VerifierState.READY, 1, 4, 5)
-
-
-def test_a_listed_verifier_that_is_silent_is_down_but_its_model_stays_known() -> None:
-    roster = Roster()
-    roster.observe(["a"], says("a"))
-    roster.observe(["a"], {})
-    assert (only(roster).state, only(roster).model) == (VerifierState.DOWN, "tiny")
-    assert roster.to_respawn(0.0) == (), "Ray restarts it"
-
-
-def test_a_verifier_that_never_answered_is_down_without_a_model() -> None:
+def test_a_verifier_is_as_it_says_and_down_while_it_is_silent() -> None:
     roster = Roster()
     roster.observe(["a"], {})
     assert (only(roster).state, only(roster).model) == (VerifierState.DOWN, "")
+    roster.observe(["a"], says("a"))
+    info = only(roster)
+    assert (info.state, info.sessions, info.max_sessions, info.kv_pages_free) == (VerifierState.READY, 1, 4, 5)
+    roster.observe(["a"], {})
+    assert (only(roster).state, only(roster).model) == (VerifierState.DOWN, "tiny"), "its model stays known"
+    assert roster.to_respawn(0.0) == (), "Ray restarts it"
+    roster.observe(["a"], says("a"))
+    assert only(roster).restarts == 0, "there was no new incarnation"
 
 
 def test_a_new_incarnation_counts_one_restart_and_brings_its_address() -> None:
@@ -58,13 +51,6 @@ def test_a_new_incarnation_counts_one_restart_and_brings_its_address() -> None:
     roster.observe(["a"], says("a", incarnation="second", address="127.0.0.1:2"))
     assert (only(roster).restarts, only(roster).address) == (1, "127.0.0.1:2")
     assert only(roster).state is VerifierState.READY
-
-
-def test_silence_without_a_new_incarnation_is_no_restart() -> None:
-    roster = Roster()
-    for reports in (says("a"), {}, says("a")):
-        roster.observe(["a"], reports)
-    assert only(roster).restarts == 0
 
 
 def test_one_that_says_that_it_has_failed_is_down_and_replaced_when_it_is_gone() -> None:
@@ -125,6 +111,7 @@ def test_an_answer_from_before_the_drain_does_not_make_its_end_a_loss() -> None:
     roster = Roster()
     roster.observe(["a"], says("a"))
     roster.drained("a")
+    assert only(roster).state is VerifierState.DRAINING, "before it says so"
     roster.observe(["a"], says("a", state="ready"))
     assert roster.leaving == ("a",)
     roster.observe([], {})
@@ -138,13 +125,6 @@ def test_a_verifier_that_was_restarted_no_longer_drains() -> None:
     assert roster.leaving == ()
     roster.observe([], {})
     assert roster.to_respawn(0.0) == ("a",)
-
-
-def test_a_drained_verifier_is_draining_before_it_says_so() -> None:
-    roster = Roster()
-    roster.observe(["a"], says("a"))
-    roster.drained("a")
-    assert only(roster).state is VerifierState.DRAINING
 
 
 def test_what_a_replaced_process_says_late_is_refused_and_counted() -> None:

@@ -256,9 +256,7 @@ async def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log
 # --- what an edge refuses ---
 
 
-def test_an_edge_under_tls_sends_no_text_to_a_plain_remote_verifier_unless_allowed(
-    issued: Issued,
-) -> None:
+def test_an_edge_under_tls_sends_no_text_to_a_plain_remote_verifier_unless_allowed(issued: Issued) -> None:
     strict = secured(issued)
     with pytest.raises(ConfigError, match="--plaintext") as refusal:
         strict.check_verifier("10.0.0.7:1", None)

@@ -85,10 +85,7 @@ def record(state: str, address: str) -> list[tuple[str, str]]:
         chat.type(f"{line}\n")
     chat.until("> ")
     chat.type("\x04")
-    return [
-        (f"outrider {' '.join(run)} '{CONTINUED}'", generated),
-        (f"outrider chat {' '.join(where)}", chat.rest()),
-    ]
+    return [(f"outrider {' '.join(run)} '{CONTINUED}'", generated), (f"outrider chat {' '.join(where)}", chat.rest())]
 
 
 def _last_of_each_line(shown: str) -> str:

@@ -243,24 +243,6 @@ async def test_a_verifier_that_is_not_there_is_a_reset() -> None:
             edge.recv(1)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "field"),
-    [
-        ({"to": "nowhere"}, ConfigError, "to"),
-        ({"to": "no-such-host.invalid:1"}, ConfigError, "to"),
-        ({"to": "127.0.0.1:1", "listen": "0.0.0.0:0"}, ConfigError, "listen"),
-    ],
-)
-def test_a_link_that_cannot_start_says_why(options, kind, field) -> None:
-    async def start() -> None:
-        async with LinkProcess(**options):
-            pass
-
-    with pytest.raises(kind) as refused:
-        asyncio.run(start())
-    assert refused.value.field == field
-
-
 async def test_a_port_that_is_taken_and_a_link_that_has_died_are_unavailable(echo) -> None:
     async with LinkProcess(to=echo) as link:
         with pytest.raises(Unavailable, match="cannot listen"):
@@ -329,6 +311,7 @@ def test_the_command_stays_until_it_is_stopped_and_says_what_it_carried(echo) ->
     [
         (["link"], 2, "--to"),
         (["link", "--to", "nowhere"], 1, "to: 'nowhere' is not host:port"),
+        (["link", "--to", "no-such-host.invalid:1"], 1, "to: "),
         (["link", "--to", "127.0.0.1:1", "--listen", "0.0.0.0:0"], 1, "listen: '0.0.0.0:0' is not a loopback address"),
         (["link", "--to", "127.0.0.1:1", "--rtt", "-1"], 2, "--rtt"),
         (

@@ -67,13 +67,6 @@ def test_the_rate_is_exact_however_late_and_seldom_the_pipe_is_asked(mbit, pause
     assert arrived[-1].due_s == pytest.approx(0.02 + 100_000 / (mbit * MBIT))
 
 
-def test_an_idle_link_saves_nothing_up() -> None:
-    pipe = Pipe(way(bytes_per_s=1000.0))
-    pipe.push(0.0, 0, b"x" * 100)
-    pipe.push(10.0, 0, b"x" * 100)
-    assert [due for _, _, due in drain(pipe)] == [pytest.approx(0.1), pytest.approx(10.1)]
-
-
 def test_a_late_reader_may_say_when_the_bytes_really_came() -> None:
     pipe = Pipe(way(delay_s=0.01))
     assert pipe.due(1.003) == []
@@ -155,15 +148,6 @@ def test_a_stall_delivers_nothing_for_its_time_and_then_goes_on() -> None:
         ("leaving", pytest.approx(2.21)),
         ("waiting", pytest.approx(2.22)),
     ]
-
-
-def test_stalls_that_overlap_end_with_the_last() -> None:
-    pipe = Pipe(way(delay_s=0.1))
-    pipe.push(0.0, 0, b"x")
-    pipe.stall(0.0, 5.0)
-    pipe.stall(1.0, 1.0)
-    pipe.stall(2.0, 5.0)
-    assert pipe.next_time() == pytest.approx(7.1)
 
 
 def test_a_full_queue_has_no_room_until_it_has_emptied_at_the_rate() -> None:

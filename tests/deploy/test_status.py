@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from dataclasses import asdict
 
 from rich.console import Console
 
@@ -64,6 +65,16 @@ def cluster() -> ClusterStatus:
             ClassAcceptance("llama", 15, 0, DrafterPrior("ngram", "1", 0.25, 40.0)),
         ),
     )
+
+
+def printed(status: ClusterStatus, width: int = 80) -> str:
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None).print(tables(status))
+    return text.getvalue()
+
+
+def guarantees(*verifiers: VerifierStatus) -> list[str]:
+    return [line for line in printed(ClusterStatus(verifiers, (), 0, ())).splitlines() if ": " in line]
 
 
 def test_the_json_object_has_the_documented_shape() -> None:
@@ -134,21 +145,18 @@ def test_the_json_object_has_the_documented_shape() -> None:
 
 
 def test_the_tables_fit_80_columns_and_cut_nothing() -> None:
-    text = io.StringIO()
-    Console(file=text, width=80, color_system=None).print(tables(cluster()))
-    lines = text.getvalue().splitlines()
+    text = printed(cluster())
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     words = ("llama-0", "10.244.12.103:50061", "12/32", "10.5", "50%", "down", "0.1.0", "kitchen", "garden", "30.0 ms")
     for word in (*words, "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
-        assert word in text.getvalue()
+        assert word in text
     assert sum("llama-0" in line for line in lines) == 5, "as a verifier, and by drafts, links, guarantee, precision"
 
 
 def test_the_drafters_beside_targets_have_a_table_where_there_are_any() -> None:
     def said(*verifiers: VerifierStatus) -> list[list[str]]:
-        text = io.StringIO()
-        Console(file=text, width=80).print(tables(ClusterStatus(verifiers, (), 0, ())))
-        lines = [line.split() for line in text.getvalue().splitlines()]
+        lines = [line.split() for line in printed(ClusterStatus(verifiers, (), 0, ())).splitlines()]
         begin = next((n for n, line in enumerate(lines) if "own" in line), len(lines))
         return list(itertools.takewhile(bool, lines[begin:]))
 
@@ -166,11 +174,8 @@ def test_the_drafters_beside_targets_have_a_table_where_there_are_any() -> None:
 
 def test_every_guarantee_names_its_verifiers() -> None:
     kinds = ("bytes", "distribution", "bytes", "bytes_by_tiles", "")
-    verifiers = tuple(VerifierStatus(f"v{i}", "", "m", "ready", guarantee=kind) for i, kind in enumerate(kinds))
-    text = io.StringIO()
-    Console(file=text, width=80).print(tables(ClusterStatus(verifiers, (), 0, ())))
-    said = [line for line in text.getvalue().splitlines() if ": " in line]
-    assert said == [
+    verifiers = (VerifierStatus(f"v{i}", "", "m", "ready", guarantee=kind) for i, kind in enumerate(kinds))
+    assert guarantees(*verifiers) == [
         "v0, v2: a text keeps its bytes whatever shares its steps",
         "v3: a text keeps its bytes whatever shares its steps, by slow tiles",
         "v1: near-ties of a text may fall either way",
@@ -180,22 +185,14 @@ def test_every_guarantee_names_its_verifiers() -> None:
 def test_every_precision_names_its_verifiers_and_mixed_models_are_named() -> None:
     kinds = (("m", "float32"), ("m", "bfloat16"), ("n", "float32"), ("o", ""))
     verifiers = tuple(VerifierStatus(f"v{i}", "", model, "ready", precision=p) for i, (model, p) in enumerate(kinds))
-
-    def said(verifiers: tuple[VerifierStatus, ...]) -> list[str]:
-        text = io.StringIO()
-        Console(file=text, width=80).print(tables(ClusterStatus(verifiers, (), 0, ())))
-        return [line for line in text.getvalue().splitlines() if ": " in line]
-
     each = ["v1: computing in bfloat16", "v0, v2: computing in float32"]
-    assert said(verifiers) == [*each, "m: a text that has begun goes on in its own precision alone"]
-    assert said(verifiers[1:]) == ["v1: computing in bfloat16", "v2: computing in float32"]
+    assert guarantees(*verifiers) == [*each, "m: a text that has begun goes on in its own precision alone"]
+    assert guarantees(*verifiers[1:]) == ["v1: computing in bfloat16", "v2: computing in float32"]
 
 
 def test_without_sessions_there_are_no_links() -> None:
     assert links_of([]) is None
-    text = io.StringIO()
-    Console(file=text, width=80).print(tables(ClusterStatus((), (), 0, ())))
-    assert "round trip" not in text.getvalue()
+    assert "round trip" not in printed(ClusterStatus((), (), 0, ()))
 
 
 def test_the_whole_view_survives_the_wire() -> None:
@@ -212,15 +209,9 @@ VERSIONS = (
 )
 
 
-def shown_table(status: ClusterStatus) -> str:
-    text = io.StringIO()
-    Console(file=text, width=200).print(tables(status))
-    return text.getvalue()
-
-
 def test_versions_are_shown_with_what_decided_on_each() -> None:
     status = ClusterStatus((), (), 0, (), versions=VERSIONS)
-    lines = [line for line in shown_table(status).splitlines() if line.startswith("general")]
+    lines = [line for line in printed(status, 200).splitlines() if line.startswith("general")]
     assert [line.split()[1:3] for line in lines] == [
         ["def012345678", "current"],
         ["abc", "previous"],
@@ -230,26 +221,14 @@ def test_versions_are_shown_with_what_decided_on_each() -> None:
     assert "+0.012 in 31" in lines[0]
     assert "10%" in lines[1]
     assert "hits -0.121 against abc in 12 texts" in lines[2]
-    assert "code" not in shown_table(status), "a drafter with one version has nothing to compare"
-    assert "current" not in shown_table(ClusterStatus((), (), 0, (), versions=VERSIONS[:2]))
+    assert "code" not in printed(status, 200), "a drafter with one version has nothing to compare"
+    assert "current" not in printed(ClusterStatus((), (), 0, (), versions=VERSIONS[:2]), 200)
 
 
 def test_versions_in_json_hold_every_field_and_round_what_is_measured() -> None:
     (compared,) = [v for v in as_json(ClusterStatus((), (), 0, (), versions=VERSIONS))["versions"] if v["texts"]]
-    assert compared == {
-        "drafter": "general",
-        "version": "def0123456789",
-        "state": "current",
-        "share": 1.0,
-        "why": "",
-        "age_s": 60.0,
-        "against": "abc",
-        "texts": 31,
-        "difference": 0.0123,
-        "evidence": -1.5,
-        "acceptance": 0.7512,
-        "trials": 800.0,
-    }
+    rounded = {"age_s": 60.0, "difference": 0.0123, "acceptance": 0.7512, "trials": 800.0}
+    assert compared == asdict(VERSIONS[1]) | rounded
 
 
 # --- trainers ---
@@ -281,39 +260,19 @@ TRAINERS = (
 
 
 def test_a_trainer_is_shown_with_what_it_waits_for_and_tries() -> None:
-    text = io.StringIO()
-    Console(file=text, width=80, color_system=None).print(tables(ClusterStatus((), (), 0, (), trainers=TRAINERS)))
-    lines = text.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
+    text = printed(ClusterStatus((), (), 0, (), trainers=TRAINERS))
+    assert max(map(len, text.splitlines())) <= 80
     for word in ("42 s", "88%", "31%/50%", "160", "4: +0.021", "loading"):
-        assert word in text.getvalue()
-    wide = shown_table(ClusterStatus((), (), 0, (), trainers=TRAINERS))
+        assert word in text
+    wide = printed(ClusterStatus((), (), 0, (), trainers=TRAINERS), 200)
     assert "waiting for idle time for 42 s" in wide
     assert "4: +0.021 in 37" in wide
-    assert "on trial" not in shown_table(ClusterStatus((), (), 0, ())), "without trainers there is no table"
+    assert "on trial" not in printed(ClusterStatus((), (), 0, ()), 200), "without trainers there is no table"
 
 
 def test_a_trainer_in_json_holds_every_field() -> None:
     first, second = as_json(ClusterStatus((), (), 0, (), trainers=TRAINERS))["trainers"]
-    assert first == {
-        "model": "reference",
-        "state": "waiting for idle time",
-        "drafter": "general",
-        "version": "8" * 12,
-        "sequence": 3,
-        "load": 0.8765,
-        "waited_s": 42.0,
-        "hurried": 2,
-        "cpu_share": 0.3123,
-        "max_cpu_share": 0.5,
-        "steps": 160,
-        "positions": 123_456,
-        "keys": 9,
-        "waiting": 700,
-        "candidate": 4,
-        "candidate_texts": 37,
-        "candidate_difference": 0.0212,
-        "published": 3,
-        "dropped": 1,
-    }
+    assert first == asdict(TRAINERS[0]) | {
+        "load": 0.8765, "waited_s": 42.0, "cpu_share": 0.3123, "candidate_difference": 0.0212,
+    }  # fmt: skip
     assert (second["model"], second["state"], second["drafter"]) == ("tiny", "loading", "")

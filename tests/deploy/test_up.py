@@ -15,10 +15,7 @@ from outrider.deploy.local.local_cluster import LocalCluster
 
 @pytest.mark.parametrize(
     ("options", "bound", "printed"),
-    [
-        (["--metrics-listen", "127.0.0.1:0"], "127.0.0.1:4711", ["http://127.0.0.1:4711/metrics"]),
-        ([], "", []),
-    ],
+    [(["--metrics-listen", "127.0.0.1:0"], "127.0.0.1:4711", ["http://127.0.0.1:4711/metrics"]), ([], "", [])],
     ids=["served", "not served"],
 )
 def test_the_metrics_of_the_coordinator_are_where_they_were_bound(options, bound, printed, monkeypatch, capsys) -> None:

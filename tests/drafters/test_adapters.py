@@ -106,14 +106,6 @@ def test_a_merged_session_is_the_float_model_plus_ba_quantised_again(tmp_path):
     assert np.abs(got - plain_text).max() > 0.1, "the adapter changes what is said"
 
 
-def test_an_adapter_of_zeros_keeps_every_bit(tmp_path):
-    parent = find_package("general")
-    zeros = {name: (a, np.zeros_like(b)) for name, (a, b) in sized(weights_of(parent)).items()}
-    adapted = write(parent.folder, tmp_path / "zeros", zeros)
-    prompt = some_tokens(24, vocab=8192)
-    np.testing.assert_array_equal(logits(OnnxDrafter(adapted), prompt), logits(OnnxDrafter(parent), prompt))
-
-
 def test_only_the_blocks_that_change_are_quantised_again(tmp_path):
     parent = find_package("general")
     name, before = next(iter(weights_of(parent).items()))

@@ -182,13 +182,6 @@ def measured(monkeypatch, *sizes) -> None:
     monkeypatch.setattr(shelf_module, "own_bytes", lambda: next(readings))
 
 
-def test_measured_memory_counts_where_it_is_more_than_the_files(shelf, loader, monkeypatch):
-    measured(monkeypatch, 3 * SIZE, SIZE // 2)
-    shelf.offer(loader("a@1", "b@1"))
-    loaded(shelf)
-    assert shelf.bytes == 4 * SIZE
-
-
 def test_where_the_system_does_not_say_the_files_count(shelf, loader, monkeypatch):
     monkeypatch.setattr(shelf_module, "own_bytes", lambda: None)
     shelf.offer(loader("a@1"))
@@ -349,15 +342,6 @@ def test_the_first_of_a_list_of_drafters_is_loaded_and_the_others_follow(tmp_pat
     ready.shelf.close()
 
 
-def test_one_name_alone_is_one_drafter(tmp_path):
-    package(tmp_path, "code")
-    for drafter in (f"{tmp_path}/code", "ngram"):
-        ready = prepared(drafter, tokenizer=tmp_path / "code" / "tokenizer.json")
-        assert len(ready.shelf.offered) == len(ready.shelf.drafters()[0]) == 1
-    ready = prepared("none", tokenizer=tmp_path / "code" / "tokenizer.json")
-    assert (ready.shelf.offered, ready.shelf.error) == ((), "")
-
-
 def test_a_text_begins_steered_once_the_steered_drafter_is_loaded(tmp_path):
     package(tmp_path, "plain")
     package(tmp_path, "steered", steered=True)
@@ -380,23 +364,6 @@ def test_a_broken_member_is_left_out_with_a_warning(tmp_path, caplog, order):
     assert not ready.shelf.error
     until(lambda: [drafter.name for drafter in ready.shelf.drafters()[0]] == ["whole", "ngram"])
     ready.shelf.close()
-
-
-def test_only_where_no_drafter_is_left_a_text_goes_on_without_and_says_why(tmp_path):
-    for name in ("one", "two"):
-        package(tmp_path, name)
-        (tmp_path / name / "model.onnx").unlink()
-    ready = prepared(f"{tmp_path}/one,{tmp_path}/two", tokenizer=tmp_path / "one" / "tokenizer.json")
-    assert ready.shelf.drafters() == ((), None)
-    assert "model.onnx is missing" in ready.shelf.error
-
-
-def test_what_does_not_fit_into_memory_is_left_out(tmp_path):
-    package(tmp_path, "code")
-    ready = prepared(f"{tmp_path}/code,ngram", drafter_memory_mb=0.001)
-    assert ready.shelf.names == "ngram"
-    ready = prepared(f"{tmp_path}/code", drafter_memory_mb=0.001)
-    assert ready.shelf.first.name == "code", "the limit is for several"
 
 
 def test_unknown_names_wrong_tokenizers_and_twins_are_mistakes(tmp_path):
@@ -643,19 +610,8 @@ def test_an_edge_outside_the_share_and_one_without_a_name_try_nothing(on_trial):
 def test_a_version_that_is_steered_is_not_tried_beside_one_that_is_not(on_trial):
     assert [one.name for one in on_trial((OLD, 0.0), (STEERED, 1.0)).named(("far",), "")] == ["far"]
     assert [one.name for one in on_trial((STEERED, 0.0), (NEW, 1.0)).named(("far",), "")] == ["far"]
-
-
-def test_a_steered_drafter_and_the_one_before_are_unsteered_while_compared(on_trial):
-    compared = on_trial((NEXT, 0.0), (STEERED, 1.0)).named(("far",), "")
-    assert [one.version for one in compared] == [NEXT, STEERED]
-    alone = on_trial((NEXT, 0.0)).named(("far",), "")
-    for found, steered in ((compared, None), (alone, 0)):
-        shelf = DrafterShelf()
-        shelf.offer(found)
-        shelf.load_all()
-        assert shelf.drafters()[1] == steered
-        shelf.close()
     assert [one.version for one in on_trial((STEERED, 0.0), (FOREIGN, 1.0)).named(("far",), "")] == [STEERED]
+    assert [one.version for one in on_trial((NEXT, 0.0), (STEERED, 1.0)).named(("far",), "")] == [NEXT, STEERED]
 
 
 def test_a_version_on_trial_that_cannot_be_fetched_leaves_the_current_one(on_trial, tmp_path, caplog):
@@ -684,11 +640,6 @@ def test_a_version_on_trial_that_cannot_be_fetched_leaves_the_current_one(on_tri
 def test_a_list_of_drafters_that_makes_no_sense_is_refused(wrong, why):
     with pytest.raises(ConfigError, match=why):
         EdgeConfig(**WHERE, **wrong)
-
-
-def test_the_option_names_one_drafter_or_several():
-    assert EdgeConfig(**WHERE).drafters == ("auto",)
-    assert EdgeConfig(**WHERE, drafter="a, b/c,ngram").drafters == ("a", "b/c", "ngram")
 
 
 def test_a_client_takes_several_drafters_and_closes_their_shelf(tmp_path):

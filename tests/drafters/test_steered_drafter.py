@@ -111,33 +111,6 @@ def test_the_prompt_is_computed_unsteered_and_all_that_follows_with_the_vector(d
     np.testing.assert_array_equal(computed(state), rows_of((*tokens, *token_ids(proposal[:-1])), vectors))
 
 
-def test_a_vector_changes_what_is_drafted(drafter):
-    drafts = []
-    for by in (None, ONE, OTHER):
-        state = drafter.open(GREEDY)
-        state.steer(by, since=3)
-        state.extend((3, 1, 4))
-        drafts.append(token_ids(state.propose(8)))
-    assert len(set(drafts)) == 3
-    assert len({draft[0] for draft in drafts}) == 1, "the prompt's last position is unsteered"
-
-
-def test_a_rollback_recomputes_with_the_newest_vector_but_for_the_prompt(drafter):
-    state = drafter.open(GREEDY)
-    state.extend((3, 1, 4, 1))
-    state.steer(ONE, since=4)
-    state.propose(5)
-    state.truncate(6)
-    state.steer(OTHER, since=4)
-    state.propose(3)
-    vectors = {4: ONE} | dict.fromkeys((5, 6, 7), OTHER)
-    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:8], vectors))
-    state.truncate(2)  # into the prompt, without another word of steering
-    state.extend((5, 9, 2))
-    state.propose(2)
-    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:6], {4: OTHER, 5: OTHER}))
-
-
 @pytest.mark.parametrize(("prompt", "before", "scored"), [(3, 3, 5), (3, 5, 40), (30, 3, 60), (100, 3, 20), (1, 1, 1)])
 def test_scores_are_of_the_steered_logits_on_both_sides_of_the_prompts_end(drafter, prompt, before, scored):
     tokens = some_tokens(before + scored)

@@ -116,14 +116,6 @@ def test_vectors_count_on_both_sides_of_the_prompts_end(steered, since, vector):
     assert_forces(state, twin, some_tokens(PREFILL_TOKENS + 20, seed=8))
 
 
-def test_a_forced_proposal_in_place_of_an_accepted_draft_is_that_draft(plain):
-    state = plain.open(WARM)
-    state.extend((3, 1, 4))
-    proposal = state.propose(20)
-    state.truncate(3)
-    assert_same(state.propose_forced(token_ids(proposal)), proposal)
-
-
 def test_beyond_the_contexts_end_nothing_would_have_been_proposed(plain):
     state, twin = plain.open(WARM), plain.open(WARM)
     for each in (state, twin):

@@ -65,5 +65,9 @@ def try_input(data: bytes) -> None:
     except (InvalidArgument, ResourceExhausted) as error:
         check_refusal(error)
         return
-    again = decode(encode(message))
-    assert repr(again) == repr(message), (message, again)  # in place of ==, since NaN differs from itself
+    check_same(message, decode(encode(message)))
+
+
+def check_same(message: Any, again: Any) -> None:
+    """Compare what they show in place of themselves, since NaN differs from itself."""
+    assert repr(again) == repr(message), (message, again)

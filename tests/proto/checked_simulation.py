@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hand_driven import committed
 
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.selector import Selector
-from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested
+from outrider.proto.session import Done, DrafterFailed, EdgeSession, EdgeStatistics, Reopen, Selection, StopRequested
 from outrider.proto.session import verifier as session_verifier
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
@@ -139,6 +139,16 @@ class CheckedDrafters(ScriptedDrafters):
         return super().catch_up(job)
 
 
+def counts_of(simulations: Iterable[CheckedSimulation]) -> list[EdgeStatistics]:
+    """Decode texts, each of which must be the target's, and return what their edges have counted."""
+    found = []
+    for number, simulation in enumerate(simulations):
+        wanted = own_text(simulation.oracle, simulation.frame, simulation.rules)
+        assert simulation.run() == wanted, f"text {number}"
+        found.append(simulation.edge.statistics)
+    return found
+
+
 class CheckedSimulation(FaultySimulation):
     """One text from Open to Done; fails where it can never go on."""
 
@@ -169,7 +179,7 @@ class CheckedSimulation(FaultySimulation):
         opened: Opened | None = None,
     ) -> None:
         self.rules = verifier or rules()
-        self.oracle = oracle
+        self.oracle, self.frame = oracle, frame
         clock, rng = VirtualClock(), random.Random(seed)
         selection = Selection(selector, tuple("abcdef"[: 1 + len(others)])) if selector is not None else None
         edge = edge or EdgeSession(

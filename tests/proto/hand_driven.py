@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Self
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
@@ -34,6 +35,11 @@ def drafts_of(tokens: Sequence[int], confidence: Sequence[float] = ()) -> tuple[
 def committed(*ids: int) -> tuple[CommittedToken, ...]:
     """Tokens of which nothing else was asked."""
     return tuple(map(CommittedToken, ids))
+
+
+def frames(instructions: Sequence[EdgeInstruction], kind: type[Any]) -> list[Any]:
+    """Return the frames of this kind that are sent."""
+    return [each.frame for each in instructions if isinstance(each, Send) and isinstance(each.frame, kind)]
 
 
 class HandDrivenEdge(EdgeSession):
@@ -82,6 +88,12 @@ class HandDrivenEdge(EdgeSession):
         assert isinstance(instruction, Send)
         assert isinstance(instruction.frame, Open)
         return instruction.frame
+
+    def opened(self, opened: Opened, now: float = 0.0, *, sent_at: float = 0.0) -> Self:
+        """Open the first stream, and return the machine."""
+        self.open_frame(b"", sent_at)
+        self.on_opened(opened, now)
+        return self
 
     def on_opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
         return self.handle(self._of_this_stream(opened), now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from outrider.proto.cluster_status import (
     decode_status,
     encode_status,
 )
-from outrider.proto.codec import FILE, Table, many
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -516,26 +514,6 @@ def test_an_unknown_finish_reason_is_refused():
     assert caught.value.field == "commit.finish"
 
 
-def test_a_draft_of_four_tokens_takes_few_bytes():
-    draft = t.Draft(3, 1000, tuple(map(t.DraftToken, (17, 5000, 40_000, 151_000))))
-    assert len(codec.encode_edge_frame(draft)) <= 20
-
-
-def test_a_commit_without_log_probabilities_takes_few_bytes():
-    commit = t.Commit(
-        1000, committed(17, 5000, 40_000), 2, 64, timing=t.Timing(40, 0.02, 0.001, 0.03), chain=3, verified=8
-    )
-    assert len(codec.encode_cloud_frame(commit)) <= 40
-
-
-@pytest.mark.parametrize(("precision", "most"), [(t.SteeringPrecision.INT8, 75), (t.SteeringPrecision.FLOAT16, 142)])
-def test_a_vector_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
-    without = t.Commit(1000, committed(17, 5000, 40_000), 2, 64, chain=3, verified=8)
-    vector = t.Steering(0.125, bytes(64 * precision.number_bytes), precision)
-    added = len(codec.encode_cloud_frame(replace(without, steering=vector))) - len(codec.encode_cloud_frame(without))
-    assert added <= most
-
-
 @pytest.mark.parametrize(
     ("seconds", "carried"), [(-0.001, 0.0), (1.0000004, 1.0), (2e-7, 0.0), (1e9, 0xFFFFFFFF / 1e6)]
 )
@@ -550,8 +528,3 @@ def test_a_file_name_that_leaves_its_folder_is_refused(name):
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_lease(wire.SerializeToString())
     assert caught.value.field == "file.name"
-
-
-def test_a_table_refuses_a_maker_of_a_field_that_the_dataclass_lacks():
-    with pytest.raises(TypeError, match="has no fields, file"):
-        Table(t.DrafterManifest, pb.DrafterManifest, fields=many(FILE), file=many(FILE))

@@ -15,20 +15,16 @@ from outrider.edge.selectors import FixedShare, Leader
 from outrider.proto import codec
 from outrider.proto.errors import (
     InvalidArgument,
-    OutriderError,
     PromptTooLong,
     ResourceExhausted,
-    Unavailable,
     UnknownToken,
 )
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.session import (
     Done,
-    EdgeInstruction,
     Emit,
     Reopen,
     Selection,
-    Send,
     StopRequested,
     TeacherForced,
     TurnBegun,
@@ -188,17 +184,6 @@ def test_every_turn_has_the_text_of_a_fresh_open_whatever_happens_before(
     talk.run_turns()
 
 
-def test_on_a_good_link_every_later_turn_goes_up_as_its_new_tokens_alone():
-    said = [Turn(prompt=(n, 5), sampling=Sampling(max_tokens=10), pause_s=0.1) for n in range(1, 6)]
-    talk = Talk(said, hashing_oracle(1, eos_odds=0), None, verifier=rules())
-    talk.run_turns()
-    assert [frame.prompt for frame in talk.opens] == [(1, 5)]
-    assert [frame.prompt for frame in talk.continued] == [(n, 5) for n in range(2, 6)]
-    assert [frame.start for frame in talk.continued] == [12, 24, 36, 48]
-    assert [frame.sampling for frame in talk.continued] == [None] * 4, "the sampling is no news either"
-    assert max(len(codec.encode_edge_frame(frame)) for frame in talk.continued) <= 16
-
-
 def test_what_the_drafter_read_in_earlier_turns_is_not_read_again():
     said = [Turn(prompt=(n, 5), sampling=Sampling(max_tokens=12), pause_s=0.1) for n in range(1, 5)]
     oracle = hashing_oracle(1, eos_odds=0)
@@ -322,56 +307,12 @@ def test_what_was_measured_and_the_credit_of_opening_go_on_into_the_next_turn():
 
 def edge_at_rest(keep_s: float = 9.0, **changes) -> HandDrivenEdge:
     """A session whose first turn is done: 3 1 2, 4 5."""
-    edge = HandDrivenEdge(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), Window(4))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(Opened(0, 64, 2, "v", 512, vocab_size=8, keep_s=keep_s), 0.1)
+    edge = HandDrivenEdge(
+        open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), Window(4)
+    ).opened(Opened(0, 64, 2, "v", 512, vocab_size=8, keep_s=keep_s), 0.1)
     instructions = edge.on_commit(Commit(3, committed(4, 5), 0, 64, finish=FinishReason.LENGTH), 0.2)
     assert instructions == [Emit(3, committed(4, 5), (False, False)), Done(FinishReason.LENGTH)]
     return edge
-
-
-def frames(instructions: list[EdgeInstruction]) -> list[EdgeFrame]:
-    return [instruction.frame for instruction in instructions if isinstance(instruction, Send)]
-
-
-def test_a_kept_session_is_sent_only_what_is_new():
-    edge = edge_at_rest()
-    assert edge.connected
-    assert edge.on_turn(5, (6,), Sampling(max_tokens=2), 1.0) == [Send(Continue(5, (6,), None, 0))]
-    assert edge.transcript == [3, 1, 2, 4, 5, 6]
-    assert not edge.done
-    other = edge_at_rest()
-    sampling = Sampling(max_tokens=2, temperature=1.0)
-    assert frames(other.on_turn(4, (6, 7), sampling, 1.0)) == [Continue(4, (6, 7), sampling, 0)]
-    assert other.transcript == [3, 1, 2, 4, 6, 7]
-
-
-def test_where_no_verifier_keeps_the_session_the_next_turn_sends_the_transcript():
-    kept_nothing = edge_at_rest(keep_s=0.0)
-    broken, sent_away = edge_at_rest(), edge_at_rest()
-    assert broken.on_disconnected(Unavailable("cut"), 0.5) == []
-    assert sent_away.on_goaway(Goaway("its pages are needed"), 0.5) == []
-    for edge in (kept_nothing, broken, sent_away):
-        assert not edge.connected
-        (instruction,) = edge.on_turn(5, (6,), Sampling(max_tokens=7), 1.0)
-        assert isinstance(instruction, Reopen)
-        assert instruction.after_s == 0
-        frame = edge.open_frame(b"lease", 1.1)
-        assert (frame.prompt, frame.committed, frame.sampling.max_tokens) == ((3, 1, 2, 4, 5, 6), (), 7)
-        assert edge.statistics.resumes == 0
-
-
-def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_again():
-    edge = HandDrivenEdge(open_frame(keep_s=9.0))
-    edge.open_frame(b"", 0.0)
-    edge.on_cancel()
-    assert isinstance(edge.on_turn(3, (6,), Sampling(), 0.1)[0], Reopen)
-    (instruction,) = edge.on_opened(Opened(0, 64, 128, "v", 512, keep_s=9.0), 0.2)
-    assert isinstance(instruction, Reopen)
-    assert not edge.connected
-    assert edge.open_frame(b"", 0.3).prompt == (3, 1, 2, 6)
-    edge.on_opened(Opened(0, 64, 128, "v", 512, keep_s=9.0), 0.4)
-    assert edge.connected
 
 
 def test_a_turn_begins_only_when_the_last_is_done_and_a_bad_one_changes_nothing():
@@ -386,14 +327,6 @@ def test_a_turn_begins_only_when_the_last_is_done_and_a_bad_one_changes_nothing(
         edge.on_turn(6, (1,), Sampling(), 1.0)
 
 
-@pytest.mark.parametrize("error", [InvalidArgument("bad", field="continuation.start"), ResourceExhausted("full")])
-def test_a_turn_that_is_refused_ends_with_the_error_and_the_next_one_opens(error: OutriderError):
-    edge = edge_at_rest()
-    edge.on_turn(5, (6,), Sampling(), 1.0)
-    assert edge.on_disconnected(error, 1.1) == [Done(None, error)]
-    assert isinstance(edge.on_turn(5, (1,), Sampling(), 1.2)[0], Reopen)
-
-
 def test_pages_that_are_short_for_a_turn_are_waited_for_like_those_of_an_open():
     edge = edge_at_rest()
     edge.on_turn(5, (6,), Sampling(), 1.0)
@@ -405,9 +338,9 @@ def test_pages_that_are_short_for_a_turn_are_waited_for_like_those_of_an_open():
 @pytest.mark.parametrize("drafting", [False, True])
 def test_the_last_turns_forced_proposals_are_not_taken_for_this_ones(drafting):
     leader = Leader(experts=FixedShare(arms=2))
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(4), selection=Selection(leader, ("a", "b")))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(4), selection=Selection(leader, ("a", "b"))).opened(
+        Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1
+    )
     edge.on_drafted(edge.next_job(4), (1, 1, 1, 1), (0.5,) * 4, 0.01, 0.1)
     edge.on_commit(Commit(3, committed(4, 5, 6, 7), 0, 64), 0.2)
     job = edge.next_job(4) if drafting else next(read for _ in range(9) if (read := readings(edge)).tokens[-1] == 7)
@@ -446,11 +379,3 @@ def test_a_turn_of_another_temperature_goes_by_what_drafts_were_worth_there():
     same.on_turn(5, (6,), Sampling(max_tokens=40), 1.0)
     same.on_drafted(same.next_job(4), (1,), (0.9,), 0.01, 1.1)
     assert same.survival > 0.5
-
-
-def test_a_drafter_that_broke_stays_away_in_later_turns():
-    edge = edge_at_rest()
-    edge.on_drafter_failed(InvalidArgument("broken"))
-    assert frames(edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0))[1:] == [], "it was reported when it broke"
-    assert edge.next_job(4) is None
-    assert edge.statistics.drafter_error == "broken"

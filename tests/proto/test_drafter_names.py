@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from checked_simulation import open_frame, rules
-from hand_driven import HandDrivenEdge, committed
+from hand_driven import HandDrivenEdge, committed, frames
 
 from outrider.proto import codec
 from outrider.proto.errors import Unavailable
 from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
-from outrider.proto.session import Selection, Send
+from outrider.proto.session import Selection
 from outrider.proto.session.verifier import Verified, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, Continue, Draft, DraftToken, FinishReason, Opened, Sampling
 
@@ -28,18 +28,12 @@ class Chosen(StaticSelector):
 def edge_of(*names, versions=("v1", "v2")):
     selector = Chosen()
     selection = Selection(selector, names, versions=versions[: len(names)])
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(3), selection=selection)
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(OPENED, 0.0)
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(3), selection=selection).opened(OPENED)
     return edge, selector
 
 
-def drafts(instructions):
-    return [i.frame for i in instructions if isinstance(i, Send) and isinstance(i.frame, Draft)]
-
-
 def draft(edge, *tokens):
-    return drafts(edge.on_drafted(edge.next_job(len(tokens)), tokens, (), 0.001, 0.01))
+    return frames(edge.on_drafted(edge.next_job(len(tokens)), tokens, (), 0.001, 0.01), Draft)
 
 
 def said(messages):
@@ -72,7 +66,7 @@ def test_a_new_streams_verifier_is_told_again() -> None:
     draft(edge, 1, 2, 3)
     edge.on_disconnected(Unavailable("gone"), 0.2)
     edge.open_frame(b"new", 0.3)
-    assert said(drafts(edge.on_opened(OPENED, 0.4))) == [("general", "v1")]
+    assert said(frames(edge.on_opened(OPENED, 0.4), Draft)) == [("general", "v1")]
 
 
 def test_a_verifier_knows_the_drafter_of_what_it_judges() -> None:

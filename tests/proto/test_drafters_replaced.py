@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from checked_simulation import open_frame
-from hand_driven import HandDrivenEdge, committed
+from hand_driven import HandDrivenEdge, committed, frames
 
 from outrider.proto.errors import Internal
 from outrider.proto.policy import Window
 from outrider.proto.policy.selector import StaticSelector
-from outrider.proto.session import DrafterFailed, Selection, Send, TurnBegun
+from outrider.proto.session import DrafterFailed, Selection, TurnBegun
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling
 
 OPENED = Opened(0, 16, 40, "v", 512, vocab_size=8, keep_s=9.0)
@@ -22,19 +22,13 @@ def selection(*versions: str) -> Selection:
 
 def edge_between_turns(*, job_runs: bool):
     """An edge whose first turn has ended, perhaps while a drafter was at work."""
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(3), selection=selection("v1"))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(OPENED, 0.0)
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), Window(3), selection=selection("v1")).opened(OPENED)
     job = edge.next_job(3)
     assert job is not None
     if not job_runs:
         edge.on_drafted(job, (1, 2, 3), (), 0.001, 0.01)
     edge.on_commit(Commit(3, committed(7), 0, 16, finish=FinishReason.LENGTH), 0.1)
     return edge, job
-
-
-def drafts(instructions) -> list[Draft]:
-    return [i.frame for i in instructions if isinstance(i, Send) and isinstance(i.frame, Draft)]
 
 
 def begin(edge: HandDrivenEdge, *versions: str) -> None:
@@ -49,21 +43,12 @@ def test_the_new_version_reads_all_and_the_old_ones_drafts_are_dropped(job_runs:
     assert edge.drafters == (("general", "v2"),)
     if job_runs:
         assert edge.next_job(3) is None
-        assert drafts(edge.on_drafted(old, (1, 2, 3), (), 0.001, 0.25)) == []
+        assert frames(edge.on_drafted(old, (1, 2, 3), (), 0.001, 0.25), Draft) == []
     new = edge.next_job(3)
     assert new is not None
     assert (new.truncate_to, list(new.extend_with)) == (0, edge.transcript)
-    (sent,) = drafts(edge.on_drafted(new, (1, 2, 3), (), 0.001, 0.3))
+    (sent,) = frames(edge.on_drafted(new, (1, 2, 3), (), 0.001, 0.3), Draft)
     assert (sent.drafter, sent.drafter_version, sent.start) == ("general", "v2", len(edge.transcript))
-
-
-def test_a_version_that_goes_on_reads_only_what_is_new() -> None:
-    edge, _ = edge_between_turns(job_runs=False)
-    known = len(edge.transcript) - 1  # it drafted another token than the last one
-    begin(edge, "v1", "v2")
-    job = edge.next_job(3)
-    assert job is not None
-    assert (job.truncate_to, list(job.extend_with)) == (known, edge.transcript[known:])
 
 
 def test_a_failure_of_the_old_version_is_not_the_new_ones() -> None:

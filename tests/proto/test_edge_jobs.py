@@ -84,15 +84,6 @@ def test_the_length_of_a_job_goes_by_the_speed_of_its_chains_drafter() -> None:
     assert (job.drafter, job.count) == (1, 3), "not two tokens, as of the drafter that was active before"
 
 
-def test_a_commit_during_a_job_brings_none_and_the_next_goes_by_the_new_text() -> None:
-    machine = edge()
-    machine.handle(StreamReady(b""), 0.0)
-    (job,) = jobs(machine.handle(OPENED, 0.1))
-    assert jobs(machine.handle(Commit(3, (CommittedToken(7),), 0, 16), 0.2)) == []
-    (again,) = jobs(machine.handle(drafted(job, 1, 2), 0.3))
-    assert again == DraftJob(3, (7,), 2, 0)
-
-
 def test_drafters_read_the_prompt_once_the_open_has_left() -> None:
     machine = edge(drafters=2)
     assert machine.handle(Started(), 0.0) == []
@@ -148,10 +139,9 @@ class Learning(Selection):
 
 
 def edge_of(selection: Selection | None = None) -> HandDrivenEdge:
-    edge = HandDrivenEdge(open_frame(), Window(2), selection=selection)
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(Opened(0, 16, 40, "v", 512, planned=False, drafter_here="h@1"), 0.0)
-    return edge
+    return HandDrivenEdge(open_frame(), Window(2), selection=selection).opened(
+        Opened(0, 16, 40, "v", 512, planned=False, drafter_here="h@1")
+    )
 
 
 def test_the_verifiers_own_drafts_are_counted_apart_and_no_selector_learns_of_them():

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.policy import Measurements, Window
 from outrider.proto.policy.steering_rate import FixedSteering, PricedSteering, SteeringRate
-from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
+from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Send
 from outrider.proto.steering_vector import encode
 from outrider.proto.types import (
     Commit,
     CommittedToken,
     Continue,
-    Goaway,
     Open,
     Opened,
     Report,
@@ -41,7 +40,6 @@ from research.simulator.simulated_faults import Faults
 RANK = 4
 REQUEST = SteeringRequest("0123456789ab")
 VERIFIER = rules(projections=frozenset({REQUEST.projection}))
-PROMPT = open_frame().prompt
 HALVES = SteeringRate(SteeringPrecision.FLOAT16)
 
 
@@ -269,16 +267,6 @@ def test_a_request_and_what_reads_its_vectors_come_together():
         HandDrivenEdge(open_frame(), steering=DrafterSteering(RANK, FixedSteering()))
 
 
-def test_without_such_a_projection_the_text_goes_on_unsteered_without_requests():
-    edge = steered_edge(Moody(1), opened=False)
-    assert not edge.statistics.steered
-    for _ in range(10):
-        instructions = commit(edge, (5,), vector_of(2))
-        assert all(report.steering is None for report in reports(instructions))
-        assert draft(edge).steer is None
-    assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (0, 0)
-
-
 def test_a_vector_that_is_too_old_steers_no_more_until_another_comes():
     edge = steered_edge(window=80, sampling=Sampling(max_tokens=500))
     commit(edge, (5,), vector_of(2))
@@ -321,27 +309,6 @@ def test_another_turn_begins_unsteered_and_its_vectors_count_after_its_prompt():
     assert (steered_by(job), job.steer.since) == (6, 7)
     assert edge.statistics.steered
     assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (1, 1), "of this turn"
-
-
-def test_after_a_broken_stream_the_old_vector_steers_until_a_new_one_comes():
-    edge = steered_edge()
-    commit(edge, (5, 6), vector_of(3))
-    assert steered_by(draft(edge)) == 3
-    assert isinstance(edge.on_disconnected(Unavailable("gone"), 1.0)[0], Reopen)
-    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(REQUEST.projection, SteeringPrecision.FLOAT16)
-    edge.on_opened(consent(committed=2, steered=True), 1.2)
-    assert steered_by(draft(edge)) is None
-    assert edge.statistics.steered_jobs == 2
-    commit(edge, (9,), vector_of(4))
-    assert steered_by(draft(edge)) == 4
-    edge.on_goaway(Goaway("drains"), 1.3)
-    edge.open_frame(b"", 1.4)
-    edge.on_opened(consent(committed=3, steered=False), 1.5)
-    assert not edge.statistics.steered, "the next verifier has no such projection"
-    assert steered_by(draft(edge)) is None
-    commit(edge, (9,), vector_of(5))
-    assert steered_by(draft(edge)) is None
-    assert edge.statistics.vectors == 2
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,6 @@ from outrider.proto.errors import ResourceExhausted
 from outrider.proto.plumbing.connections import MAX_OF_SESSION, HalfOpenStreams
 
 
-def test_a_network_of_64_bits_counts_as_one_address() -> None:
-    streams = HalfOpenStreams(2, lambda: None)
-    with ExitStack() as held:
-        for host in (1, 2):
-            held.enter_context(streams.hold(f"ipv6:%5B2001:db8::{host}%5D:50"))
-        with pytest.raises(ResourceExhausted), streams.hold("ipv6:%5B2001:db8::3%5D:50"):
-            pass
-        held.enter_context(streams.hold("ipv6:%5B2001:db8:0:1::1%5D:50"))
-        held.enter_context(streams.hold("unix:"))
-        assert len(streams) == 4
-    assert len(streams) == 0
-
-
 def test_a_key_takes_no_slots_of_a_session_of_another_key() -> None:
     refusals: list[None] = []
     streams = HalfOpenStreams(100, lambda: refusals.append(None))

@@ -73,18 +73,6 @@ def test_a_lease_ends_at_its_time_and_some_clock_skew():
     assert caught.value.field == "open.lease"
 
 
-def test_a_lease_signed_with_another_secret_is_refused():
-    with pytest.raises(Unauthenticated, match="signature"):
-        check(sign_lease(CLAIM, b"another secret of enough bytes"))
-
-
-def test_a_claim_exchanged_under_the_old_signature_is_refused():
-    _, _, signature = sign_lease(CLAIM, SECRET).partition(b".")
-    body, _, _ = sign_lease(replace(CLAIM, expires_at_s=9e9), SECRET).partition(b".")
-    with pytest.raises(Unauthenticated, match="signature"):
-        check(body + b"." + signature)
-
-
 def test_every_single_flipped_bit_of_a_token_is_noticed():
     token = sign_lease(CLAIM, SECRET)
     for i in range(8 * len(token)):
@@ -114,19 +102,6 @@ def test_a_signed_body_that_is_no_claim_is_refused(body):
         check(signed(body))
 
 
-@pytest.mark.parametrize("expires", ["soon", "9", None, [1], float("nan"), float("inf"), True])
-def test_a_signed_claim_with_an_expiry_that_is_no_number_is_refused(expires):
-    body = {"verifier": "verifier-1", "model": "model-a", "session": "session-x", "expires_at_s": expires}
-    with pytest.raises(Unauthenticated, match="is not a lease token"):
-        check(signed(json.dumps(body).encode()))
-
-
-def test_a_signed_claim_with_unknown_keys_is_refused():
-    body = {"verifier": "verifier-1", "model": "model-a", "session": "session-x", "expires_at_s": 1e9, "admin": True}
-    with pytest.raises(Unauthenticated):
-        check(signed(json.dumps(body).encode()))
-
-
 @pytest.mark.parametrize("secret", [b"", b"short", b"fifteen bytes!!"])
 def test_a_short_secret_is_refused_on_both_sides(secret):
     with pytest.raises(ConfigError) as caught:
@@ -142,9 +117,11 @@ def test_a_short_secret_is_refused_on_both_sides(secret):
         *({"verifier": 7}, {"model": None}, {"session": ["session-x"]}, {"key": 1}),
         *({"tokens_per_minute": wrong} for wrong in ("9", -1, 1.5, True)),
         *({"learning": wrong} for wrong in ("yes", 1, None)),
+        *({"expires_at_s": wrong} for wrong in ("soon", "9", None, [1], float("nan"), float("inf"), True)),
+        {"admin": True},
     ],
 )
-def test_a_signed_claim_with_a_field_of_the_wrong_kind_is_refused(wrong):
+def test_a_signed_claim_with_a_field_of_the_wrong_kind_or_an_unknown_one_is_refused(wrong):
     body = {"verifier": "verifier-1", "model": "model-a", "session": "session-x", "expires_at_s": 1e9} | wrong
     with pytest.raises(Unauthenticated, match="is not a lease token"):
         check(signed(json.dumps(body).encode()))

@@ -92,8 +92,3 @@ def test_each_turn_counts_from_the_end_of_its_own_prompt():
     session.on_cancel()
     turn = session.continued(Continue(3, (1, 2), replace(HELD, min_tokens=2)), 1.0)
     assert (turn.prompt_length, turn.sampling.min_tokens) == (5, 2)
-
-
-def test_a_resumed_text_counts_from_the_end_of_its_prompt():
-    resumed = VerifierSession(open_frame(sampling=HELD, committed=(4, 5)), rules(), 0.0)
-    assert (resumed.prompt_length, resumed.generated, resumed.sampling.min_tokens) == (3, 2, 5)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import Line, Measurements, Smoothed, Window, measurements
 from outrider.proto.policy.measurements import DRAFT_BYTES, Acceptance, Calibration, Pace, TextCalibration
 from outrider.proto.policy.patience import (
@@ -199,13 +198,6 @@ def test_a_draft_without_confidence_is_worth_the_average() -> None:
     assert calibration.chance(0.99) == Calibration().chance(0.99), "it says nothing about any confidence"
 
 
-def test_two_edges_share_no_measurements_unless_they_are_given_some() -> None:
-    first, second = Measurements(), Measurements()
-    first.of("").calibration.add(0.5, False)
-    first.step.add(1, 2.0)
-    assert second == Measurements()
-
-
 # === window =====================================================================================================
 
 
@@ -326,12 +318,6 @@ def test_the_pace_is_of_the_newest_commits() -> None:
     assert pace.token_s == pytest.approx(0.04, rel=0.05)
 
 
-def test_one_draft_is_always_made_when_none_is_in_flight_however_dear() -> None:
-    dear = View(0, 1.0, 0.02, 5.0, 0.001, 1.0, 0.0, 1.0, 0.0, Goal.LATENCY)
-    assert more(Window(), dear) == 1, "else better drafts could never be noticed"
-    assert more(Window(), replace(dear, in_flight=1, survival=0.02)) == 0
-
-
 @pytest.mark.parametrize("acceptance", [0.5, 0.8, 0.95, 0.99])
 def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> None:
     """All drafts up to the first uncovered one are made if they pay together, else none."""
@@ -345,14 +331,6 @@ def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> Non
     assert counts == [*itertools.takewhile(bool, counts), *[0] * counts.count(0)], "the more is covered the less pays"
     assert counts[-1] == 0 or acceptance == 0.99
     assert counts[0] > 0
-
-
-def test_a_fixed_window_is_what_it_says() -> None:
-    assert [more(Window(3), replace(USUAL, in_flight=n)) for n in range(5)] == [3, 2, 1, 0, 0]
-    assert more(Window(3), USUAL, most=2) == 2
-    assert more(Window(0), USUAL) == 0
-    with pytest.raises(InvalidArgument):
-        Window(-1)
 
 
 # === flush ======================================================================================================
@@ -468,12 +446,6 @@ def usual_verifier(**changes: object) -> VerifierView:
     return replace(view, **changes)  # type: ignore[arg-type]
 
 
-def test_on_a_short_link_the_verifier_waits_for_a_good_drafter_while_that_pays() -> None:
-    patience = patience_for(usual_verifier())
-    assert 1 < patience.drafts <= 16
-    assert 0.003 < patience.seconds < 2 * STEP_S
-
-
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.9, 0.98])
 @pytest.mark.parametrize("since_miss", [0, 1, 10])
 def test_it_never_waits_where_the_round_trip_is_many_steps(acceptance: float, since_miss: int) -> None:
@@ -490,10 +462,6 @@ def test_it_never_waits_for_what_was_not_measured(unknown: str, goal: Goal) -> N
 
 def test_it_does_not_wait_for_drafts_that_should_have_been_here() -> None:
     assert patience_for(usual_verifier(since_miss=0, since_miss_s=5.0, received=1)) == Patience(0.0)
-
-
-def test_it_does_not_wait_with_a_whole_block_received() -> None:
-    assert patience_for(usual_verifier(received=16)).seconds == 0.0
 
 
 @pytest.mark.parametrize("round_trip_s", [0.002, 0.03, 0.4])
@@ -654,12 +622,6 @@ def test_a_step_lingers_as_long_as_makes_tokens_come_fastest(due, waiting, step_
 
     chosen, best = batching_delay_s(due, waiting, step_s), brute_force_linger(due, waiting, step_s)
     assert rate(chosen) == pytest.approx(rate(best))
-
-
-def test_a_step_does_not_linger_for_nothing():
-    assert batching_delay_s(1.0, [], 0.03) == 0.0
-    assert batching_delay_s(5.0, [Prospect(0.03, 1.0, 1.5)], 0.03) == 0.0
-    assert batching_delay_s(1.0, [Prospect(0.002, 1.0, 4.0)], 0.03) == 0.002
 
 
 # === measurements =================================================================================================

@@ -21,9 +21,9 @@ FLOAT32, BFLOAT16 = replace(OPENED, precision="float32"), replace(OPENED, precis
 
 def edge_begun(opened=FLOAT32, tokens=(4, 5)):
     """An edge whose stream was cut after `tokens`, and that has asked for another one."""
-    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4), RetryRules(0.05, 2.0, 60.0))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(opened, 0.1)
+    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4), RetryRules(0.05, 2.0, 60.0)).opened(
+        opened, 0.1
+    )
     if tokens:
         edge.on_commit(Commit(3, committed(*tokens), 0, 64), 0.2)
     edge.on_disconnected(Unavailable("cut"), 0.3)
@@ -34,21 +34,6 @@ def edge_begun(opened=FLOAT32, tokens=(4, 5)):
 def test_a_verifier_states_its_precision():
     session = VerifierSession(open_frame(), rules(precision="vllm bfloat16"), 0.0)
     assert session.opened().precision == "vllm bfloat16"
-
-
-def test_a_text_that_has_begun_is_not_given_to_another_precision():
-    edge = edge_begun()
-    assert edge.precision == "float32"
-    (reopen,) = edge.on_opened(replace(BFLOAT16, committed=2), 0.5)
-    assert isinstance(reopen, Reopen)
-    assert isinstance(reopen.reason, Unavailable)
-    assert not edge.connected
-    assert edge.precision == "float32"
-    edge.open_frame(b"", 0.6)
-    edge.on_opened(replace(FLOAT32, committed=2), 0.7)
-    assert edge.connected, "the first precision has come back"
-    edge.on_commit(Commit(5, committed(6), 0, 64), 0.8)
-    assert edge.transcript[3:] == [4, 5, 6]
 
 
 @pytest.mark.parametrize(("begun", "resumed"), [(FLOAT32, OPENED), (OPENED, BFLOAT16), (OPENED, OPENED)])
@@ -124,9 +109,7 @@ def test_an_old_refusal_is_forgotten_when_a_verifier_has_answered():
 
 
 def test_the_next_turn_is_a_text_of_its_own():
-    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(FLOAT32, 0.1)
+    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4)).opened(FLOAT32, 0.1)
     edge.on_commit(Commit(3, committed(4, 5), 0, 64, finish=FinishReason.EOS), 0.2)
     (sent,) = edge.on_turn(5, (6,), SAMPLING, 1.0)
     assert sent == Send(Continue(5, (6,), None, 0))

@@ -20,9 +20,9 @@ OPENED = Opened(0, 64, 13, "v", 16, vocab_size=8, keep_s=9.0)  # after a prompt 
 
 def edge_begun(tokens=(4, 5), opened=OPENED):
     """An edge whose stream was cut after `tokens`, with the Open of its next one."""
-    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4), RetryRules(0.05, 2.0, 60.0))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(opened, 0.1)
+    edge = HandDrivenEdge(open_frame(sampling=SAMPLING, keep_s=9.0), Window(4), RetryRules(0.05, 2.0, 60.0)).opened(
+        opened, 0.1
+    )
     if tokens:
         edge.on_commit(Commit(3, committed(*tokens), 0, 64), 0.2)
     edge.on_disconnected(Unavailable("cut"), 0.3)
@@ -31,13 +31,6 @@ def edge_begun(tokens=(4, 5), opened=OPENED):
 
 def resumed(context_length: int, committed=(4, 5), **changes):
     return open_frame(sampling=SAMPLING, committed=committed, context_length=context_length, **changes)
-
-
-def test_a_text_that_goes_on_names_the_positions_that_its_first_verifier_promised():
-    edge, frame = edge_begun()
-    assert frame.context_length == 16
-    assert frame.sampling == SAMPLING, "what the user wanted stays"
-    assert edge.needed_context == 16
 
 
 def test_a_text_without_a_token_was_promised_nothing_and_needs_room_for_its_first():
@@ -50,13 +43,6 @@ def test_a_short_text_needs_no_more_positions_than_it_can_fill():
     edge, frame = edge_begun(opened=replace(OPENED, max_tokens=40, context_length=4096))
     assert frame.context_length == 43
     assert edge.needed_context == 43
-
-
-@pytest.mark.parametrize("context_length", [16, 512])
-def test_a_verifier_ends_a_text_where_the_first_would_have(context_length):
-    session = VerifierSession(resumed(16), rules(context_length=context_length), 0.0)
-    assert session.opened().max_tokens == 13
-    assert session.opened().context_length == context_length, "what its target holds, for other texts"
 
 
 def test_a_verifier_with_fewer_positions_sends_the_text_elsewhere():

@@ -89,9 +89,9 @@ def test_a_verifier_that_takes_over_amid_the_prompt_begins_again(known: int) -> 
 
 
 def test_scores_of_one_prompt_come_in_one_precision() -> None:
-    edge = HandDrivenEdge(open_frame(prompt=(3, 1, 2, 4, 5, 6), prompt_logprobs=1))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(replace(OPENED, precision="float32"), 0.1)
+    edge = HandDrivenEdge(open_frame(prompt=(3, 1, 2, 4, 5, 6), prompt_logprobs=1)).opened(
+        replace(OPENED, precision="float32"), 0.1
+    )
     assert edge.precision == "", "any may score it as yet"
     says(edge, 1, 3)
     assert edge.precision == "float32"
@@ -129,9 +129,9 @@ def test_what_repeats_leaves_a_gap_or_comes_from_a_stream_that_was_left_is_ignor
 
 
 def test_the_next_turn_asks_for_none() -> None:
-    edge = HandDrivenEdge(open_frame(prompt=(3, 1), prompt_logprobs=0, keep_s=10.0, sampling=Sampling(max_tokens=1)))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(replace(OPENED, max_tokens=1, keep_s=10.0), 0.1)
+    edge = HandDrivenEdge(
+        open_frame(prompt=(3, 1), prompt_logprobs=0, keep_s=10.0, sampling=Sampling(max_tokens=1))
+    ).opened(replace(OPENED, max_tokens=1, keep_s=10.0), 0.1)
     edge.handle(PromptLogprobs(1, (TokenFacts(-1.0, 1),)), 0.2)
     edge.on_commit(Commit(2, committed(1), 0, 64, finish=FinishReason.LENGTH), 0.3)
     edge.on_turn(3, (4, 5), Sampling(max_tokens=1), 0.4)

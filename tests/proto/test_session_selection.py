@@ -257,9 +257,9 @@ def test_drafts_after_a_miss_or_the_end_do_not_count_as_verified(tokens, finish,
         def learn(self, outcome: RoundOutcome) -> None:
             outcomes.append(outcome)
 
-    edge = HandDrivenEdge(open_frame(), selection=Selection(Listening(), ("a", "b")))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(Opened(0, 16, 40, "v", 512, vocab_size=8), 0.0)
+    edge = HandDrivenEdge(open_frame(), selection=Selection(Listening(), ("a", "b"))).opened(
+        Opened(0, 16, 40, "v", 512, vocab_size=8)
+    )
     edge.on_drafted(edge.next_job(4), (1, 2, 3, 4), (), 0.001, 0.01)
     edge.on_commit(Commit(3, committed(*tokens), accepted, 16, verified=4, finish=finish), 0.1)
     assert [(outcome.verified, outcome.accepted) for outcome in outcomes] == [(verified, accepted)]

@@ -102,9 +102,9 @@ def test_a_text_alone_is_given_no_copies() -> None:
 
 
 def test_a_snapshot_changes_the_next_jobs_length_and_the_worth_of_drafts_in_flight() -> None:
-    edge = HandDrivenEdge(open_frame(), Window(), selection=Selection.of_one("a"))
-    edge.open_frame(b"", -0.1)
-    edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
+    edge = HandDrivenEdge(open_frame(), Window(), selection=Selection.of_one("a")).opened(
+        Opened(0, 64, 200, "v", 512), 0.0, sent_at=-0.1
+    )
     edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     edge.on_drafted(edge.next_job(2), (1, 2), (0.9, 0.9), 0.002, 0.102)
     before, allowed = edge.survival, edge.allowance()

@@ -234,13 +234,6 @@ def test_on_a_steady_link_it_finds_what_is_right_and_keeps_to_it(rank, mbit, jit
     assert sum(edge.changes for edge in edges) / 3 <= 3 + tried_again
 
 
-def test_at_the_ends_it_comes_to_all_and_to_nothing():
-    for seed in range(4):
-        assert Edge(256, seed=seed).decode(0.05, 200).rates[40:].count(NONE) > 100
-    fast = [Edge(64, 0.001, seed=seed).decode(100.0, 300).rates[-1] for seed in range(4)]
-    assert all(rate.every <= 2 for rate in fast)
-
-
 @pytest.mark.parametrize("rank", [64, 256])
 @pytest.mark.parametrize(("before", "after"), [(100.0, 0.05), (100.0, 0.1), (5.0, 0.05)])
 def test_a_link_that_becomes_thin_is_followed_within_thirty_commits(rank, before, after):

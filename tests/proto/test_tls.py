@@ -306,39 +306,31 @@ def test_a_private_key_that_anybody_may_read_is_warned_of(tmp_path, caplog):
     assert "chmod 600" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"cert": Path("c")}, "tls_key"),
-        ({"key": Path("k")}, "tls_cert"),
-        ({"client_ca": Path("a")}, "tls_key"),
-        ({"key": Path("k"), "client_ca": Path("a")}, "tls_cert"),
-    ],
-)
-def test_half_of_a_servers_options_name_the_other_half(given, missing):
-    with pytest.raises(ConfigError) as caught:
-        ServerTls.from_options(**{"cert": None, "key": None, "client_ca": None} | given)
-    assert caught.value.field == missing
+SERVER: dict[str, Path | None] = {"cert": None, "key": None, "client_ca": None}
+CLIENT: dict[str, Path | str | None] = {"ca": None, "cert": None, "key": None}
 
 
 @pytest.mark.parametrize(
-    ("given", "missing"),
+    ("kind", "given", "missing"),
     [
-        ({"cert": Path("c")}, "tls_ca"),
-        ({"server_name": "x"}, "tls_ca"),
-        ({"ca": PUBLIC, "cert": Path("c")}, "tls_key"),
-        ({"ca": PUBLIC, "key": Path("c")}, "tls_cert"),
+        (ServerTls, SERVER | {"cert": Path("c")}, "tls_key"),
+        (ServerTls, SERVER | {"key": Path("k")}, "tls_cert"),
+        (ServerTls, SERVER | {"client_ca": Path("a")}, "tls_key"),
+        (ServerTls, SERVER | {"key": Path("k"), "client_ca": Path("a")}, "tls_cert"),
+        (ClientTls, CLIENT | {"cert": Path("c")}, "tls_ca"),
+        (ClientTls, CLIENT | {"server_name": "x"}, "tls_ca"),
+        (ClientTls, CLIENT | {"ca": PUBLIC, "cert": Path("c")}, "tls_key"),
+        (ClientTls, CLIENT | {"ca": PUBLIC, "key": Path("c")}, "tls_cert"),
     ],
 )
-def test_half_of_a_clients_options_name_the_other_half(given, missing):
+def test_half_of_the_options_name_the_other_half(kind, given, missing):
     with pytest.raises(ConfigError) as caught:
-        ClientTls.from_options(**{"ca": None, "cert": None, "key": None} | given)
+        kind.from_options(**given)
     assert caught.value.field == missing
 
 
 def test_without_options_there_is_no_tls():
-    assert ServerTls.from_options(None, None, None) is None
-    assert ClientTls.from_options(None, None, None) is None
+    assert ServerTls.from_options(**SERVER) is ClientTls.from_options(**CLIENT) is None
 
 
 # --- names ---

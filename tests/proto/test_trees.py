@@ -7,7 +7,7 @@ import math
 import random
 
 import pytest
-from checked_simulation import CheckedSimulation, open_frame, own_text, rules, take_branches_for_text
+from checked_simulation import CheckedSimulation, counts_of, open_frame, rules, take_branches_for_text
 from hand_driven import HandDrivenEdge, committed
 
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, UnknownToken
@@ -18,7 +18,7 @@ from outrider.proto.session import Drafted
 from outrider.proto.session.acceptance import branch_taken
 from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
-from outrider.proto.types import Branch, Branches, Commit, Draft, DraftToken, Opened, Sampling, token_ids
+from outrider.proto.types import Branch, Commit, Draft, DraftToken, Opened, Sampling, token_ids
 from research.simulator.scripted import drafter_of, hashing_oracle
 from research.simulator.simulated_faults import Faults
 
@@ -183,12 +183,6 @@ def test_no_draft_of_a_tree_lies_beyond_the_end_of_the_text() -> None:
     assert commit.finish is not None
 
 
-def test_a_branch_that_the_chain_has_itself_takes_no_row() -> None:
-    session = session_with((4, 5), Branch(3, (4, 7), 0.5), Branch(4, (2,), 0.5))
-    session.block()
-    assert [branch.index for branch in session.branches] == [1]
-
-
 def test_a_branch_of_both_ends_is_there_once_with_the_longer_run() -> None:
     here = DraftingHere("own@1")
     for _ in range(60):
@@ -268,20 +262,13 @@ def simulated(seed: int, link: Faults, verifier: VerifierRules = TREES) -> Check
     oracle = hashing_oracle(seed, eos_odds=0.0)
     frame = open_frame(sampling=Sampling(max_tokens=60, ignore_eos=True), trees=True)
     drafter = drafter_of(oracle, seed, 0.6, confidence="telling", runners_up=2, silent=0.1 * (seed % 2))
-    simulation = CheckedSimulation(frame, oracle, drafter, link=link, seed=seed, max_per_job=4, verifier=verifier)
-    simulation.frame = frame
-    return simulation
+    return CheckedSimulation(frame, oracle, drafter, link=link, seed=seed, max_per_job=4, verifier=verifier)
 
 
-def decode_all(link: Faults, seeds: int = 12) -> tuple[int, int]:
+def decode_all(link: Faults, seeds: int = 12, verifier: VerifierRules = TREES) -> tuple[int, int]:
     """Return drafts verified beside chains, and steps; every text must be the target's."""
-    beside = steps = 0
-    for seed in range(seeds):
-        simulation = simulated(seed, link)
-        assert simulation.run() == own_text(simulation.oracle, simulation.frame, simulation.rules), f"seed {seed}"
-        beside += simulation.edge.statistics.verified_beside
-        steps += simulation.edge.statistics.steps
-    return beside, steps
+    counts = counts_of(simulated(seed, link, verifier) for seed in range(seeds))
+    return sum(each.verified_beside for each in counts), sum(each.steps for each in counts)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -292,12 +279,8 @@ def test_texts_are_the_targets_and_branches_are_verified(link) -> None:
 
 def test_trees_take_fewer_steps_than_chains() -> None:
     _, with_trees = decode_all(LINKS["near"])
-    steps = 0
-    for seed in range(12):
-        simulation = simulated(seed, LINKS["near"], rules())
-        simulation.run()
-        steps += simulation.edge.statistics.steps
-        assert simulation.edge.statistics.verified_beside == 0
+    beside, steps = decode_all(LINKS["near"], verifier=rules())
+    assert beside == 0
     assert with_trees < 0.95 * steps
 
 
@@ -312,10 +295,9 @@ def test_a_verifier_that_takes_a_branch_for_text_is_found(monkeypatch) -> None:
 
 
 def edge(*, verifies: bool = True) -> HandDrivenEdge:
-    edge = HandDrivenEdge(open_frame(sampling=Sampling(max_tokens=100), trees=True))
-    edge.open_frame(b"", 0.0)
-    edge.on_opened(Opened(0, 64, 100, "v", 512, branches=True, trees=verifies), 0.0)
-    return edge
+    return HandDrivenEdge(open_frame(sampling=Sampling(max_tokens=100), trees=True)).opened(
+        Opened(0, 64, 100, "v", 512, branches=True, trees=verifies)
+    )
 
 
 @pytest.mark.parametrize("verifies", [True, False])
@@ -332,21 +314,3 @@ def test_an_edge_sends_runners_up_with_its_drafts(verifies) -> None:
     assert {(branch.start, branch.tokens) for branch in frame.branches} >= {(3, (7,)), (3, (2,)), (4, (7,))}
     first = next(branch for branch in frame.branches if branch.tokens == (7,) and branch.start == 3)
     assert 0 < first.chance < 0.5
-
-
-def test_an_edge_goes_on_after_a_branch_of_one_token() -> None:
-    machine = edge()
-    job = machine.next_job(3)
-    machine.handle(Drafted(job, tuple(DraftToken(i, 0.5, runners_up=(7, 2)) for i in (4, 5, 6)), 0.003), 0.1)
-    machine.on_commit(Commit(3, committed(4, 7, 1), 2, 64, chain=0, verified=2, verified_beside=3), 0.3)
-    assert machine.transcript == [3, 1, 2, 4, 7, 1]
-    assert machine._tree.tokens == ()
-    assert machine._tree.number == 1, "the old chain is dead"
-    assert machine.statistics.verified_beside == 3
-
-
-def test_branches_that_travel_alone_reach_the_tree() -> None:
-    session = session_with((4, 5, 6))
-    session.on_branches(Branches(0, (Branch(4, (2, 3), 0.3),)))
-    session.block()
-    assert [(b.index, token_ids(b.drafts)) for b in session.branches] == [(1, (2, 3))]

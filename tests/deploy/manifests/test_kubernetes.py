@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -265,129 +265,76 @@ def _set(container: Document, name: str, value: str) -> None:
     container["env"] = [entry for entry in container["env"] if entry["name"] != name] + [{"name": name, "value": value}]
 
 
-BROKEN = {
-    "an option that the command does not have": (
-        lambda d: _coordinator(d)["args"].append("--listen-on=0.0.0.0:1"),
-        commands,
-        "unrecognized arguments",
-    ),
-    "a value that the option refuses": (
-        lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_CPUS", "many"),
-        commands,
-        "'many' is not a number",
-    ),
-    "a variable that is no option": (
-        lambda d: _set(_coordinator(d), "OUTRIDER_COORDINATOR_SECRET", "x"),
-        commands,
-        "OUTRIDER_COORDINATOR_SECRET is no option",
-    ),
-    "a program that the image does not have": (
-        lambda d: _coordinator(d).update(command=["outrider-coordinate"]),
-        commands,
-        "outrider-coordinate is not in the image coordinator",
-    ),
-    "a listener beyond loopback in plain text that nobody meant": (
-        lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_INSECURE_LISTEN", "false"),
-        commands,
-        "verifier would refuse to listen on 0.0.0.0:50051",
-    ),
-    "a port on which nobody listens": (
-        lambda d: _coordinator(d)["ports"][0].update(containerPort=50060),
-        ports,
-        "port 50060 is declared, and nobody listens",
-    ),
-    "a verifier that listens elsewhere": (
-        lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_LISTEN", "0.0.0.0:50052"),
-        ports,
-        "port 50052 is not declared",
-    ),
-    "a probe of another port": (
-        lambda d: _coordinator(d)["readinessProbe"].update(grpc={"port": 50051}),
-        ports,
-        "readinessProbe asks port 50051, and nobody listens",
-    ),
-    "a Service for a port that no pod has": (
-        lambda d: named(d, "Service")["spec"]["ports"][0].update(targetPort="http"),
-        ports,
-        "Service outrider-coordinator: nothing has port http",
-    ),
-    "a policy for a port that no pod has": (
-        lambda d: named(d, "NetworkPolicy", "edges-to-verifiers")["spec"]["ingress"][0].update(ports=[{"port": 1}]),
-        ports,
-        "NetworkPolicy edges-to-verifiers: nothing has port 1",
-    ),
-    "a policy for connections to a port that no pod has": (
-        lambda d: named(d, "NetworkPolicy", "ray-clients")["spec"]["egress"][0].update(ports=[{"port": 1}]),
-        ports,
-        "NetworkPolicy ray-clients: nothing has port 1",
-    ),
-    "a Secret that nobody makes": (
-        lambda d: named(d, "Deployment")["spec"]["template"]["spec"]["volumes"][0].update(secret={"secretName": "x"}),
-        references,
-        "nobody makes the Secret x",
-    ),
-    "a key of a Secret that nobody makes": (
-        lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_LEASE_SECRET_FILE", "/etc/outrider/lease/key"),
-        references,
-        "has no file /etc/outrider/lease/key",
-    ),
-    "a certificate that the verifiers' pods do not have": (
-        lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_TLS_CERT", "/etc/outrider/tls/tls.crt"),
-        references,
-        "RayCluster outrider verifiers: has no file /etc/outrider/tls/tls.crt",
-    ),
-    "a token of a cluster that has none": (
-        lambda d: named(d, "RayCluster")["spec"].pop("authOptions"),
-        references,
-        "nobody makes auth_token of the Secret outrider",
-    ),
-    "an account that nobody makes": (
-        lambda d: named(d, "Deployment")["spec"]["template"]["spec"].update(serviceAccountName="root"),
-        references,
-        "nobody makes the ServiceAccount root",
-    ),
-    "a mount without a volume": (
-        lambda d: _worker(d)["volumeMounts"].append({"name": "disk", "mountPath": "/disk"}),
-        references,
-        "has no volume disk",
-    ),
-    "a Deployment that selects other pods": (
-        lambda d: named(d, "Deployment")["spec"]["selector"]["matchLabels"].update(app="other"),
-        selectors,
-        "does not select its own pods",
-    ),
-    "a budget for nobody": (
-        lambda d: named(d, "PodDisruptionBudget", "outrider-verifiers")["spec"]["selector"]["matchLabels"].update(
-            a="b"
+def _pod(documents: list[Document]) -> Document:
+    spec: Document = named(documents, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def _select_nobody(document: Document) -> None:
+    document["spec"]["selector"]["matchLabels"]["app"] = "other"
+
+
+# Each check, and by the complaint the mistakes that it must find.
+BROKEN: dict[Callable[[list[Document]], Iterable[str]], dict[str, Callable[[list[Document]], object]]] = {
+    commands: {
+        "unrecognized arguments": lambda d: _coordinator(d)["args"].append("--listen-on=0.0.0.0:1"),
+        "'many' is not a number": lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_CPUS", "many"),
+        "COORDINATOR_SECRET is no option": lambda d: _set(_coordinator(d), "OUTRIDER_COORDINATOR_SECRET", "x"),
+        "outrider-x is not in the image coordinator": lambda d: _coordinator(d).update(command=["outrider-x"]),
+        "verifier would refuse to listen on 0.0.0.0:50051": (
+            lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_INSECURE_LISTEN", "false")
         ),
-        selectors,
-        "PodDisruptionBudget outrider-verifiers: selects no pod",
-    ),
-    "an image that no Dockerfile makes": (
-        lambda d: _worker(d).update(image="rayproject/ray:2.60.0"),
-        images,
-        "no Dockerfile makes rayproject/ray:2.60.0",
-    ),
-    "a root that can be written to": (
-        lambda d: _worker(d)["securityContext"].update(readOnlyRootFilesystem=False),
-        hardening,
-        "readOnlyRootFilesystem is not True",
-    ),
-    "variables of Services in the way of options": (
-        lambda d: named(d, "Deployment")["spec"]["template"]["spec"].pop("enableServiceLinks"),
-        hardening,
-        "gets variables of Services",
-    ),
-    "no limit": (lambda d: _worker(d)["resources"].pop("limits"), hardening, "has no limits of cpu, memory"),
+    },
+    ports: {
+        "port 50060 is declared, and nobody listens": lambda d: _coordinator(d)["ports"][0].update(containerPort=50060),
+        "port 50052 is not declared": lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_LISTEN", "0.0.0.0:50052"),
+        "readinessProbe asks port 50051, and nobody listens": (
+            lambda d: _coordinator(d)["readinessProbe"].update(grpc={"port": 50051})
+        ),
+        "Service outrider-coordinator: nothing has port http": (
+            lambda d: named(d, "Service")["spec"]["ports"][0].update(targetPort="http")
+        ),
+        "NetworkPolicy edges-to-verifiers: nothing has port 1": (
+            lambda d: named(d, "NetworkPolicy", "edges-to-verifiers")["spec"]["ingress"][0].update(ports=[{"port": 1}])
+        ),
+        "NetworkPolicy ray-clients: nothing has port 1": (
+            lambda d: named(d, "NetworkPolicy", "ray-clients")["spec"]["egress"][0].update(ports=[{"port": 1}])
+        ),
+    },
+    references: {
+        "nobody makes the Secret x": lambda d: _pod(d)["volumes"][0].update(secret={"secretName": "x"}),
+        "has no file /etc/outrider/lease/key": (
+            lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_LEASE_SECRET_FILE", "/etc/outrider/lease/key")
+        ),
+        "RayCluster outrider verifiers: has no file /etc/outrider/tls/tls.crt": (
+            lambda d: _set(_starter(d), "OUTRIDER_VERIFIER_TLS_CERT", "/etc/outrider/tls/tls.crt")
+        ),
+        "nobody makes auth_token of the Secret outrider": lambda d: named(d, "RayCluster")["spec"].pop("authOptions"),
+        "nobody makes the ServiceAccount root": lambda d: _pod(d).update(serviceAccountName="root"),
+        "has no volume disk": lambda d: _worker(d)["volumeMounts"].append({"name": "disk", "mountPath": "/disk"}),
+    },
+    selectors: {
+        "does not select its own pods": lambda d: _select_nobody(named(d, "Deployment")),
+        "PodDisruptionBudget outrider-verifiers: selects no pod": (
+            lambda d: _select_nobody(named(d, "PodDisruptionBudget", "outrider-verifiers"))
+        ),
+    },
+    images: {"no Dockerfile makes rayproject/ray:2.60.0": lambda d: _worker(d).update(image="rayproject/ray:2.60.0")},
+    hardening: {
+        "readOnlyRootFilesystem is not True": (
+            lambda d: _worker(d)["securityContext"].update(readOnlyRootFilesystem=False)
+        ),
+        "gets variables of Services": lambda d: _pod(d).pop("enableServiceLinks"),
+        "has no limits of cpu, memory": lambda d: _worker(d)["resources"].pop("limits"),
+    },
 }
 
 
-@pytest.mark.parametrize("mistake", BROKEN)
-def test_a_mistake_is_seen(mistake) -> None:
-    breaks, check, complaint = BROKEN[mistake]
+@pytest.mark.parametrize(("check", "complaint"), [(check, each) for check, known in BROKEN.items() for each in known])
+def test_a_mistake_is_seen(check, complaint) -> None:
     documents = copy.deepcopy(written("base"))
     assert list(check(documents)) == []
-    breaks(documents)
+    BROKEN[check][complaint](documents)
     assert any(complaint in seen for seen in check(documents)), list(check(documents))
 
 
