@@ -132,14 +132,6 @@ def test_a_drafter_that_learned_computes_as_its_parent_where_asked(plain) -> Non
     assert not np.allclose(learned, log_q(parent, tokens))
 
 
-def test_what_is_right_of_a_prefix_changes_nothing(plain) -> None:
-    drafter = AdaptedDrafter(load_parent(plain[1]))
-    tokens = torch.randint(258, (1, 12))
-    padded = torch.cat([tokens, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
-    with torch.no_grad():
-        assert torch.allclose(drafter(tokens, torch.arange(12)), drafter(padded, torch.arange(12)), atol=1e-6)
-
-
 def test_a_graph_of_another_architecture_is_refused(plain) -> None:
     package = plain[1]
     with pytest.raises(ModelRefused, match="cannot be trained on"):

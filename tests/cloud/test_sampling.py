@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from documented_law import documented_law
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,37 +38,6 @@ def random_logits(seed, rows, vocab=VOCAB):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def slow_law(logits, sampling, prompt, text):
-    """{token: probability} after `prompt` + `text`, token by token as the contract documents it."""
-    score = dict(enumerate(logits.double().tolist()))
-    if sampling.allowed_tokens:
-        score = {t: score[t] for t in sampling.allowed_tokens}
-    for t, bias in sampling.logit_bias:
-        if t in score:
-            score[t] += bias
-    for t in score:
-        if t in (*prompt, *text) and sampling.repetition_penalty != 1:
-            divide = score[t] > 0
-            score[t] = score[t] / sampling.repetition_penalty if divide else score[t] * sampling.repetition_penalty
-        score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
-    if sampling.temperature == 0:
-        return {max(score, key=lambda t: score[t]): 1.0}
-    score = {t: s / sampling.temperature for t, s in score.items()}
-    ordered = sorted(score, key=lambda t: -score[t])
-    if sampling.top_k:
-        ordered = ordered[: sampling.top_k]
-    weight = {t: math.exp(score[t] - score[ordered[0]]) for t in ordered}
-    total, kept, mass = sum(weight.values()), [], 0.0
-    for t in ordered:
-        if sampling.top_p < 1 and mass >= sampling.top_p:
-            break
-        kept.append(t)
-        mass += weight[t] / total
-    kept = [t for t in kept if weight[t] >= sampling.min_p * (1 - 1e-12)]
-    total = sum(weight[t] for t in kept)
-    return {t: weight[t] / total for t in kept}
-
-
 @quick
 @given(
     sampling=samplings,
@@ -83,7 +52,8 @@ def test_every_row_has_the_documented_law_and_counts_the_drafts_before_it(sampli
         logits, VerificationInput(sampling, [*prompt, *text], len(prompt), tuple(map(DraftToken, block)))
     )
     for j, row in enumerate(rows):
-        wanted = slow_law(logits[j], sampling, prompt, [*text, *block[:j]])
+        said = (*text, *block[:j])
+        wanted = documented_law(dict(enumerate(logits[j].double().tolist())), tuple(prompt), said, sampling)
         if sampling.temperature == 0:
             assert int(row.argmax()) in wanted
             continue
@@ -135,15 +105,6 @@ def test_the_repetition_penalty_equals_transformers_over_prompt_and_text(penalty
     assert torch.equal(mine, theirs)
 
 
-def test_presence_and_frequency_penalties_do_not_count_the_prompt():
-    sampling = Sampling(presence_penalty=1.0, frequency_penalty=0.25)
-    logits = torch.zeros(1, VOCAB)
-    row = processed_logits(logits, VerificationInput(sampling, [5, 5, 6, 7, 7, 7], 3, ()))[0]
-    assert row[5] == 0
-    assert row[6] == 0
-    assert row[7] == -1.75
-
-
 def test_ties_at_a_top_k_cut_are_kept_and_at_a_top_p_cut_broken_by_token_id():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     by_k = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, top_k=2), [0], 1, ()))[0]
@@ -164,27 +125,6 @@ def test_logits_that_tie_often_are_cut_by_top_p_as_transformers_cuts_them(top_p,
         assert torch.equal(kept, theirs)
     for row, mine, other in zip(logits, kept, theirs, strict=True):
         assert sorted(row[mine].tolist()) == sorted(row[other].tolist())
-
-
-@pytest.mark.parametrize("temperature", [1e-12, 1e-9])
-def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
-    logits = random_logits(6, 5)
-    sampling = Sampling(temperature=temperature, seed=4)
-    (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0], 1, (DraftToken(0),) * 4)])
-    assert list(got.tokens) == [(token, 0.0, None) for token in logits.argmax(dim=-1).tolist()]
-
-
-def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position():
-    sampling = Sampling(temperature=0.8, seed=(1 << 64) - 1)
-    logits = random_logits(7, 4, 5000)
-    (got,) = Sampler(torch.device("cpu")).sample(
-        logits, [VerificationInput(sampling, [0] * 17, 5, tuple(map(DraftToken, (1, 2, 3))))]
-    )
-    every = torch.arange(5000).numpy()
-    for j, (token, logp, *_) in enumerate(got.tokens):
-        law = torch.log_softmax(logits[j].double() / 0.8, -1)
-        assert token == int((law + torch.from_numpy(gumbel(sampling.seed, 17 + j, every))).argmax())
-        assert logp == pytest.approx(float(law[token]), abs=1e-6)
 
 
 def test_near_ties_are_decided_by_the_portable_noise_alone():
@@ -219,13 +159,3 @@ def test_the_marginal_over_a_large_vocabulary_is_the_law():
     statistic = float(((seen - expected) ** 2 / expected).sum())
     assert statistic < 22.0, "chi-square with 5 degrees of freedom at 5e-4"
     assert float(expected[-1]) > 500, "the many unlikely tokens matter to this test"
-
-
-def test_the_reward_is_the_mean_of_capped_ratios_over_drafts_with_a_probability():
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(4, 1)
-    verified = VerificationInput(
-        Sampling(temperature=1.0), [0], 1, tuple(map(DraftToken, (0, 1, 2), (0.25, 0.5, math.nan)))
-    )
-    sampler = Sampler(torch.device("cpu"))
-    assert sampler.sample(logits, [verified])[0].reward == pytest.approx((1.0 + 0.5) / 2)
-    assert sampler.sample(logits, [replace(verified, block=tuple(map(DraftToken, (0, 1, 2))))])[0].reward is None
