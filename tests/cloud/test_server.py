@@ -429,16 +429,6 @@ async def test_a_key_has_no_more_texts_than_it_may_and_its_place_lasts_as_long_a
     assert (type(refused), refused.field) == (ResourceExhausted, "api_key")
 
 
-@verifier(secret=SECRET, max_sessions=1)
-async def test_a_stream_without_a_lease_takes_no_place(bench, expected):
-    idle = [bench.stream() for _ in range(40)]
-    for error in await asyncio.gather(*(stream.error() for stream in idle)):
-        assert isinstance(error, Unauthenticated)
-    assert not len(bench.server._streams._half_open)
-    lease = bench.lease()
-    assert await bench.text(lease=lease) == (expected, FinishReason.LENGTH)
-
-
 async def check_that_some_are_refused_for_a_while(streams):
     for stream in streams:
         if stream.call.done():
@@ -517,6 +507,7 @@ async def test_a_stream_that_is_refused_costs_no_task_and_few_lines_of_the_log(b
     began = time.monotonic()
     for _ in range(40):
         assert isinstance(await bench.stream().error(), Unauthenticated)
+    assert not len(bench.server._streams._half_open), "it takes no place"
     lines = [record for record in caplog.records if "refused" in record.message]
     assert 1 <= len(lines) <= 2 + time.monotonic() - began
     assert len(lines) < 40
