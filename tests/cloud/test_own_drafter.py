@@ -180,26 +180,16 @@ def test_a_job_that_no_thread_has_begun_gives_way_to_the_next_and_keeps_its_turn
     assert ends.here.waiting_s.value > 0, "no thread was free for it"
 
 
-def test_a_failure_ends_drafting_in_its_text_alone(caplog) -> None:
-    engine = Engine()
-    broken = fail(engine)
-    assert broken.session.ends is None
-    assert engine.drafter.open_states == set()
-    other = engine.admit()
-    assert other.session.ends is not None
-    assert "a text goes on without" in caplog.text
-    assert "broken" not in caplog.text, "an error may quote the text"
-
-
-def test_failures_of_texts_in_a_row_end_it_for_all(caplog) -> None:
+def test_a_failure_ends_drafting_in_its_text_and_some_in_a_row_end_it_for_all(caplog) -> None:
     engine = Engine(num_threads=MAX_FAILURES + 2)
     idle, other = engine.admit(), engine.admit()
     assert engine.shown()["own_drafter"] == 1
     engine.source.drive(1.0)
     works, waits = engine.hand.take(), engine.hand.take()
     for _ in range(MAX_FAILURES - 1):
-        fail(engine)
-    assert engine.here is not None
+        assert fail(engine).session.ends is None
+        assert len(engine.drafter.open_states) == 2, "of the two that draft on"
+    assert None not in (engine.here, idle.session.ends)
     works.answer(works, done(works))  # a text in which it does not fail
     for _ in range(MAX_FAILURES - 1):
         fail(engine)
@@ -207,7 +197,9 @@ def test_failures_of_texts_in_a_row_end_it_for_all(caplog) -> None:
     fail(engine)
     assert engine.here is None
     assert engine.shown()["own_drafter"] == 0
+    assert "a text goes on without" in caplog.text
     assert f"failed in {MAX_FAILURES} texts in a row" in caplog.text
+    assert "broken" not in caplog.text, "an error may quote the text"
     assert idle.session.ends is other.session.ends is engine.admit().session.ends is None
     waits.answer(waits, done(waits))
     assert engine.drafter.open_states == set(), "also that of a task which was under way"
@@ -272,22 +264,6 @@ def test_when_all_threads_are_stuck_no_text_waits_for_them(leaves, caplog) -> No
     assert not engine.hand.waiting
     engine.source.drive(1.2 + STUCK_S)
     assert caplog.text.count("none is drafted here any more") == 1
-
-
-def test_the_text_of_a_session_that_has_left_is_closed() -> None:
-    engine = Engine(num_threads=3)
-    slots = [engine.admit() for _ in range(3)]
-    engine.source.drive(1.0)
-    at_work, idle = engine.hand.take(), engine.hand.take()
-    idle.answer(idle, done(idle))
-    for slot in slots:
-        engine.leave(slot)
-    engine.source.drive(1.0)
-    assert not engine.hand.waiting, "its job is taken back"
-    assert len(engine.drafter.open_states) == 1, "a thread is at work on it"
-    at_work.answer(at_work, done(at_work))
-    assert engine.drafter.open_states == set()
-    assert engine.here is not None
 
 
 @pytest.mark.parametrize("stuck", [False, True])
