@@ -19,6 +19,7 @@ from test_server import FOREVER, SECRET, RawStream
 
 from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.target import chunked_attention
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto.errors import OutriderError
@@ -186,6 +187,7 @@ async def run_rounds(client: Client, server: VerifierServer, rounds: int) -> Non
 
 def objects() -> Counter[str]:
     """Count the objects of a verifier's own types and its tensors: asyncio keeps up to a hundred cancelled timers."""
+    chunked_attention._layout.cache_clear()  # 64 plans of steps are kept
     gc.collect()
     names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
     return Counter(name for name in names if name.startswith(("outrider.", "torch.")))
