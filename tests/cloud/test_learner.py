@@ -110,13 +110,28 @@ def test_a_poisoned_candidate_is_never_published_and_training_goes_back(tmp_path
 # --- restarts ---
 
 
-def in_trial(folder: Path, seen: int = 5) -> Learner:
-    """Return a learner whose candidate has been judged on `seen` texts, of which no checkpoint knows."""
+def in_trial(folder: Path) -> Learner:
+    """Return a learner whose candidate has been judged on five texts, of which no checkpoint knows."""
     learner = Learner(settings(folder))
     teach(learner, 6)
-    take_all(learner, texts(3000, seen))
-    assert learner.judge.test.texts == seen
+    take_all(learner, texts(3000, 5))
+    assert learner.judge.test.texts == 5
     return learner
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a learner."""
+    folder = tmp_path_factory.mktemp("trial")
+    in_trial(folder)
+    return folder
+
+
+@pytest.fixture
+def learner(trial: Path, tmp_path: Path) -> Learner:
+    """A learner that goes on with the trial in a folder of the test's own."""
+    shutil.copytree(trial, tmp_path, dirs_exist_ok=True)
+    return Learner(settings(tmp_path))
 
 
 def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_path: Path) -> None:
@@ -141,8 +156,9 @@ def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_pat
         assert np.array_equal(b, learner.trainer._published[name][1])
 
 
-def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(tmp_path: Path, monkeypatch) -> None:
-    learner = in_trial(tmp_path)
+def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(
+    learner: Learner, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(learner, "_decide", lambda: None)
     take_all(learner, texts(4000, 100))
     again = Learner(settings(tmp_path))
@@ -151,8 +167,9 @@ def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(tmp_pa
     assert load_package(tmp_path / "drafters" / "general" / str(again.trainer.state.sequence))
 
 
-def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(tmp_path: Path, monkeypatch) -> None:
-    learner = in_trial(tmp_path)
+def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(
+    learner: Learner, tmp_path: Path, monkeypatch
+) -> None:
     sequence = learner._candidate.sequence
     monkeypatch.setattr(learner.trainer, "save", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -168,8 +185,9 @@ def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(tmp_
 
 
 @pytest.mark.parametrize("lost", ["journal", "package", "other journal"])
-def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(tmp_path: Path, lost: str) -> None:
-    learner = in_trial(tmp_path)
+def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(
+    learner: Learner, tmp_path: Path, lost: str
+) -> None:
     if lost == "package":
         shutil.rmtree(tmp_path / "candidates")
     elif lost == "journal":
@@ -184,8 +202,7 @@ def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(tmp
     assert again.judge.test.number == 2
 
 
-def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(tmp_path: Path) -> None:
-    learner = in_trial(tmp_path)
+def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(learner: Learner, tmp_path: Path) -> None:
     (whole,) = tmp_path.glob("checkpoint-*")
     cut = tmp_path / "checkpoint-99999999"
     shutil.copytree(whole, cut)
@@ -198,9 +215,8 @@ def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(tmp_path: Path)
     assert fresh.trainer.memory == JudgeMemory()
 
 
-def test_what_is_kept_of_texts_is_hashes_and_numbers(tmp_path: Path) -> None:
-    in_trial(tmp_path)
-    _, *lines = (tmp_path / "trial.jsonl").read_text().splitlines()
+def test_what_is_kept_of_texts_is_hashes_and_numbers(trial: Path) -> None:
+    _, *lines = (trial / "trial.jsonl").read_text().splitlines()
     for line in lines:
         difference, kind, key, names = json.loads(line)
         assert -1 <= difference <= 1

@@ -495,10 +495,6 @@ def test_a_target_gets_what_its_sessions_can_fill(tmp_path) -> None:
     assert target.pool.page_count * target.pool.page_size == 3 * 64
 
 
-def test_a_context_is_no_longer_than_the_cache(tmp_path) -> None:
-    assert load_target(str(save_tiny_target(tmp_path)), kv_tokens=100).context_length == 96
-
-
 # === targets that are refused before they serve ======================================================================
 
 
