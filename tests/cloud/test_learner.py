@@ -17,6 +17,7 @@ import pytest
 import torch
 from lessons_for_tests import bigram_target, quick_settings, text_record
 
+from outrider.cloud.learning import cpu_share
 from outrider.cloud.learning import judge as judging
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning import trainer_actor as acting
@@ -368,6 +369,7 @@ def actor(tmp_path: Path, monkeypatch):
     """Without Ray, in this process, which stays as eager as it was."""
     monkeypatch.setattr(os, "nice", lambda _: 0)
     monkeypatch.setattr(acting, "IDLE_S", 0.01)
+    monkeypatch.setattr(cpu_share, "LOOK_S", 0.01)
     made = TrainerActor(settings(tmp_path, cpu_share=1.0))
     yield made
     made._stopped.set()
