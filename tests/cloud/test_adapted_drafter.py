@@ -123,25 +123,6 @@ def test_a_drafter_begins_as_its_parent_and_takes_back_what_it_gave(plain) -> No
     assert np.array_equal(log_q(one, tokens), log_q(other, tokens))
 
 
-def test_a_drafter_that_learned_computes_as_its_parent_where_asked(plain) -> None:
-    drafter, parent = (AdaptedDrafter(load_parent(plain[1])) for _ in range(2))
-    tokens = np.arange(30)
-    drafter.load({name: (a, b + 0.01) for name, (a, b) in drafter.matrices().items()})
-    learned = log_q(drafter, tokens)
-    with drafter.unchanged():
-        assert np.array_equal(log_q(drafter, tokens), log_q(parent, tokens))
-    assert np.array_equal(log_q(drafter, tokens), learned)
-    assert not np.allclose(learned, log_q(parent, tokens))
-
-
-def test_what_is_right_of_a_prefix_changes_nothing(plain) -> None:
-    drafter = AdaptedDrafter(load_parent(plain[1]))
-    tokens = torch.randint(258, (1, 12))
-    padded = torch.cat([tokens, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
-    with torch.no_grad():
-        assert torch.allclose(drafter(tokens, torch.arange(12)), drafter(padded, torch.arange(12)), atol=1e-6)
-
-
 def test_a_graph_of_another_architecture_is_refused(plain) -> None:
     package = plain[1]
     with pytest.raises(ModelRefused, match="cannot be trained on"):

@@ -163,24 +163,23 @@ def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row_s", "rows"), [(0.001, 40), (0.0001, 400), (0.00001, MAX_PREFILL_ROWS), (0.01, MIN_PREFILL_ROWS)]
+    ("step_s", "row_s", "rows"),
+    [
+        (0.01, 0.001, 40),
+        (0.01, 0.0001, 400),
+        (0.01, 0.00001, MAX_PREFILL_ROWS),
+        (0.01, 0.01, MIN_PREFILL_ROWS),
+        (0.1, 0.0002, 250),  # half of a step that is longer than the gap; else 4,000 tokens would take 250 of these
+    ],
 )
-def test_prompts_get_as_many_rows_as_keep_the_gap_of_those_who_decode(row_s, rows) -> None:
-    batching = replace(measured(0.01), max_gap_s=0.05, prefill_chunk=0)
+def test_prompts_get_as_many_rows_as_keep_the_gap_of_those_who_decode(step_s, row_s, rows) -> None:
+    batching = replace(measured(step_s), max_gap_s=0.05, prefill_chunk=0)
     batch = Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=999), 64, None)])
-    batching.measure(batch, 0.01 + 64 * row_s, 2)
+    batching.measure(batch, step_s + 64 * row_s, 2)
     plan = batching.plan([slot_of(), slot_of(unread=2000)], 0.0)
     assert plan.shares[-1].num_tokens == pytest.approx(rows, abs=1)
-    assert batching.base_s == measured(0.01).base_s, "the cost of decoding is another"
+    assert batching.base_s == measured(step_s).base_s, "the cost of decoding is another"
     assert batching.plan([slot_of(unread=2000)], 0.0).shares[0].num_tokens == MAX_PREFILL_ROWS, "nobody waits"
-
-
-def test_a_step_that_is_longer_than_the_gap_still_has_room_for_prompts() -> None:
-    """A large target's steps take .1 s without them; else a prompt of 4,000 tokens would take 250 of these."""
-    batching = replace(measured(0.1), max_gap_s=0.05, prefill_chunk=0)
-    batching.measure(Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=999), 64, None)]), 0.1 + 64 * 0.0002, 2)
-    plan = batching.plan([slot_of(), slot_of(unread=2000)], 0.0)
-    assert plan.shares[-1].num_tokens == pytest.approx(250, abs=1), "which add half of the step"
 
 
 def test_a_few_rows_of_a_prompt_say_nothing_about_their_cost() -> None:

@@ -13,6 +13,7 @@ import pytest
 from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.grammar.grammar import Allowed, GrammarMatcher
+from outrider.cloud.serving import engine as engine_module
 from outrider.cloud.serving.batching import Batch
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.sessions import MASKS_WITHIN_S
@@ -77,6 +78,14 @@ def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
     box = CollectingOutbox()
     engine.post_open(1, opened(engine, "after", (5, 6)), box)
     assert isinstance(box.until_end()[-1], Commit)
+
+
+def test_an_engine_with_nothing_to_do_ends_at_once(engine_at_rest, monkeypatch) -> None:
+    monkeypatch.setattr(engine_module, "IDLE_S", 600.0)
+    engine_at_rest.start()
+    began = time.monotonic()
+    engine_at_rest.stop()
+    assert time.monotonic() - began < 300
 
 
 def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_target(shared_target) -> None:

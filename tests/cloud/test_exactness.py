@@ -13,6 +13,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -95,22 +96,27 @@ def law_of_text(sampling: Sampling, length: int = LENGTH) -> dict[tuple[int, ...
 
 
 @cache
-def opening(sampling: Sampling, seed: int, length: int) -> Open:
-    return Open("m", HASH, PROMPT, replace(sampling, seed=seed, max_tokens=length), "s")
+def opening(sampling: Sampling, seed: int, length: int, committed: tuple[int, ...]) -> Open:
+    return Open("m", HASH, PROMPT, replace(sampling, seed=seed, max_tokens=length), "s", committed=committed)
 
 
 @dataclass
 class Texts:
-    """Decodes one text for each (seed, adversary) with the real session machine and the real sampler."""
+    """Decodes one text for each (seed, adversary) with the real session machine and the real sampler.
+
+    `change` spoils what the sampler is told of a step.
+    """
 
     sampling: Sampling
     sampler: Sampler
     length: int = LENGTH
     max_drafts: int = 8
+    eos: frozenset = frozenset()
+    change: Callable[[VerificationInput], VerificationInput] = lambda verified: verified
 
-    def decode(self, seeds, adversaries):
+    def decode(self, seeds, adversaries, committed=None):
         """The texts; `adversaries[i](seed, step, transcript)` gives the drafts, split into messages."""
-        sessions = [self._session(seed) for seed in seeds]
+        sessions = list(map(self._session, seeds, committed or [()] * len(seeds)))
         running = list(range(len(seeds)))
         step = 0
         while running:
@@ -119,19 +125,21 @@ class Texts:
                 self._hand_over_drafts(sessions[i], adversaries[i](seeds[i], step, sessions[i].transcript), step)
                 s = sessions[i]
                 block = s.block()
-                verified.append(VerificationInput(s.sampling, s.transcript, s.prompt_length, block))
+                verified.append(
+                    VerificationInput(s.sampling, s.transcript, s.prompt_length, block, eos_tokens=s.eos_tokens)
+                )
             rows = [logits_after((*j.transcript, *token_ids(j.block[:k]))) for j in verified for k in range(j.rows)]
-            sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), verified)
+            sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), [*map(self.change, verified)])
             for i, j, result in zip(list(running), verified, sampled, strict=True):
                 sessions[i].on_verified(Verified(j.block, result.tokens), float(step))
             running = [i for i in running if sessions[i].finish is None]
             step += 1
-        assert all(s.finish is FinishReason.LENGTH for s in sessions)
+        assert self.eos or all(s.finish is FinishReason.LENGTH for s in sessions)
         return [tuple(s.transcript[s.prompt_length :]) for s in sessions]
 
-    def _session(self, seed):
-        rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset(), self.max_drafts)
-        return VerifierSession(opening(self.sampling, seed, self.length), rules, 0.0)
+    def _session(self, seed, committed):
+        rules = VerifierRules("v", "m", HASH, VOCAB, 64, self.eos, self.max_drafts)
+        return VerifierSession(opening(self.sampling, seed, self.length, committed), rules, 0.0)
 
     @staticmethod
     def _hand_over_drafts(session, messages, step):

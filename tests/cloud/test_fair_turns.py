@@ -12,22 +12,6 @@ from outrider.cloud.grammar.grammar import COMPILING_THREADS, FairTurns, Grammar
 from outrider.proto.types import Grammar, GrammarKind
 
 
-def test_owners_have_their_turns_in_order_however_many_wait_for_one() -> None:
-    async def scenario() -> list[str]:
-        turns, order = FairTurns(1), list[str]()
-
-        async def one(owner: str) -> None:
-            await turns.take(owner)
-            order.append(owner)
-            await asyncio.sleep(0)
-            turns.give_back(owner)
-
-        await asyncio.gather(*(one(owner) for owner in "aaaabbc"))
-        return order
-
-    assert "".join(asyncio.run(scenario())) == "abcabaa"
-
-
 async def test_an_owner_has_one_turn_at_a_time_while_others_find_a_free_one() -> None:
     turns = FairTurns(2)
     await turns.take("a")

@@ -10,16 +10,11 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import tiny_grammars
-from table_target import HASH, TableBackend
+from table_target import decode_trees
 from tiny_grammars import EOS, PROMPT, VOCAB
 
 from outrider.cloud.grammar.grammar import GrammarMatcher
-from outrider.cloud.serving.batching import Share
-from outrider.cloud.serving.runner import ModelRunner
-from outrider.cloud.serving.sessions import Sessions
-from outrider.cloud.serving.slots import Outbox, Slot
-from outrider.proto.session.verifier import VerifierRules, VerifierSession
-from outrider.proto.types import BlockBranch, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
+from outrider.proto.types import Grammar, GrammarKind, Sampling
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a|b|ab|ba|bab|aab|abba")
 MOST = 5  # tokens that a word and its EOS take
@@ -74,38 +69,9 @@ def test_the_longer_of_two_branches_that_begin_alike_keeps_its_masks() -> None:
 
 def decode(sampling, trees, kind=GrammarMatcher):
     """The texts of a seed and a tree each, which is verified in every step."""
-    backend = TableBackend(logits_after)
-    runner = ModelRunner(backend, {})
-    rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), 8)
-    sessions = Sessions(backend, rules, len(trees))
-    running, texts = [], []
-    for i, (seed, tree) in enumerate(trees):
-        settings = replace(sampling, seed=seed, max_tokens=MOST, grammar=GRAMMAR)
-        session = VerifierSession(Open("m", HASH, PROMPT, settings, "s", drafting=False), rules, 0.0)
-        slot = Slot(i, session, Outbox(), 0.0, handle=backend.open((), str(i)), matcher=matcher_of(kind))
-        backend.reserve(slot.handle, len(PROMPT) + MOST)
-        running.append((slot, tree))
-        texts.append(session)
-    followed = 0
-    while running:
-        shares = []
-        for slot, (block, branches) in running:
-            room = MOST - slot.session.generated - 1
-            beside = tuple(BlockBranch(i, drafts(some[: room - i])) for i, some in branches if i < room)
-            shares.append(Share(slot, slot.num_uncomputed_tokens, drafts(block[:room]), beside))
-        shares = sessions.masked(shares, 0.0, lambda: None)
-        for slot, verified in runner.run(shares).verified:
-            [share] = [share for share in shares if share.slot is slot]
-            followed += verified.block != share.block
-            commit = slot.session.on_verified(verified, 1.0)
-            slot.matcher.advance(token_ids(commit.tokens))
-            slot.forget_drafts(backend)
-        running = [(slot, tree) for slot, tree in running if slot.session.finish is None]
-    return [tuple(session.transcript) for session in texts], followed
-
-
-def drafts(tokens):
-    return tuple(map(DraftToken, tokens))
+    sampling, matcher = replace(sampling, grammar=GRAMMAR), partial(matcher_of, kind)
+    options = {"prompt": PROMPT, "length": MOST, "eos": frozenset({EOS}), "matcher": matcher}
+    return decode_trees(logits_after, sampling, trees, **options)
 
 
 def random_tree(rng):

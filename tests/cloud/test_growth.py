@@ -7,7 +7,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -16,13 +15,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from test_server import FOREVER, SECRET, RawStream
 
 from outrider.cloud.serving.stream_outbox import StreamOutbox
 from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.target import chunked_attention
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.proto import codec
-from outrider.proto.channel import LEASE_METADATA
+from outrider.proto.errors import OutriderError
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.types import (
     Cancel,
@@ -31,7 +31,6 @@ from outrider.proto.types import (
     Continue,
     Draft,
     DraftToken,
-    EdgeFrame,
     Goaway,
     Open,
     Opened,
@@ -40,9 +39,7 @@ from outrider.proto.types import (
     Sampling,
 )
 
-SECRET = b"a secret of the test"
 TEXT_TOKENS = 6
-FOREVER = Patience(math.inf, 1000)
 WARM = 2  # rounds of all kinds of sessions
 
 
@@ -64,113 +61,99 @@ class Client:
         frame = Open("tiny", self._server.tokenizer_sha256, prompt, sampling, session, patience=patience)
         return replace(frame, lease=sign_lease(claim, SECRET), **fields)  # type: ignore[arg-type]
 
-    async def session(self, act: Callable[[Client, Stream, str], Awaitable[None]]) -> None:
+    async def session(self, act: Callable[[Client, RawStream, str], Awaitable[None]]) -> None:
         """Let `act` use a stream on a connection of its own, and break both."""
         async with grpc.aio.insecure_channel(self._address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
             name = f"s{next(self._numbers)}"
-            lease = self.open(name).lease
-            call = channel.stream_stream(codec.DECODE_METHOD)(metadata=((LEASE_METADATA, lease),))
-            stream = Stream(call)
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            stream = RawStream(channel, self.open(name).lease)
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, OutriderError):
                 await act(self, stream, name)
-            call.cancel()
+            stream.call.cancel()
 
 
-class Stream:
-    def __init__(self, call) -> None:
-        self.call = call
-
-    async def send(self, *frames: EdgeFrame | bytes) -> None:
-        for frame in frames:
-            await self.call.write(frame if isinstance(frame, bytes) else codec.encode_edge_frame(frame))
-
-    async def until(self, kind: type[CloudFrame], *, finished: bool = False) -> None:
-        while True:
-            data = await asyncio.wait_for(self.call.read(), 120)
-            if data is grpc.aio.EOF:
-                return
-            frame = codec.decode_cloud_frame(data)
-            if isinstance(frame, kind) and not (finished and isinstance(frame, Commit) and frame.finish is None):
-                return
+async def until(stream: RawStream, kind: type[CloudFrame], *, finished: bool = False) -> None:
+    while (frame := await stream.receive()) is not None:
+        if isinstance(frame, kind) and not (finished and isinstance(frame, Commit) and frame.finish is None):
+            return
 
 
 # === ways to end ================================================================================================
 
 
-async def whole(client: Client, stream: Stream, name: str) -> None:
+async def whole(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name))
-    await stream.until(Commit, finished=True)
+    await until(stream, Commit, finished=True)
 
 
-async def broken_within_its_text(client: Client, stream: Stream, name: str) -> None:
+async def broken_within_its_text(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name))
-    await stream.until(Commit)
+    await until(stream, Commit)
 
 
-async def broken_before_its_answer(client: Client, stream: Stream, name: str) -> None:
+async def broken_before_its_answer(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, patience=FOREVER))
 
 
-async def half_open(client: Client, stream: Stream, name: str) -> None:
+async def half_open(client: Client, stream: RawStream, name: str) -> None:
     await asyncio.sleep(0.01)
 
 
-async def half_closed(client: Client, stream: Stream, name: str) -> None:
+async def half_closed(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name))
     await stream.call.done_writing()
-    await stream.until(Commit, finished=True)
+    await until(stream, Commit, finished=True)
 
 
-async def cancelled(client: Client, stream: Stream, name: str) -> None:
+async def cancelled(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, patience=FOREVER))
-    await stream.until(Opened)
+    await until(stream, Opened)
     await stream.send(Ping(1), Cancel())
-    await stream.until(Commit, finished=True)
+    await until(stream, Commit, finished=True)
 
 
-async def of_two_turns(client: Client, stream: Stream, name: str) -> None:
+async def of_two_turns(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, keep_s=9.0))
-    await stream.until(Commit, finished=True)
+    await until(stream, Commit, finished=True)
     await stream.send(Continue(9, (8, 9), None, 1))
-    await stream.until(Commit, finished=True)
+    await until(stream, Commit, finished=True)
 
 
-async def broken_in_its_second_turn(client: Client, stream: Stream, name: str) -> None:
+async def broken_in_its_second_turn(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, keep_s=9.0))
-    await stream.until(Commit, finished=True)
+    await until(stream, Commit, finished=True)
     await stream.send(Continue(9, (8, 9), None, 1))
 
 
-async def resumed(client: Client, stream: Stream, name: str) -> None:
+async def resumed(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, patience=FOREVER))
-    await stream.until(Opened)
+    await until(stream, Opened)
 
-    async def again(client: Client, other: Stream, _: str) -> None:
+    async def again(client: Client, other: RawStream, _: str) -> None:
         await other.send(client.open(name, committed=(8, 9), epoch=1))
-        await other.until(Commit, finished=True)
+        await until(other, Commit, finished=True)
 
     await client.session(again)
 
 
-async def malformed(client: Client, stream: Stream, name: str) -> None:
+async def malformed(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, patience=FOREVER), b"\xff\xff")
-    await stream.until(Goaway)
+    await until(stream, Goaway)
 
 
-async def refused(client: Client, stream: Stream, name: str) -> None:
+async def refused(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, model="other"))
-    await stream.until(Opened)
+    await until(stream, Opened)
 
 
-async def contradictory(client: Client, stream: Stream, name: str) -> None:
+async def contradictory(client: Client, stream: RawStream, name: str) -> None:
     drafts = [Draft(0, 3, tuple(map(DraftToken, (5, 6)))), Draft(0, 4, tuple(map(DraftToken, (7,))))]
     await stream.send(client.open(name, patience=FOREVER), *drafts)
     await asyncio.sleep(0.05)
 
 
-async def outlived_by_its_lease(client: Client, stream: Stream, name: str) -> None:
+async def outlived_by_its_lease(client: Client, stream: RawStream, name: str) -> None:
     await stream.send(client.open(name, patience=FOREVER, seconds=0.2))
-    await stream.until(Goaway)
+    await until(stream, Goaway)
 
 
 WAYS = (
@@ -204,6 +187,7 @@ async def run_rounds(client: Client, server: VerifierServer, rounds: int) -> Non
 
 def objects() -> Counter[str]:
     """Count the objects of a verifier's own types and its tensors: asyncio keeps up to a hundred cancelled timers."""
+    chunked_attention._layout.cache_clear()  # 64 plans of steps are kept
     gc.collect()
     names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
     return Counter(name for name in names if name.startswith(("outrider.", "torch.")))
@@ -247,5 +231,5 @@ def test_an_outbox_that_is_kept_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(StreamOutbox, "__init__", keep)
     assert "outrider.cloud.serving.stream_outbox.StreamOutbox" in asyncio.run(
-        grown(save_tiny_target(tmp_path), 2, within_s=2)
+        grown(save_tiny_target(tmp_path), 2, within_s=0.2)
     )

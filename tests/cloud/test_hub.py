@@ -1,4 +1,4 @@
-"""One question to the hub, in place of a minute of retries."""
+"""One question to the hub, in place of a minute of retries; models that ship with Outrider are found by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from tokenizers import Tokenizer
 
 from outrider.cloud.models import family_index
-from outrider.cloud.models.family_index import ANSWERS_WITHIN_S, find_target
+from outrider.cloud.models.family_index import (
+    ANSWERS_WITHIN_S,
+    find_target,
+    load_tokenizer,
+    resolve_target,
+    tokenizer_file,
+)
 from outrider.proto.errors import ModelRefused, NotFound
 
 NAME = "somebody/some-model"
@@ -103,3 +110,16 @@ def test_a_name_that_can_be_none_of_the_hub_is_refused_with_what_there_is(name, 
         find_target(name)
     assert refused.value.field == "target"
     assert name in str(refused.value)
+
+
+def test_the_embedded_target_has_its_tokenizer_and_a_folder_its_own(tmp_path) -> None:
+    embedded = resolve_target("reference")
+    file = tokenizer_file(embedded)
+    assert file is not None
+    text = "def main(argv):\n    return 0<|end|>"
+    expected = Tokenizer.from_file(str(file)).encode(text).ids
+    assert load_tokenizer(embedded).encode(text) == expected
+    load_tokenizer(embedded).save_pretrained(tmp_path)
+    assert tokenizer_file(tmp_path) == tmp_path / "tokenizer.json"
+    assert load_tokenizer(str(tmp_path)).encode(text) == expected
+    assert tokenizer_file("hub/name") is None

@@ -431,35 +431,6 @@ def test_a_device_that_gives_no_slots_leaves_the_pool_as_it_was(monkeypatch) -> 
     assert pool.open([1] * 10).length == 10
 
 
-@pytest.mark.parametrize("neighbour", ["free", "taken"])
-def test_what_a_session_holds_stays_where_its_pages_shrink_and_grow(neighbour) -> None:
-    pool, contents = pool_of(16), Contents()
-    cache = pool.allocate(32)
-    contents.write(pool, cache, range(9))
-    pool.resize(cache, 9)
-    assert (len(cache.pages), pool.free_pages) == (3, 13)
-    if neighbour == "taken":
-        pool.allocate(4)
-    pool.resize(cache, 40)
-    assert len(cache.pages) == 10
-    assert len(set(cache.slots.tolist())) == len(cache.slots) == 40
-    assert cache.contiguous == (neighbour == "free")
-    contents.check(pool, cache, range(9))
-    pool.release(cache)
-    assert pool.free_pages == 16 - (neighbour == "taken")
-
-
-def test_pages_that_only_look_side_by_side_are_not_taken_for_it() -> None:
-    pool = pool_of(6)
-    holders = {cache.pages[0]: cache for cache in (pool.allocate(4) for _ in range(6))}
-    cache = holders[0]
-    for page in (5, 2):
-        pool.release(holders[page])
-        pool.resize(cache, 4 * (len(cache.pages) + 1))
-    assert cache.pages == [0, 5, 2]
-    assert not cache.contiguous
-
-
 def test_growth_that_cannot_be_had_leaves_a_session_as_it_was() -> None:
     pool, contents = pool_of(8), Contents()
     cache, _ = pool.allocate(8), pool.allocate(16)

@@ -17,19 +17,26 @@ import pytest
 import torch
 from lessons_for_tests import bigram_target, quick_settings, text_record
 
+from outrider.cloud.learning import cpu_share
+from outrider.cloud.learning import judge as judging
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning import trainer_actor as acting
-from outrider.cloud.learning.judge import JudgeMemory, TrialJournal
+from outrider.cloud.learning.judge import JudgeMemory, ShadowJudge, TrialJournal, VersionWatch
 from outrider.cloud.learning.learner import Learner, drafters_folder, rehearsed_records
-from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.trainer import VersionFolder
+from outrider.cloud.learning.lesson_record import MAX_ROWS, LessonRecord, record_of_text
+from outrider.cloud.learning.losses import judged_rows
+from outrider.cloud.learning.trainer import Trainer, VersionFolder
 from outrider.cloud.learning.trainer_actor import TrainerActor
+from outrider.cloud.learning.trainer_settings import OWN
 from outrider.cloud.training.teacher import BestTokens, TeacherFolder, TeacherRows
-from outrider.drafters.adapters import read_adapter
+from outrider.drafters import ProposalRule
+from outrider.drafters.adapters import read_adapter, write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, find_package, load_package
+from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import ConfigError, InvalidArgument, Unavailable
 from outrider.proto.salts import salted
+from outrider.proto.types import Sampling
 
 VOCAB = 8192
 TARGET = bigram_target(VOCAB, seed=5)
@@ -104,13 +111,28 @@ def test_a_poisoned_candidate_is_never_published_and_training_goes_back(tmp_path
 # --- restarts ---
 
 
-def in_trial(folder: Path, seen: int = 5) -> Learner:
-    """Return a learner whose candidate has been judged on `seen` texts, of which no checkpoint knows."""
+def in_trial(folder: Path) -> Learner:
+    """Return a learner whose candidate has been judged on five texts, of which no checkpoint knows."""
     learner = Learner(settings(folder))
     teach(learner, 6)
-    take_all(learner, texts(3000, seen))
-    assert learner.judge.test.texts == seen
+    take_all(learner, texts(3000, 5))
+    assert learner.judge.test.texts == 5
     return learner
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a learner."""
+    folder = tmp_path_factory.mktemp("trial")
+    in_trial(folder)
+    return folder
+
+
+@pytest.fixture
+def learner(trial: Path, tmp_path: Path) -> Learner:
+    """A learner that goes on with the trial in a folder of the test's own."""
+    shutil.copytree(trial, tmp_path, dirs_exist_ok=True)
+    return Learner(settings(tmp_path))
 
 
 def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_path: Path) -> None:
@@ -122,8 +144,8 @@ def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_pat
     assert again.judge.test is not None
     assert (vars(again.judge.test), again.judge.candidates) == (known, number)
     assert again.judge.current.version == learner.judge.current.version
-    take_all(again, texts(3000, 5))
-    assert again.judge.test.texts == 5
+    take_all(again, texts(3000, 5) + texts(0, 4))
+    assert again.judge.test.texts == 5, "it was judged on the ones, and the others were learned from"
     for data in texts(4000, 100):
         for each in (learner, again):
             each.take(data)
@@ -135,8 +157,9 @@ def test_a_trial_goes_on_after_a_restart_with_every_text_that_it_has_had(tmp_pat
         assert np.array_equal(b, learner.trainer._published[name][1])
 
 
-def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(tmp_path: Path, monkeypatch) -> None:
-    learner = in_trial(tmp_path)
+def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(
+    learner: Learner, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(learner, "_decide", lambda: None)
     take_all(learner, texts(4000, 100))
     again = Learner(settings(tmp_path))
@@ -145,8 +168,9 @@ def test_a_decided_trial_is_acted_on_after_a_restart_if_it_was_not_before(tmp_pa
     assert load_package(tmp_path / "drafters" / "general" / str(again.trainer.state.sequence))
 
 
-def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(tmp_path: Path, monkeypatch) -> None:
-    learner = in_trial(tmp_path)
+def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(
+    learner: Learner, tmp_path: Path, monkeypatch
+) -> None:
     sequence = learner._candidate.sequence
     monkeypatch.setattr(learner.trainer, "save", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -162,8 +186,9 @@ def test_a_version_that_was_moved_when_the_trainer_died_counts_as_published(tmp_
 
 
 @pytest.mark.parametrize("lost", ["journal", "package", "other journal"])
-def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(tmp_path: Path, lost: str) -> None:
-    learner = in_trial(tmp_path)
+def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(
+    learner: Learner, tmp_path: Path, lost: str
+) -> None:
     if lost == "package":
         shutil.rmtree(tmp_path / "candidates")
     elif lost == "journal":
@@ -178,8 +203,7 @@ def test_a_trial_without_its_journal_or_package_is_given_up_and_still_counts(tmp
     assert again.judge.test.number == 2
 
 
-def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(tmp_path: Path) -> None:
-    learner = in_trial(tmp_path)
+def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(learner: Learner, tmp_path: Path) -> None:
     (whole,) = tmp_path.glob("checkpoint-*")
     cut = tmp_path / "checkpoint-99999999"
     shutil.copytree(whole, cut)
@@ -192,9 +216,8 @@ def test_a_checkpoint_cut_short_in_mid_trial_takes_no_half_of_it(tmp_path: Path)
     assert fresh.trainer.memory == JudgeMemory()
 
 
-def test_what_is_kept_of_texts_is_hashes_and_numbers(tmp_path: Path) -> None:
-    in_trial(tmp_path)
-    _, *lines = (tmp_path / "trial.jsonl").read_text().splitlines()
+def test_what_is_kept_of_texts_is_hashes_and_numbers(trial: Path) -> None:
+    _, *lines = (trial / "trial.jsonl").read_text().splitlines()
     for line in lines:
         difference, kind, key, names = json.loads(line)
         assert -1 <= difference <= 1
@@ -346,6 +369,7 @@ def actor(tmp_path: Path, monkeypatch):
     """Without Ray, in this process, which stays as eager as it was."""
     monkeypatch.setattr(os, "nice", lambda _: 0)
     monkeypatch.setattr(acting, "IDLE_S", 0.01)
+    monkeypatch.setattr(cpu_share, "LOOK_S", 0.01)
     made = TrainerActor(settings(tmp_path, cpu_share=1.0))
     yield made
     made._stopped.set()
@@ -454,3 +478,243 @@ def test_a_folder_with_what_single_keys_have_taught_is_refused(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"for single API keys, .* remove it") as refused:
         drafters_folder(settings(tmp_path))
     assert refused.value.field == "folder"
+
+
+# === texts of which nothing but the tokens is known ==================================================================
+
+
+def own(record: LessonRecord) -> LessonRecord:
+    """The same text, as an edge knows it."""
+    return record_of_text(
+        record.tokens.tolist(),
+        record.first_generated,
+        record.sampling,
+        model=record.model,
+        session_salt=record.session_salt,
+        key_salt=record.key_salt,
+        at_s=record.at_s,
+    )
+
+
+def text(seed: int, **options: object) -> LessonRecord:
+    return text_record(TARGET, vocab=VOCAB, seed=seed, length=16, **options)  # type: ignore[arg-type]
+
+
+def test_a_record_of_tokens_alone_survives_its_encoding() -> None:
+    record = LessonRecord.decode(own(text(1, temperature=1.0)).encode())
+    assert record.top_ids.shape == (16, 0)
+    assert record.positions.tolist() == list(range(4, 20))
+    assert record.targets.tolist() == record.tokens[4:].tolist()
+    long = record_of_text([1] * (MAX_ROWS + 100), 10, Sampling(), model="m", session_salt=bytes(16), key_salt=bytes(16))
+    assert len(long) == MAX_ROWS
+
+
+def test_a_loss_of_tokens_sees_the_same_with_the_targets_probabilities_and_without(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path, loss="cce"))
+    records = [text(seed, temperature=float(seed % 2)) for seed in range(4)]
+    mixed = [own(record) if index % 2 else record for index, record in enumerate(records)]
+    values = []
+    for batch in (records, [own(record) for record in records], mixed):
+        rows = judged_rows(trainer.drafter, batch, trainer.loss)
+        assert rows is not None
+        values.append(float(trainer.loss.value(rows).detach()))
+    assert values[0] == pytest.approx(values[1], rel=1e-6) == pytest.approx(values[2], rel=1e-6)
+    for record in mixed:
+        assert len(trainer.decode(record.encode())) == 16
+
+
+@pytest.mark.parametrize("top", [0, 10])
+def test_a_loss_of_probabilities_refuses_records_that_lack_some(tmp_path: Path, top: int) -> None:
+    trainer = Trainer(settings(tmp_path))
+    fewer = text(2, top=top) if top else own(text(2))
+    with pytest.raises(InvalidArgument, match=rf"has {top} tokens a row") as refused:
+        trainer.decode(fewer.encode())
+    assert refused.value.field == "lessons.top_ids"
+    for seed in range(4):  # mixed into a batch, it would end the trainer
+        trainer.buffer.add(trainer.decode(text(seed).encode()))
+    assert trainer.step() is not None
+
+
+def test_one_key_may_fill_the_sample_where_there_is_no_other(tmp_path: Path) -> None:
+    few, all_of_it = (
+        Trainer(settings(tmp_path / str(share), key_share=share, loss="cce")).buffer for share in (0.05, 1.0)
+    )
+    for seed in range(400):
+        record = replace(own(text(seed)), key_salt=bytes(16))
+        for buffer in (few, all_of_it):
+            buffer._into_sample(record)
+    assert (len(few), len(all_of_it)) == (4992, 6400)
+
+
+def test_tokens_and_seeds_alone_make_a_version_that_proves_better(tmp_path: Path) -> None:
+    learner = Learner(settings(tmp_path, loss="cce", key_share=1.0))
+    parent = learner.status()["version"]
+    for step in range(40):
+        for seed in range(4 * step, 4 * step + 4):
+            learner.take(own(text(seed, temperature=float(seed % 2), key="me")).encode())
+        learner.step(1e9)
+        if learner.status()["version"] != parent:
+            break
+    status = learner.status()
+    package = load_package(Path(status["folder"]))
+    assert (package.version, package.parent) == (status["version"], parent)
+
+
+def test_what_was_learned_from_another_parent_is_left_alone(tmp_path: Path) -> None:
+    parent = find_package("general")
+    head = {"model.lm_head.weight": (np.ones((2, 192), np.float32), np.zeros((8192, 2), np.float32))}
+    learned = LearnedFrom(1, 1, {})
+    older = tmp_path / "here" / "drafters" / "general" / "1"
+    older.parent.mkdir(parents=True)
+    newer = write_adapter_package(parent.folder, tmp_path / "newer", head, sequence=1, learned_from=learned)
+    write_adapter_package(parent.folder, older, head, sequence=1, learned_from=LearnedFrom(2, 1, {}))
+    learner = Learner(settings(tmp_path / "here", drafter=str(newer), loss="cce"))
+    assert learner.newest.folder == newer
+    candidate = learner.trainer.write_candidate()
+    assert candidate.sequence == 2
+
+
+# === a version is compared with its parent as long as it drafts ======================================================
+
+
+HEAD = "model.lm_head.weight"
+
+
+own_settings = partial(quick_settings, **OWN | {"rank": 8})
+
+
+def texts_until(watch: VersionWatch, differences: list[float]) -> int | None:
+    """Return the number of texts after which the version is retired; None: it stays."""
+    for count, difference in enumerate(differences, 1):
+        watch = watch.next("1")
+        watch.add(difference)
+        if watch.reason:
+            return count
+    return None
+
+
+# --- the test ---
+
+
+@pytest.mark.parametrize(("loss", "most"), [(0.6, 12), (0.3, 20), (0.06, 120)])
+def test_a_version_that_hits_less_is_retired_after_few_texts(loss: float, most: int) -> None:
+    rng = np.random.default_rng(1)
+    count = texts_until(VersionWatch("1", 1), list(np.clip(rng.normal(-loss, 0.08, 300), -1, 1)))
+    assert count <= most
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.05])
+def test_one_that_hits_no_less_stays_however_long_it_drafts(gain: float) -> None:
+    rng = np.random.default_rng(2)
+    fallen = [texts_until(VersionWatch("1", 1), list(rng.normal(gain, 0.1, 1200))) for _ in range(100)]
+    assert sum(count is not None for count in fallen) <= 2, "a hundredth, ever"
+
+
+def test_one_that_was_better_and_turns_worse_is_retired() -> None:
+    """Users ask for other things in time, so that a comparison of all times would take as long as it was good."""
+    rng = np.random.default_rng(3)
+    good, bad = rng.normal(0.1, 0.05, 3 * judging.WATCHED_TEXTS), rng.normal(-0.07, 0.05, 400)
+    count = texts_until(VersionWatch("1", 1), [*good, *bad])
+    assert 0 < count - len(good) < 150
+    forever = VersionWatch("1", 1)
+    for difference in [*good, *bad]:
+        forever.add(difference)
+    assert not forever.reason, "without a new beginning it stays"
+
+
+def test_each_comparison_needs_more_evidence_than_the_one_before() -> None:
+    bad = [-0.1] * 200
+    first, tenth = (texts_until(VersionWatch("1", number), bad) for number in (1, 10))
+    assert first < tenth
+    watch = VersionWatch("1", 4)
+    assert watch.next("1") is watch
+    assert (watch.next("2").number, watch.next("2").version) == (5, "2")
+
+
+# --- in a judge and a learner ---
+
+
+def plant(learner: Learner, size: float) -> DrafterPackage:
+    """Publish a version whose head is led astray, as if a trial had let it through; every check lets it load."""
+    trainer = learner.trainer
+    rng = np.random.default_rng(1)
+    good = trainer.published_matrices()
+    a, b = good[HEAD]
+    astray = good | {HEAD: (rng.standard_normal(a.shape) / a.shape[1], size * rng.standard_normal(b.shape))}
+    trainer.published_matrices = lambda: astray
+    candidate = trainer.write_candidate()
+    assert candidate is not None
+    del trainer.published_matrices
+    return trainer.publish(candidate)
+
+
+@pytest.fixture(scope="module")
+def parent() -> OnnxDrafter:
+    return OnnxDrafter(find_package("general"), threads=1)
+
+
+def liked(drafter: OnnxDrafter, seed: int, length: int = 16) -> LessonRecord:
+    """Return a text that this drafter hits all along: it is what it would have drafted."""
+    sampling = Sampling(seed=seed)
+    prompt = np.random.default_rng(seed).integers(100, 4000, size=6).tolist()
+    state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt)))
+    state.extend(prompt)
+    text = [draft.id for draft in state.propose(length)]
+    state.close()
+    salts = {"session_salt": salted(b"", str(seed)), "key_salt": salted(b"", "here")}
+    return record_of_text([*prompt, *text], len(prompt), sampling, model="reference", at_s=1e9, **salts)
+
+
+def taught(learner: Learner, drafter: OnnxDrafter, seeds: range) -> int | None:
+    """Show a learner texts until a version is retired, and return how many it took."""
+    for count, seed in enumerate(seeds, 1):
+        learner.take(liked(drafter, seed).encode())
+        if learner.trainer.state.counts["versions retired"]:
+            return count
+    return None
+
+
+def test_a_planted_bad_version_is_retired_by_later_texts(tmp_path: Path, parent, caplog) -> None:
+    bad = plant(Learner(own_settings(tmp_path)), 0.5)
+    learner = Learner(own_settings(tmp_path))
+    assert learner.status()["version"] == bad.version, "it drafts"
+    learner.take(liked(parent, 0).encode())
+    learner.trainer.save()
+    learner = Learner(own_settings(tmp_path))
+    count = taught(learner, parent, range(60))
+    assert count is not None
+    status = learner.status()
+    assert (status["version"], status["folder"]) == (parent.version, str(find_package("general").folder))
+    assert not bad.folder.exists()
+    assert "against its parent" in caplog.text
+    assert f"in {count} texts" in caplog.text, "that before the restart counts, and it counts once"
+    assert Learner(own_settings(tmp_path)).status()["version"] == parent.version
+    assert learner.trainer.write_candidate().sequence == bad.sequence + 1
+
+
+def test_the_version_before_it_drafts_again_and_is_watched_in_its_turn(tmp_path: Path, parent) -> None:
+    first = plant(Learner(own_settings(tmp_path)), 0.0)
+    second = plant(Learner(own_settings(tmp_path)), 0.5)
+    learner = Learner(own_settings(tmp_path))
+    assert learner.newest.version == second.version
+    assert taught(learner, parent, range(60)) is not None
+    assert learner.newest.version == first.version
+    learner.take(liked(parent, 100).encode())
+    watch = learner.trainer.memory.watch
+    assert (watch.version, watch.number, watch.loses.count) == (first.version, 2, 1)
+    assert watch.difference == 0, "its change is none"
+
+
+def test_a_trainer_beside_a_coordinator_leaves_that_to_it(tmp_path: Path, parent) -> None:
+    bad = plant(Learner(own_settings(tmp_path)), 0.5)
+    learner = Learner(own_settings(tmp_path, watched=False))
+    assert taught(learner, parent, range(30)) is None
+    assert (learner.newest.version, learner.trainer.memory.watch) == (bad.version, None)
+
+
+def test_texts_that_were_learned_from_count_for_no_version(parent) -> None:
+    record = liked(parent, 1)
+    judge = ShadowJudge(OnnxDrafter(find_package("swift"), threads=1), parent=parent)
+    for _ in range(2):
+        judge.take(record)
+    assert judge.memory.watch.loses.count == 1, "the first time it is fresh"

@@ -53,15 +53,6 @@ def test_half_of_a_batch_is_new_and_half_is_of_the_sample() -> None:
     assert buffer.waiting == 150
 
 
-def test_a_buffer_without_older_records_gives_new_ones_for_the_whole_batch() -> None:
-    buffer = Buffer()
-    for number in range(5):
-        buffer.add(record(number))
-    assert positions(buffer.draw(100, 0)) == 50
-    assert buffer.draw(100, 1)  # they are in the sample now
-    assert len(buffer) == 50
-
-
 def test_a_share_of_a_batch_is_rehearsed_and_never_ages() -> None:
     corpus = [record(1000 + number, key="corpus", at_s=0.0) for number in range(30)]
     buffer = Buffer(corpus, rehearsed=0.1)
@@ -142,14 +133,3 @@ def test_records_beyond_the_retention_are_dropped_wherever_they_are(monkeypatch)
     assert buffer.expire(1100.0) == 40
     assert {each.at_s for each in buffer.draw(10**6, 1)} == {1040.0 + 10 * number for number in range(6)}
     assert Buffer().expire(1e12) == 0
-
-
-def test_the_same_seed_draws_the_same() -> None:
-    drawn = []
-    for seed in (3, 3, 4):
-        buffer = Buffer(seed=seed)
-        for number in range(30):
-            buffer.add(record(number))
-        buffer.draw(300, 0)
-        drawn.append([each.sampling.seed for each in buffer.draw(100, 1)])
-    assert drawn[0] == drawn[1] != drawn[2]

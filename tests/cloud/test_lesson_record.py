@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lesson_records import record_of, teaching
 from safetensors.numpy import load, save
 
 from outrider.cloud.learning.lesson_record import MAX_BYTES, MAX_ROWS, MAX_TOKENS, LessonRecord
@@ -21,6 +21,42 @@ from outrider.proto.types import BOUNDS, Grammar, GrammarKind, Sampling
 
 PROMPT, TEXT = [1, 2, 3], [10, 11, 12, 13, 14, 15]
 ROWS = [3, 4, 6, 8]
+
+
+def record_of(
+    prompt: list[int],
+    text: list[int],
+    positions: Sequence[int],
+    *,
+    vocab: int = 300,
+    start: int = 0,
+    key: str = "alice",
+    sampling: Sampling | None = None,
+) -> LessonRecord:
+    """A record of prompt + text with rows of random logits at absolute `positions`."""
+    logits = np.random.default_rng(0).normal(size=(len(positions), vocab)) * 3
+    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    ids = np.argsort(-logp, axis=1, kind="stable")[:, : min(64, vocab)]
+    of_top = np.take_along_axis(logp, ids, axis=1)
+    rest = 1 - np.exp(of_top).sum(axis=1)
+    with np.errstate(divide="ignore"):
+        of_rest = np.log(np.where(rest > 1e-12, rest, 0)).astype(np.float32)
+    return LessonRecord(
+        model="reference",
+        session_salt=salted(b"", "s"),
+        key_salt=salted(b"", key),
+        prompt_class=3,
+        sampling=sampling or Sampling(temperature=1.0, seed=(1 << 64) - 1, stop_tokens=(5,)),
+        at_s=1e9,
+        start=start,
+        first_generated=len(prompt),
+        tokens=np.array([*prompt, *text][start:], np.uint32),
+        positions=np.array(positions, np.uint32),
+        top_ids=ids.astype(np.uint32),
+        top_logp=np.minimum(of_top, 0).astype(np.float16),
+        rest_logp=np.minimum(of_rest, 0),
+        weights=np.ones(len(positions), np.float32),
+    )
 
 
 def same(one: LessonRecord, other: LessonRecord) -> bool:
@@ -191,10 +227,3 @@ def test_rows_that_cannot_be_true_are_refused(name: str, place: int, value: floa
 def test_texts_that_were_constrained_make_no_record(sampling: Sampling) -> None:
     with pytest.raises(InvalidArgument, match="nothing is learned"):
         record_of(PROMPT, TEXT, ROWS, sampling=sampling)
-
-
-def test_the_rest_of_a_small_vocabulary_has_no_mass() -> None:
-    ids, logp, rest = teaching(vocab=10, rows=2)
-    assert ids.shape == logp.shape == (2, 10)
-    assert np.isneginf(rest).all()
-    assert len(LessonRecord.decode(record_of(PROMPT, [1, 2], [3], vocab=10).encode())) == 1

@@ -20,7 +20,17 @@ from kept_lessons import KeptLessons
 from outrider.cloud.learning import lessons
 from outrider.cloud.learning.inclusion import BURST_S, Inclusion, LessonKind
 from outrider.cloud.learning.lesson_record import LessonRecord
-from outrider.cloud.learning.lessons import Count, LessonCollector, LessonSink, Lost
+from outrider.cloud.learning.lessons import (
+    ANSWER_WITHIN_S,
+    MAX_AGE_S,
+    RETRY_S,
+    Count,
+    Delivery,
+    LessonCollector,
+    LessonSink,
+    Lost,
+    Packed,
+)
 from outrider.cloud.learning.teaching import StepRows, read_steps, teaching
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.target.target import SessionRows, Target
@@ -497,3 +507,92 @@ def test_a_sink_that_cannot_forget_says_so(engines) -> None:
 
 def test_nothing_is_to_be_forgotten_where_nothing_is_kept(engines) -> None:
     assert engines()._lessons.forget("alice").result(0) == 0
+
+
+# === the way to a sink ===============================================================================================
+
+
+class Scripted:
+    """Keeps what is pushed; a test answers."""
+
+    def __init__(self) -> None:
+        self.pushes: list[tuple[bytes, ...]] = []
+        self.answers: list[Future[object]] = []
+
+    def push(self, records: tuple[bytes, ...]) -> Future[object]:
+        self.pushes.append(records)
+        self.answers.append(Future())
+        return self.answers[-1]
+
+    def forget(self, key_salt: bytes) -> Future[int]:
+        raise NotImplementedError
+
+
+def delivery_to(trainer: Scripted) -> tuple[Delivery, Counter[Lost]]:
+    """Return a delivery, and the rows that it loses."""
+    lost = Counter[Lost]()
+    return Delivery(trainer, lambda why, rows: lost.update({why: rows})), lost
+
+
+def packed(data: bytes, at_s: float = 0.0, key: bytes = b"k") -> Packed:
+    return Packed(data, len(data), key, at_s)
+
+
+def test_what_comes_during_a_push_goes_with_the_next_one() -> None:
+    trainer = Scripted()
+    delivery, lost = delivery_to(trainer)
+    for data in (b"a", b"bb", b"ccc"):
+        delivery.add(packed(data))
+        delivery.take_answer(0.0)
+        delivery.push(0.0, 0.0)
+    assert trainer.pushes == [(b"a",)]
+    trainer.answers[0].set_result(None)
+    delivery.take_answer(1.0)
+    delivery.push(1.0, 0.0)
+    assert trainer.pushes == [(b"a",), (b"bb", b"ccc")]
+    assert not lost
+
+
+def test_a_push_is_no_larger_than_a_limit(monkeypatch) -> None:
+    monkeypatch.setattr(lessons, "MAX_PUSH_BYTES", 5)
+    trainer = Scripted()
+    delivery, _ = delivery_to(trainer)
+    for data in (b"1234567", b"ab", b"cd", b"ef"):
+        delivery.add(packed(data))
+    for _ in range(3):
+        delivery.push(0.0, 0.0)
+        trainer.answers[-1].set_result(None)
+        delivery.take_answer(0.0)
+    assert trainer.pushes == [(b"1234567",), (b"ab", b"cd"), (b"ef",)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_after_a_failure_the_next_push_comes_a_little_later(late, caplog) -> None:
+    trainer = Scripted()
+    delivery, lost = delivery_to(trainer)
+    delivery.add(packed(b"lost"))
+    delivery.push(0.0, 0.0)
+    delivery.add(packed(b"kept"))
+    now = ANSWER_WITHIN_S + 0.5 if late else 1.0
+    if not late:
+        trainer.answers[0].set_exception(RuntimeError("no room"))
+    delivery.take_answer(now)
+    delivery.push(now + 0.9 * RETRY_S, 0.0)
+    assert trainer.pushes == [(b"lost",)]
+    assert not delivery.in_flight
+    delivery.push(now + RETRY_S, 0.0)
+    assert trainer.pushes == [(b"lost",), (b"kept",)]
+    assert lost == {Lost.PUSH: 4}
+    assert caplog.text.count("lessons are lost") == 1
+
+
+def test_the_oldest_give_way_and_what_is_a_day_old_is_dropped(monkeypatch) -> None:
+    monkeypatch.setattr(lessons, "MAX_WAITING_BYTES", 6)
+    trainer = Scripted()
+    delivery, lost = delivery_to(trainer)
+    for data, at_s in ((b"1st", 0.0), (b"2nd", 1.0), (b"3rd", 2.0)):
+        delivery.add(packed(data, at_s))
+    assert lost == {Lost.TRAINER: 3}
+    delivery.push(0.0, MAX_AGE_S + 1.5)
+    assert trainer.pushes == [(b"3rd",)]
+    assert lost == {Lost.TRAINER: 3, Lost.AGE: 3}

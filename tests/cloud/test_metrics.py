@@ -31,15 +31,18 @@ def folder(tmp_path_factory):
     return save_tiny_target(tmp_path_factory.mktemp("tiny"), sharpness=1, max_position_embeddings=512)
 
 
-def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
+def samples(exposition: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
     """Samples by name and label values, in the order of the labels' names."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
-        families = text_string_to_metric_families(reply.read().decode())
     return {
         (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
-        for family in families
+        for family in text_string_to_metric_families(exposition.decode())
         for sample in family.samples
     }
+
+
+def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+        return samples(reply.read())
 
 
 def run(folder, scenario, **changes):
@@ -78,13 +81,7 @@ def test_both_ends_count_the_same_decoding_alike(folder) -> None:
             events = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, observer=metrics.observer())
             [_ async for _ in events]
         after = await asyncio.to_thread(scrape, server.metrics_address)
-        families = text_string_to_metric_families(metrics.exposition()[0].decode())
-        at_edge = {
-            (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
-            for family in families
-            for sample in family.samples
-        }
-        return before, after, at_edge
+        return before, after, samples(metrics.exposition()[0])
 
     before, after, at_edge = run(folder, scenario)
     for name in ("drafts", "draft_tokens", "accepted_tokens"):

@@ -1,8 +1,9 @@
 """Before `min_tokens` tokens of text neither EOS nor a stop token has any chance, row by row, and all else is exact.
 
-Enumerated on a vocabulary of four: of every block of drafts the law of the text, computed from the rows that the
-sampler draws from, equals the law that plain decoding has by the documentation. Counts that are taken from elsewhere
-than each row's own position must fail the same checks.
+With `no_repeat_ngram_size` no n-gram of prompt and text comes twice. Enumerated on a vocabulary of four: of every block
+of drafts the law of the text, computed from the rows that the sampler draws from, equals the law that plain decoding
+has by the documentation. Counts and n-grams that are taken from elsewhere than each row's own position must fail the
+same checks.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from documented_law import documented_law
-from test_exactness import HASH, PROMPT, VOCAB, chi_square_p, logits_after, noise_reading
+from test_exactness import HASH, PROMPT, VOCAB, Texts, chi_square_p, logits_after, noise_reading, silent
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampler
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
-from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
+from outrider.proto.types import CommittedToken, DraftToken, FinishReason, Open, Sampling, token_ids
 
 EOS, STOP = 2, 3
 LENGTH = 4
 MIN = 2
 LIMITS = {"max_tokens": LENGTH, "min_tokens": MIN}
-SAMPLINGS = {
+MIN_TOKENS = {
     "greedy": Sampling(**LIMITS),
     "temperature 1": Sampling(temperature=1.0, **LIMITS),
     "stop token": Sampling(temperature=1.0, stop_tokens=(STOP,), **LIMITS),
@@ -40,7 +41,17 @@ SAMPLINGS = {
     "only ends": Sampling(temperature=1.0, allowed_tokens=(EOS, STOP), stop_tokens=(STOP,), **LIMITS),
     "every token": Sampling(temperature=1.0, min_tokens=LENGTH, max_tokens=LENGTH),
 }
-DRAWN = {name: sampling for name, sampling in SAMPLINGS.items() if sampling.temperature > 0}
+NGRAMS = {
+    "greedy, pairs": Sampling(max_tokens=LENGTH, no_repeat_ngram_size=2),
+    "single tokens": Sampling(temperature=1.0, max_tokens=LENGTH, no_repeat_ngram_size=1),
+    "pairs": Sampling(temperature=1.0, max_tokens=LENGTH, no_repeat_ngram_size=2),
+    "triples, EOS ignored": Sampling(temperature=1.2, max_tokens=LENGTH, no_repeat_ngram_size=3, ignore_eos=True),
+    "of few tokens": Sampling(temperature=1.0, max_tokens=LENGTH, no_repeat_ngram_size=1, allowed_tokens=(0, 1)),
+    "penalised and cut": Sampling(
+        temperature=1.3, max_tokens=LENGTH, no_repeat_ngram_size=2, top_p=0.9, repetition_penalty=1.4, min_tokens=2
+    ),
+}
+SAMPLINGS = MIN_TOKENS | NGRAMS
 
 
 # === the law by the documentation ===============================================================================
@@ -101,12 +112,36 @@ def not_counted_at_all(session: VerificationInput) -> VerificationInput:
     return replace(session, sampling=replace(session.sampling, min_tokens=0))
 
 
-WRONG = [
+def without_the_drafts_before(session: VerificationInput) -> VerificationInput:
+    """Wrong: a row does not see the drafts of its own step."""
+    strange = tuple(draft._replace(id=VOCAB + at) for at, draft in enumerate(session.block))
+    return replace(session, block=strange)
+
+
+def without_the_prompt(session: VerificationInput) -> VerificationInput:
+    """Wrong: what the prompt says may be said once more."""
+    hidden = [VOCAB + 9 + at for at in range(session.prompt_length)]
+    return replace(session, transcript=[*hidden, *session.transcript[session.prompt_length :]])
+
+
+def of_one_token_more(session: VerificationInput) -> VerificationInput:
+    """Wrong: longer n-grams are looked for."""
+    longer = session.sampling.no_repeat_ngram_size + 1
+    return replace(session, sampling=replace(session.sampling, no_repeat_ngram_size=longer))
+
+
+def not_at_all(session: VerificationInput) -> VerificationInput:
+    """Wrong: the setting is not known."""
+    return replace(session, sampling=replace(session.sampling, no_repeat_ngram_size=0))
+
+
+WRONG_COUNTS = [
     counted_from_the_steps_first_row,
     counted_from_the_transcripts_beginning,
     counted_from_the_chains_start,
     not_counted_at_all,
 ]
+WRONG_NGRAMS = [without_the_drafts_before, without_the_prompt, of_one_token_more, not_at_all]
 
 
 @cache
@@ -161,9 +196,11 @@ def test_the_enumerated_law_is_that_of_plain_decoding_for_every_block_of_drafts(
     assert exact_for_every_block(SAMPLINGS[name])
 
 
-@pytest.mark.parametrize("name", ["temperature 1", "stop token"])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_the_enumeration_rejects_a_count_from_anywhere_else(wrong, name):
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [*itertools.product(WRONG_COUNTS, ("temperature 1", "stop token")), *((wrong, "pairs") for wrong in WRONG_NGRAMS)],
+)
+def test_the_enumeration_rejects_what_is_taken_from_anywhere_else(wrong, name):
     assert not exact_for_every_block(SAMPLINGS[name], wrong)
 
 
@@ -175,41 +212,27 @@ def test_no_text_of_the_law_ends_early_and_some_would_without_the_rule():
     assert set(map(len, law_of_text(SAMPLINGS["every token"]))) == {LENGTH}
 
 
+@pytest.mark.parametrize("name", ["single tokens", "pairs"])
+def test_no_text_of_the_law_repeats_and_some_would_without_the_rule(name):
+    def repeats(text: tuple[int, ...], n: int) -> bool:
+        whole = PROMPT + text
+        grams = [whole[at : at + n] for at in range(len(whole) - n + 1)]
+        return any(grams.index(gram) < at for at, gram in enumerate(grams) if at + n > len(PROMPT))
+
+    sampling = SAMPLINGS[name]
+    n = sampling.no_repeat_ngram_size
+    assert not any(repeats(text, n) for text in law_of_text(sampling) if len(set(PROMPT + text[:-1])) < VOCAB)
+    without = law_of_text(replace(sampling, no_repeat_ngram_size=0))
+    assert sum(p for text, p in without.items() if repeats(text, n)) > 0.2
+
+
 # === the same through session machine and sampler ===============================================================
 
 
-@dataclass
-class Texts:
-    """Decodes a text for each (seed, adversary), from a resume on where `resumed` has its first tokens."""
-
-    sampling: Sampling
-    rule: object = as_it_is
-
-    def decode(self, seeds, adversary, resumed=lambda seed: ()):
-        sampler = Sampler(torch.device("cpu"))
-        texts = []
-        for seed in seeds:
-            frame = Open("m", HASH, PROMPT, replace(self.sampling, seed=seed), "s", committed=resumed(seed))
-            session = VerifierSession(frame, VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), 8), 0.0)
-            for step in itertools.count():
-                start = len(session.transcript)
-                for tokens in adversary(seed, step, session.transcript):
-                    session.on_draft(Draft(step, start, tuple(map(DraftToken, tokens))), float(step))
-                    start += len(tokens)
-                block = session.block()
-                prompt, eos = session.prompt_length, session.eos_tokens
-                verified = VerificationInput(session.sampling, session.transcript, prompt, block, eos_tokens=eos)
-                rows = [logits_after((*session.transcript, *token_ids(block[:j]))) for j in range(len(block) + 1)]
-                [sampled] = sampler.sample(torch.tensor(rows), [self.rule(verified)])
-                session.on_verified(Verified(block, sampled.tokens), float(step))
-                if session.finish is not None:
-                    break
-            texts.append(tuple(session.transcript[len(PROMPT) :]))
-        return texts
-
-
-def silent(seed, step, transcript):
-    return []
+def decoded(sampling, seeds, adversary, rule=as_it_is, resumed=lambda seed: ()):
+    """The text of each seed, from a resume on where `resumed` has its first tokens."""
+    texts = Texts(sampling, Sampler(torch.device("cpu")), LENGTH, eos=frozenset({EOS}), change=rule)
+    return texts.decode([*seeds], [adversary] * len(seeds), [resumed(seed) for seed in seeds])
 
 
 def fixed(block):
@@ -218,38 +241,34 @@ def fixed(block):
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_text_of_every_seed_is_the_same_with_any_drafts_and_through_a_resume(name):
-    check_any_drafts_and_a_resume(SAMPLINGS[name])
-
-
-def check_any_drafts_and_a_resume(sampling):
-    """Every seed must have one text with any drafts, and a text that goes on elsewhere must go on the same."""
-    texts, seeds = Texts(sampling), range(5)
-    wanted = texts.decode(seeds, silent)
+    sampling, seeds = SAMPLINGS[name], range(5)
+    wanted = decoded(sampling, seeds, silent)
     for block in ((0, 1, 0), (EOS, 0), (0, EOS, 1), (1, 1, EOS), (STOP, STOP)):
-        assert texts.decode(seeds, fixed(block)) == wanted
+        assert decoded(sampling, seeds, fixed(block)) == wanted
     for kept in (1, 2, 3):
         begun = {seed: text[:kept] for seed, text in zip(seeds, wanted, strict=True) if len(text) > kept}
-        resumed = texts.decode(begun, fixed((0, EOS)), begun.__getitem__)
+        resumed = decoded(sampling, begun, fixed((0, EOS)), resumed=begun.__getitem__)
         assert resumed == [text for text in wanted if len(text) > kept]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_count_from_anywhere_else_does_not_give_the_same_text(wrong):
-    sampling, seeds = SAMPLINGS["stop token"], range(60)
-    right = Texts(sampling).decode(seeds, silent)
-    assert Texts(sampling, wrong).decode(seeds, fixed((0, 1, 0))) != right
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [  # the sampler looks the drafts up
+        *((wrong, "stop token") for wrong in WRONG_COUNTS),
+        *((wrong, "single tokens") for wrong in WRONG_NGRAMS[1:]),
+    ],
+)
+def test_what_is_taken_from_anywhere_else_does_not_give_the_same_text(wrong, name):
+    sampling, seeds = SAMPLINGS[name], range(60)
+    assert decoded(sampling, seeds, fixed((0, 1, 0)), wrong) != decoded(sampling, seeds, silent)
 
 
-@pytest.mark.parametrize("name", ["stop token", "cut"])
+@pytest.mark.parametrize("name", ["stop token", "cut", "pairs"])
 def test_texts_follow_the_law_though_drafts_read_the_noise(name):
-    check_the_law(DRAWN[name], replace(DRAWN[name], min_tokens=0))
-
-
-def check_the_law(sampling, other):
-    """Texts must follow the law of `sampling`, and not that of `other`."""
-    texts = Texts(sampling).decode(range(10_000, 10_400), noise_reading)
+    sampling = SAMPLINGS[name]
+    texts = decoded(sampling, range(10_000, 10_400), noise_reading)
     assert chi_square_p(Counter(texts), law_of_text(sampling), len(texts)) > 1e-4
-    plain = law_of_text(other)
+    plain = law_of_text(replace(sampling, min_tokens=0, no_repeat_ngram_size=0))
     assert chi_square_p(Counter(texts), plain, len(texts)) < 1e-4, "the check tells the two laws apart"
 
 
@@ -304,3 +323,25 @@ def test_a_session_whose_context_ends_first_ends_there_by_its_length():
     for _ in range(5):
         commit = session.on_verified(Verified((), (CommittedToken(0),)), 0.0)
     assert commit.finish is FinishReason.LENGTH
+
+
+def test_a_row_where_nothing_else_may_come_keeps_what_repeats():
+    sampling = Sampling(temperature=1.0, no_repeat_ngram_size=1)
+    allowed = np.array([[1, 1, 0, 0], [1, 1, 0, 1]], dtype=bool)
+    session = VerificationInput(sampling, [0, 1], 2, (DraftToken(0),), allowed)
+    kept = processed_logits(torch.zeros(2, VOCAB), session).isfinite().tolist()
+    assert kept == [[True, True, False, False], [False, False, False, True]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_large_rows_forbid_the_same_tokens_by_the_short_list(temperature):
+    prompt = [5, 6, 7, 8, 5, 6]
+    for seed in range(12):
+        logits = torch.randn(2, 4000, generator=torch.Generator().manual_seed(seed))
+        logits[:, 7] += 40.0  # it would come anyway
+        sampling = Sampling(temperature, seed, no_repeat_ngram_size=3)
+        [got] = Sampler(torch.device("cpu")).sample(
+            logits, [VerificationInput(sampling, prompt, len(prompt), (DraftToken(9),))]
+        )
+        assert got.tokens[0].id != 7, "5, 6, 7 was there"
+        assert got.tokens[1].id == 7, "6, 9, 7 was not"

@@ -238,17 +238,6 @@ def test_weights_are_not_copied_where_memory_is_short(monkeypatch, caplog):
 # === bits ===========================================================================================================
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_of_each_row_by_itself_keeps_its_bits(dtype):
-    weight = linear(dtype=dtype).weight
-    assert (
-        row_multiple(
-            lambda x: torch.stack([nn.functional.linear(row, weight) for row in x]), rows_of(linear(dtype=dtype))
-        )
-        == 1
-    )
-
-
 @pytest.mark.parametrize(
     ("wrong", "multiple"),
     [

@@ -21,7 +21,7 @@ from outrider.cloud.target.target import SessionRows, Target
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.verifier_config import VerifierConfig
-from outrider.proto.errors import Internal, OutriderError, Unavailable
+from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
@@ -43,7 +43,6 @@ POISON = 60
 TOKENS = 12
 SAMPLING = Sampling(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, logit_bias=((POISON, -100.0),))
 TIMEOUT_S = 60.0
-Forward = Callable[[list[SessionRows]], torch.Tensor]
 
 
 class Bench:
@@ -147,6 +146,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
         bench.engine.turn()
     bench.fails(lambda _: True)
     bench.run()
+    assert all(isinstance(bench.boxes[key].items.queue[0], Opened) for key in range(5)), "before any error"
     assert bench.ends(5) == [Unavailable] * 5, "the edge resumes"
     assert bench.engine.failed
     assert bench.failures == 1
@@ -156,38 +156,6 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     late = bench.open(9)
     bench.engine.turn()
     assert isinstance(late.items.queue[-1], Unavailable)
-
-
-def test_a_lone_session_is_not_blamed_for_a_target_that_fails_for_everybody(bench) -> None:
-    bench.open(0)
-    bench.fails(lambda _: True)
-    bench.run()
-    assert isinstance(bench.end(0), Unavailable)
-    assert bench.engine.failed
-
-
-def broken(*_: Any) -> Any:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch) -> None:
-    monkeypatch.setattr(bench.target.pool, "slots_of", broken)
-    first, second = bench.open(0), bench.open(1)
-    bench.run()
-    assert bench.engine.failed
-    assert isinstance(first.items.queue[-1], Unavailable)
-    assert isinstance(second.items.queue[-1], Unavailable)
-
-
-def test_sessions_are_told_of_a_device_on_which_not_even_pages_can_be_given_back(bench, monkeypatch) -> None:
-    bench.write(3, steps=2)
-    bench.fails(lambda _: True)
-    monkeypatch.setattr(bench.target.pool, "slots_of", broken)
-    bench.run()
-    assert bench.engine.failed
-    assert bench.failures == 1
-    assert bench.ends(3) == [Unavailable] * 3
-    assert bench.engine.backend.capacity.used_pages == 0
 
 
 def test_an_outbox_that_fails_keeps_no_other_session_from_being_told(bench, monkeypatch) -> None:
@@ -232,22 +200,6 @@ def test_texts_of_one_key_never_fail_a_verifier_whose_own_text_succeeds(bench, o
     assert {*bench.ends(2 * MAX_IN_A_ROW)} == {Internal}
 
 
-def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -> None:
-    bench.fails(has(POISON))
-    for key in range(2 * MAX_IN_A_ROW):
-        bench.open(key, Owner(f"key {key}"), prompt=(key + 5, POISON) if key % 2 else ())
-        bench.run()
-    assert not bench.engine.failed
-    assert [bench.text(key) for key in (0, 2, 4)] == [texts[0], texts[2], texts[4]]
-
-
-def test_planning_that_fails_for_everybody_fails_the_verifier(bench, monkeypatch) -> None:
-    monkeypatch.setattr(VerifierSession, "ready_at", lambda *_: 1 // 0)
-    bench.write(3)
-    assert bench.engine.failed
-    assert bench.ends(3) == [Unavailable] * 3
-
-
 def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, monkeypatch) -> None:
     plan = bench.engine.batching.plan
     calls = 0
@@ -264,6 +216,15 @@ def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, mon
     assert bench.engine.failed
     assert calls <= 4 * MAX_IN_A_ROW
     assert bench.ends(3) == [Unavailable] * 3
+
+
+def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -> None:
+    bench.fails(has(POISON))
+    for key in range(2 * MAX_IN_A_ROW):
+        bench.open(key, Owner(f"key {key}"), prompt=(key + 5, POISON) if key % 2 else ())
+        bench.run()
+    assert not bench.engine.failed
+    assert [bench.text(key) for key in (0, 2, 4)] == [texts[0], texts[2], texts[4]]
 
 
 # === a session's own ==============================================================================================
@@ -324,26 +285,6 @@ def test_the_rest_of_a_long_prompt_does_not_clear_one_bad_token_in_it(bench, tex
     assert bench.engine.batching.limit.rows == math.inf
 
 
-def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) -> None:
-    forward = bench.target.forward
-
-    def overflowing(batch: list[SessionRows]) -> torch.Tensor:
-        logits, row = forward(batch), 0
-        for rows in batch:
-            if POISON in rows.tokens:
-                logits[row : row + rows.wanted] = math.nan
-            row += rows.wanted
-        return logits
-
-    bench.target.forward = overflowing
-    bench.open(0)
-    bench.open(1, prompt=(POISON,))
-    bench.run()
-    assert bench.text(0) == texts[0]
-    assert (bench.text(1), type(bench.end(1))) == ([], Internal)
-    assert bench.corrupted == 1
-
-
 def test_settings_that_make_no_numbers_end_the_session_that_has_them(bench, texts, monkeypatch) -> None:
     """No door lets such settings in; a verifier does not rest on that."""
     spoiled = replace(SAMPLING, repetition_penalty=1.5)
@@ -360,16 +301,6 @@ def test_settings_that_make_no_numbers_end_the_session_that_has_them(bench, text
     assert [bench.text(key) for key in (0, 2)] == [texts[0], texts[2]]
     assert [(bench.text(key), type(bench.end(key))) for key in (1, 3)] == [([], Internal)] * 2
     assert bench.corrupted == 2
-
-
-def test_planning_that_fails_for_one_session_ends_it_alone(bench, texts, monkeypatch) -> None:
-    ready_at = VerifierSession.ready_at
-    broken = lambda session, *costs: 1 // (session.id != "s1") and ready_at(session, *costs)  # noqa: E731
-    monkeypatch.setattr(VerifierSession, "ready_at", broken)
-    bench.write(3)
-    assert isinstance(bench.end(1), Internal)
-    assert (bench.text(0), bench.text(2)) == (texts[0], texts[2])
-    assert not bench.engine.failed
 
 
 @pytest.mark.parametrize("method", ["on_verified", "on_report"])
@@ -459,18 +390,6 @@ def test_steps_that_are_too_large_shrink_and_no_text_changes(bench, texts, most,
     assert not bench.engine.failed
 
 
-def test_a_prompt_that_is_read_in_too_large_steps_is_read_in_smaller_ones(bench) -> None:
-    prompt = tuple(3 + i % 50 for i in range(400))
-    bench.open(0, prompt=prompt)
-    bench.run()
-    expected = bench.text(0)
-    bench.fails(lambda batch: rows_of(batch) > 40)
-    bench.open(1, prompt=prompt, sampling=SAMPLING)
-    bench.run()
-    assert bench.text(1) == expected
-    assert bench.engine.batching.limit.rows <= 40
-
-
 def test_one_failure_that_is_gone_at_once_makes_no_step_smaller(bench, texts) -> None:
     left = iter(range(1))
     for key in range(4):
@@ -494,21 +413,3 @@ def test_drafts_that_make_steps_fail_make_nobody_elses_smaller(bench, texts) -> 
     bench.run()
     assert (bench.text(0), bench.text(1)) == (texts[0], texts[1])
     assert bench.engine.batching.limit.rows == math.inf
-
-
-def test_sessions_beyond_the_limit_take_turns(bench) -> None:
-    bench.write(6, steps=1)
-    bench.engine.batching.limit.fail(6, 4)
-    bench.run(steps=8)
-    done = [len(bench.text(key)) for key in range(6)]
-    assert max(done) - min(done) <= 1
-    assert sum(done) == 6 + 8 * 4
-
-
-def test_opened_comes_before_any_error(bench) -> None:
-    box = bench.open(0)
-    bench.fails(lambda _: True)
-    bench.run()
-    first, last = box.items.queue
-    assert isinstance(first, Opened)
-    assert isinstance(last, OutriderError)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from conformance import Suite, Text
+from conformance_oracle import Oracle, save_conformance_target
+from documented_law import documented_law
+from emulated_vllm import EmulatedCore, emulated_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cloud.target.distribution import VerificationInput, processed_logits
 from outrider.cloud.target.sampler import Sampler
+from outrider.cloud.target.shortlist import SMALLEST_VOCAB
 from outrider.proto.noise import gumbel
-from outrider.proto.types import DraftToken, Sampling
+from outrider.proto.types import BOUNDS, DraftToken, Sampling
 
 VOCAB = 12
 quick = settings(max_examples=150, deadline=None, derandomize=True)
@@ -38,37 +45,6 @@ def random_logits(seed, rows, vocab=VOCAB):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def slow_law(logits, sampling, prompt, text):
-    """{token: probability} after `prompt` + `text`, token by token as the contract documents it."""
-    score = dict(enumerate(logits.double().tolist()))
-    if sampling.allowed_tokens:
-        score = {t: score[t] for t in sampling.allowed_tokens}
-    for t, bias in sampling.logit_bias:
-        if t in score:
-            score[t] += bias
-    for t in score:
-        if t in (*prompt, *text) and sampling.repetition_penalty != 1:
-            divide = score[t] > 0
-            score[t] = score[t] / sampling.repetition_penalty if divide else score[t] * sampling.repetition_penalty
-        score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
-    if sampling.temperature == 0:
-        return {max(score, key=lambda t: score[t]): 1.0}
-    score = {t: s / sampling.temperature for t, s in score.items()}
-    ordered = sorted(score, key=lambda t: -score[t])
-    if sampling.top_k:
-        ordered = ordered[: sampling.top_k]
-    weight = {t: math.exp(score[t] - score[ordered[0]]) for t in ordered}
-    total, kept, mass = sum(weight.values()), [], 0.0
-    for t in ordered:
-        if sampling.top_p < 1 and mass >= sampling.top_p:
-            break
-        kept.append(t)
-        mass += weight[t] / total
-    kept = [t for t in kept if weight[t] >= sampling.min_p * (1 - 1e-12)]
-    total = sum(weight[t] for t in kept)
-    return {t: weight[t] / total for t in kept}
-
-
 @quick
 @given(
     sampling=samplings,
@@ -83,7 +59,8 @@ def test_every_row_has_the_documented_law_and_counts_the_drafts_before_it(sampli
         logits, VerificationInput(sampling, [*prompt, *text], len(prompt), tuple(map(DraftToken, block)))
     )
     for j, row in enumerate(rows):
-        wanted = slow_law(logits[j], sampling, prompt, [*text, *block[:j]])
+        said = (*text, *block[:j])
+        wanted = documented_law(dict(enumerate(logits[j].double().tolist())), tuple(prompt), said, sampling)
         if sampling.temperature == 0:
             assert int(row.argmax()) in wanted
             continue
@@ -135,15 +112,6 @@ def test_the_repetition_penalty_equals_transformers_over_prompt_and_text(penalty
     assert torch.equal(mine, theirs)
 
 
-def test_presence_and_frequency_penalties_do_not_count_the_prompt():
-    sampling = Sampling(presence_penalty=1.0, frequency_penalty=0.25)
-    logits = torch.zeros(1, VOCAB)
-    row = processed_logits(logits, VerificationInput(sampling, [5, 5, 6, 7, 7, 7], 3, ()))[0]
-    assert row[5] == 0
-    assert row[6] == 0
-    assert row[7] == -1.75
-
-
 def test_ties_at_a_top_k_cut_are_kept_and_at_a_top_p_cut_broken_by_token_id():
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     by_k = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, top_k=2), [0], 1, ()))[0]
@@ -164,27 +132,6 @@ def test_logits_that_tie_often_are_cut_by_top_p_as_transformers_cuts_them(top_p,
         assert torch.equal(kept, theirs)
     for row, mine, other in zip(logits, kept, theirs, strict=True):
         assert sorted(row[mine].tolist()) == sorted(row[other].tolist())
-
-
-@pytest.mark.parametrize("temperature", [1e-12, 1e-9])
-def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
-    logits = random_logits(6, 5)
-    sampling = Sampling(temperature=temperature, seed=4)
-    (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0], 1, (DraftToken(0),) * 4)])
-    assert list(got.tokens) == [(token, 0.0, None) for token in logits.argmax(dim=-1).tolist()]
-
-
-def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position():
-    sampling = Sampling(temperature=0.8, seed=(1 << 64) - 1)
-    logits = random_logits(7, 4, 5000)
-    (got,) = Sampler(torch.device("cpu")).sample(
-        logits, [VerificationInput(sampling, [0] * 17, 5, tuple(map(DraftToken, (1, 2, 3))))]
-    )
-    every = torch.arange(5000).numpy()
-    for j, (token, logp, *_) in enumerate(got.tokens):
-        law = torch.log_softmax(logits[j].double() / 0.8, -1)
-        assert token == int((law + torch.from_numpy(gumbel(sampling.seed, 17 + j, every))).argmax())
-        assert logp == pytest.approx(float(law[token]), abs=1e-6)
 
 
 def test_near_ties_are_decided_by_the_portable_noise_alone():
@@ -221,11 +168,71 @@ def test_the_marginal_over_a_large_vocabulary_is_the_law():
     assert float(expected[-1]) > 500, "the many unlikely tokens matter to this test"
 
 
-def test_the_reward_is_the_mean_of_capped_ratios_over_drafts_with_a_probability():
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(4, 1)
-    verified = VerificationInput(
-        Sampling(temperature=1.0), [0], 1, tuple(map(DraftToken, (0, 1, 2), (0.25, 0.5, math.nan)))
-    )
-    sampler = Sampler(torch.device("cpu"))
-    assert sampler.sample(logits, [verified])[0].reward == pytest.approx((1.0 + 0.5) / 2)
-    assert sampler.sample(logits, [replace(verified, block=tuple(map(DraftToken, (0, 1, 2))))])[0].reward is None
+# === settings at their bounds, and beyond ============================================================================
+
+
+VOCABS = (64, 2 * SMALLEST_VOCAB)  # whole rows, and a short list
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0, BOUNDS["temperature"].low, BOUNDS["temperature"].high),
+    **{name: (1.0, BOUNDS[name].low, BOUNDS[name].high) for name in ("repetition_penalty", "top_p")},
+    **{name: (0.0, BOUNDS[name].low, BOUNDS[name].high) for name in ("presence_penalty", "frequency_penalty")},
+    "logit_bias": ((), tuple((t, BOUNDS["logit_bias"].low if t % 2 else BOUNDS["logit_bias"].high) for t in range(64))),
+    "min_p": (0.0, 1.0),
+    "top_k": (0, 1, 60),
+}
+BEYOND = {
+    "frequency_penalty": -1e308,
+    "presence_penalty": math.inf,
+    "repetition_penalty": 1e-320,
+    "logit_bias": ((3, 3.4e38), (4, math.nan)),
+}
+
+
+def session(vocab: int, sampling: Sampling) -> VerificationInput:
+    prompt = [*range(vocab // 2), 3, 4]
+    return VerificationInput(sampling, [*prompt, 5, 5, 6], len(prompt), (DraftToken(5), DraftToken(4)))
+
+
+def extremes(most: int) -> Iterator[dict[str, Any]]:
+    """Settings of which up to `most` are extreme."""
+    for values in itertools.product(*EXTREMES.values()):
+        chosen = dict(zip(EXTREMES, values, strict=True))
+        if sum(value != EXTREMES[name][0] for name, value in chosen.items()) <= most:
+            yield chosen
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_settings_at_their_bounds_give_a_token_and_its_probability(vocab: int) -> None:
+    torch.manual_seed(3)
+    sampler, logits = Sampler(torch.device("cpu")), 20 * torch.randn(3, vocab)
+    for chosen in extremes(3 if vocab == VOCABS[0] else 2):
+        (sampled,) = sampler.sample(logits.clone(), [session(vocab, Sampling(**chosen))])
+        assert all(0 <= token.id < vocab for token in sampled.tokens), chosen
+        assert not any(math.isnan(token.logp or 0.0) for token in sampled.tokens), chosen
+
+
+def beyond(name: str, temperature: float) -> Sampling:
+    sampling = Sampling(temperature=temperature, top_k=60, top_p=0.9, frequency_penalty=0.1)
+    object.__setattr__(sampling, name, BEYOND[name])
+    return sampling
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_no_numbers_raise_whatever_made_them(vocab, name, temperature) -> None:
+    sampler, logits = Sampler(torch.device("cpu")), torch.randn(3, vocab)
+    spoiled = session(vocab, beyond(name, temperature))
+    with pytest.raises(FloatingPointError):
+        sampler.sample(logits, [spoiled])
+    sampled, numbers = sampler.sample_numbers(logits, [spoiled])
+    assert not numbers
+    assert len(sampled[0].tokens) == 3
+
+
+def test_a_pass_of_vllms_workers_with_such_scores_is_no_text(tmp_path) -> None:
+    oracle = Oracle(save_conformance_target(tmp_path))
+    suite = Suite(emulated_backend(EmulatedCore(oracle)), oracle)
+    text = Text(suite, suite.prompt(8), beyond("logit_bias", 1.0))
+    with pytest.raises(FloatingPointError):
+        suite.backend.step([text.row()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,10 @@ from outrider.cloud.learning.judge import (
     JudgedText,
     JudgeMemory,
     Judgement,
+    PairedTest,
     ShadowJudge,
     TrialJournal,
+    Verdict,
     can_judge,
     hits_of,
 )
@@ -28,6 +30,7 @@ from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
+from outrider.proto.policy.sequential import ERROR, MARGIN, SignTest, candidate_error, class_margin, clipped
 from outrider.proto.salts import salted
 from outrider.proto.types import DraftToken, Sampling
 
@@ -133,13 +136,6 @@ def test_hits_are_the_bits_of_verification_of_the_same_drafter(sampling: Samplin
     assert 0.4 < hits.mean() < 0.9, "both happen"
 
 
-def test_a_drafter_that_is_the_target_hits_always_and_with_other_noise_it_does_not() -> None:
-    record = text(5)
-    assert hits_of(BigramDrafter(1.0), record).all()
-    other = replace(record, sampling=replace(record.sampling, seed=6))
-    assert not hits_of(BigramDrafter(1.0), other).all()
-
-
 def test_a_record_from_the_middle_of_a_text_or_too_short_a_one_judges_nothing() -> None:
     assert not can_judge(text(1, length=7))
     whole = text(1)
@@ -212,17 +208,9 @@ def test_a_candidate_that_gains_is_not_dropped_while_it_may_lose_a_kind() -> Non
 
 
 def test_a_candidate_that_loses_a_kind_of_text_does_not_pass() -> None:
-    class Forgetful(BigramDrafter):
-        def proposal(self, tokens: list[int], rule: ProposalRule) -> int:
-            self.right = 0.9 if rule.sampling.seed % 2 else 0.45
-            return super().proposal(tokens, rule)
-
     judge = ShadowJudge(BigramDrafter(0.55))
-    judge.begin(Forgetful(0.5))
-    judgement = None
-    for seed in range(400):
-        judge.take(text(seed, prompt_class=1 + seed % 2))
-        judgement = judgement or judge.judgement()
+    judge.begin(Specialist(0.45, 0.9))
+    judgement = end_of(judge, range(400))
     assert not judgement.better
     assert judgement.difference > 0.05, "over all texts it gains"
     assert "of class 1" in judgement.why
@@ -246,13 +234,6 @@ def end_of(judge: ShadowJudge, seeds: range) -> Judgement | None:
         if (judgement := judge.judgement()) is not None:
             return judgement
     return None
-
-
-def test_a_candidate_that_is_better_in_all_kinds_passes() -> None:
-    judge = ShadowJudge(BigramDrafter(0.55))
-    judge.begin(Specialist(0.75, 0.9))
-    judgement = end_of(judge, range(400))
-    assert judgement.better
 
 
 def test_a_kind_that_traffic_had_before_the_trial_is_waited_for() -> None:
@@ -288,55 +269,6 @@ def test_a_rare_kind_and_one_that_has_faded_are_not_waited_for() -> None:
 
 
 # --- restarts ---
-
-
-def restarted(judge: ShadowJudge, current: BigramDrafter, candidate: BigramDrafter, journal: Path) -> ShadowJudge:
-    """Return the judge of another process, which has what the first one saved."""
-    saved = json.loads(json.dumps(judge.memory.saved()))
-    memory = JudgeMemory.restored(saved, judge.memory.saved_names())
-    other = ShadowJudge(current, memory=memory, journal=TrialJournal(journal))
-    assert memory.trial is not None
-    other.resume(candidate, memory.trial, TrialJournal(journal).resume(memory.trial.sequence))
-    return other
-
-
-def test_a_trial_goes_on_after_a_restart_with_the_same_numbers(tmp_path: Path) -> None:
-    """The checkpoint is from the trial's beginning; what came later is in the journal alone."""
-    journal = tmp_path / "trial"
-    current, candidate = BigramDrafter(0.6), BigramDrafter(0.66, wrong_class_seed=1)
-    judge = ShadowJudge(current, journal=TrialJournal(journal), candidates=2)
-    judge.take(text(500, prompt_class=2))
-    judge.begin(candidate, sequence=7)
-    before = JudgeMemory.restored(judge.memory.saved(), judge.memory.saved_names())
-    for seed in range(30):
-        judge.take(text(seed, key=f"key-{seed % 3}"))
-    judge.memory, now = before, judge.memory
-    again = restarted(judge, current, candidate, journal)
-    judge.memory = now
-    assert again.test is not None
-    assert vars(again.test) == vars(judge.test)
-    assert (again.test.number, again.test.texts, again.candidates) == (3, 30, 3)
-    for seed in range(100, 140):
-        for each in (judge, again):
-            each.take(text(seed, key=f"key-{seed % 3}"))
-        assert vars(again.test) == vars(judge.test)
-        assert again.test.verdict == judge.test.verdict
-
-
-def test_a_text_never_counts_twice_though_it_comes_again_after_a_restart(tmp_path: Path) -> None:
-    journal = tmp_path / "trial"
-    judge = ShadowJudge(BigramDrafter(0.5), journal=TrialJournal(journal))
-    judge.take(text(99))
-    candidate = BigramDrafter(0.9)
-    judge.begin(candidate, sequence=1)
-    judge.take(text(1))
-    again = restarted(judge, BigramDrafter(0.5), candidate, journal)
-    for seed in (1, 99):
-        again.take(text(seed))
-    assert again.test.texts == 1, "the one was judged on, and the other was learned from"
-    again.take(text(2))
-    assert again.test.texts == 2
-    assert vars(restarted(again, BigramDrafter(0.5), candidate, journal).test) == vars(again.test)
 
 
 def test_a_bet_is_in_the_journal_before_it_counts(tmp_path: Path, monkeypatch) -> None:
@@ -414,23 +346,6 @@ def test_a_text_judges_a_candidate_once_though_it_comes_in_parts() -> None:
     assert judge.test.texts == 1
 
 
-def test_a_record_is_judged_before_it_is_let_go() -> None:
-    """A drafter that changes while it is asked would show that training saw the record first."""
-    order: list[str] = []
-
-    class Noting(BigramDrafter):
-        def open(self, rule: ProposalRule) -> _BigramState:
-            order.append("judged")
-            return super().open(rule)
-
-    judge = ShadowJudge(BigramDrafter(0.5))
-    judge.begin(Noting(0.6))
-    for seed in range(3):
-        judge.take(text(seed))
-        order.append("trained")
-    assert order == ["judged", "trained"] * 3
-
-
 def test_two_candidates_are_not_judged_at_once() -> None:
     judge = ShadowJudge(BigramDrafter(0.5))
     judge.begin(BigramDrafter(0.6))
@@ -454,3 +369,114 @@ def test_a_key_that_floods_has_two_shares_at_most() -> None:
     for seed in range(20):
         alone.take(text(seed, key="only"))
     assert alone.test.texts == 20, "the only key of a fleet is not held back"
+
+
+# === the tests of a candidate ========================================================================================
+
+
+CODE, PROSE = 3, 1
+
+
+def test_later_candidates_need_more_evidence() -> None:
+    tests = [PairedTest(number) for number in (1, 10)]
+    texts = 0
+    while tests[1].verdict[0] is Verdict.OPEN:
+        texts += 1
+        for test in tests:
+            test.add(0.05, CODE)
+        if tests[0].verdict[0] is Verdict.OPEN:
+            first = texts
+    assert first < texts - 1
+
+
+def test_a_kind_of_text_that_loses_two_hundredths_is_no_price_for_gains_elsewhere() -> None:
+    rng = np.random.default_rng(8)
+    better, runs = 0, 150
+    for _ in range(runs):
+        test = PairedTest()
+        for _ in range(400):
+            test.add(float(rng.normal(0.1, 0.1)), PROSE)
+            test.add(float(rng.normal(-0.02, 0.045)), CODE)
+            if test.verdict[0] is Verdict.BETTER:
+                better += 1
+                break
+            if test.verdict[0] is Verdict.WORSE:
+                assert test.lost_class == CODE
+                break
+    assert better <= runs * ERROR + 3 * math.sqrt(runs * ERROR)
+
+
+def test_a_kind_that_loses_hardly_ever_passes_in_any_of_many_candidates() -> None:
+    """The kind loses what the margin is, no less, and all else gains: the worst case of the bound."""
+    rng = np.random.default_rng(11)
+    fleets, passed = 60, 0
+    for _ in range(fleets):
+        for number in range(1, 6):
+            test = PairedTest(number)
+            for gain in rng.normal(-MARGIN, 0.05, 150):
+                test.add(0.1, PROSE)
+                test.add(float(gain), CODE)
+            assert test.gains
+            passed += test.verdict[0] is Verdict.BETTER
+    assert passed <= fleets * ERROR + 3 * math.sqrt(fleets * ERROR)
+
+
+def test_a_rarer_kind_that_loses_its_margin_hardly_ever_passes_either() -> None:
+    """A fifth of the texts may lose .025 each; its share is less at times, and its margin more, never for the bound."""
+    rng = np.random.default_rng(12)
+    runs, passed = 150, 0
+    for _ in range(runs):
+        test = PairedTest()
+        for place in range(600):
+            rare = place % 5 == 4
+            test.add(float(rng.normal(-class_margin(0.2), 0.05)) if rare else 0.1, CODE if rare else PROSE)
+        assert test.gains
+        passed += test.verdict[0] is Verdict.BETTER
+    assert passed <= runs * ERROR + 3 * math.sqrt(runs * ERROR)
+
+
+def test_kinds_of_few_texts_do_not_hold_up_a_version_that_gains_in_all() -> None:
+    """The mix of a stream of sums, by kind its share, and mean and deviation of the gain that was measured there."""
+    rng = np.random.default_rng(13)
+    shares, gains, deviations = [0.78, 0.16, 0.06], [0.102, 0.123, 0.046], [0.085, 0.116, 0.071]
+    counts = []
+    for _ in range(40):
+        test = PairedTest()
+        while test.verdict[0] is Verdict.OPEN:
+            kind = rng.choice(3, p=shares)
+            test.add(float(rng.normal(gains[kind], deviations[kind])), int(kind))
+        assert test.verdict[0] is Verdict.BETTER
+        counts.append(test.texts)
+    assert np.median(counts) <= 120
+
+
+def test_without_the_kinds_the_same_version_would_pass() -> None:
+    """Negative control of the test before: over all texts together it gains."""
+    rng = np.random.default_rng(8)
+    both = np.stack([rng.normal(0.1, 0.1, 400), rng.normal(-0.02, 0.045, 400)], axis=1).ravel()
+    test = SignTest()
+    for difference in both:
+        test.add(clipped(float(difference)))
+    assert test.shows(candidate_error(1))
+
+
+def test_a_kind_of_text_that_must_be_kept_is_waited_for_and_a_rare_one_is_not() -> None:
+    waiting, going = PairedTest(kept=(CODE,)), PairedTest()
+    for test in (waiting, going):
+        test.add(0.1, 2)  # one text of another kind
+        for _ in range(200):
+            test.add(0.1, PROSE)
+    assert going.verdict[0] is Verdict.BETTER
+    assert waiting.verdict[0] is Verdict.OPEN
+    assert waiting.doubtful_classes == {CODE}
+    for _ in range(200):
+        waiting.add(0.0, CODE)
+    assert waiting.verdict[0] is Verdict.BETTER
+
+
+def test_a_loss_within_the_margin_is_none() -> None:
+    test = PairedTest()
+    for _ in range(500):
+        test.add(0.2, PROSE)
+        test.add(-MARGIN / 2, CODE)
+    assert test.verdict[0] is Verdict.BETTER

@@ -216,6 +216,7 @@ def test_sessions_of_all_kinds_together_are_sampled_as_each_alone():
 def test_the_reward_is_that_of_the_whole_row(sampling):
     logits = rows_of("zipf", 8)
     session, q = verified(sampling, 8), (0.5, math.nan, 1e-3, 1e-5, 0.1)
+    assert Sampler(CPU).sample(logits, [session])[0].reward is None, "no draft has a probability"
     likeliest = logits.argmax(dim=-1).tolist()[: ROWS - 1]
     for ids in (token_ids(session.block), likeliest):
         each = replace(session, block=tuple(map(DraftToken, ids, q)))

@@ -73,17 +73,6 @@ def texts(target: Target, engine: Engine, count: int, max_tokens: int) -> tuple[
     return found, sent_away
 
 
-def test_sessions_hold_pages_for_their_text_so_far_and_not_for_all_of_it(target) -> None:
-    with serving(target, 128) as engine:
-        boxes = [CollectingOutbox() for _ in range(16)]
-        for i, box in enumerate(boxes):
-            engine.post_open(i, frame(target, i, max_tokens=2000), box)
-        for box in boxes:
-            while not isinstance(box.items.get(timeout=60), Commit):
-                pass
-        assert engine.sessions.num_running == 16, "their texts may take 2,000 pages of 128"
-
-
 def test_texts_that_are_sent_away_for_pages_go_on_unchanged(target) -> None:
     with serving(target, 64) as engine:
         expected, sent_away = texts(target, engine, 5, max_tokens=120)
@@ -166,24 +155,17 @@ def test_a_text_grows_a_few_pages_ahead_and_no_further_than_its_end() -> None:
     assert slot.handle.capacity == 8 * PAGE
 
 
-def test_growth_sends_away_the_youngest_and_spares_the_others() -> None:
+@pytest.mark.parametrize(("pages_of_old", "pages_of_young"), [(8, 5), (2, 8)], ids=["the older grows", "it grows"])
+def test_growth_sends_away_the_youngest_and_spares_the_others(pages_of_old, pages_of_young) -> None:
     pool = sessions(12)
     old, young = opened(pool, 1, 2), opened(pool, 2, 1)
     assert (len(old.handle.pages), len(young.handle.pages)) == (6, 5)
-    written(young, 5)
-    written(old, 8)
+    written(young, pages_of_young)
+    written(old, pages_of_old)
     assert pool.grow() == [young]
     assert isinstance(young.outbox.items.get(), Unavailable)
     assert pool.running() == [old]
-    assert len(old.handle.pages) >= 8
-
-
-def test_a_text_that_cannot_grow_and_is_the_youngest_is_sent_away_itself() -> None:
-    pool = sessions(12)
-    old, young = opened(pool, 1, 2), opened(pool, 2, 1)
-    written(young, 8)
-    assert pool.grow() == [young]
-    assert pool.running() == [old]
+    assert len(old.handle.pages) >= pages_of_old
 
 
 def test_growth_sends_away_the_youngest_of_the_key_that_has_most_pages() -> None:

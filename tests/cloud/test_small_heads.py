@@ -1,4 +1,4 @@
-"""Small output heads: they begin as a part of the whole head, train, and export as what torch computes."""
+"""Small output heads: they begin as a part of the whole head, train, steer, and export as what torch computes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from safetensors.torch import load_file, save_file
 from outrider.cloud.export import export_drafter
 from outrider.cloud.export import package_writing as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
+from outrider.cloud.export.model import load
 from outrider.cloud.export.parent import load_parent
 from outrider.cloud.export.quantised import quantise
+from outrider.cloud.export.steered import STEERING_FILE, biases_by, load_steering, steered_by
 from outrider.cloud.learning.adapted import AdaptedDrafter
 from outrider.cloud.models.family_index import load_causal_lm
 from outrider.cloud.models.heads import MISSING_NATS, SmallHead, reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.drafter_training import most_frequent, train_drafter
-from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining
+from outrider.cloud.training.steer import train_steering
+from outrider.cloud.training.training_settings import DrafterShape, DrafterTraining, SteerTraining
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package
 from outrider.drafters.onnx import OnnxDrafter
@@ -34,7 +37,7 @@ from outrider.drafters.proposals import ProposalRule
 from outrider.proto.drafter_format import CacheShape, LearnedFrom
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.noise import gumbel
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, token_ids
 
 VOCAB, HIDDEN = BYTE_LLAMA["vocab_size"], BYTE_LLAMA["hidden_size"]
 KEPT = torch.arange(0, VOCAB, 3)
@@ -46,7 +49,8 @@ def tied_llama() -> Any:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_with_byte_tokenizer(tied_llama(), tmp_path_factory.mktemp("target"))
+    model = tiny_llama(seed=4, **BYTE_LLAMA | {"num_hidden_layers": 3}, tie_word_embeddings=True)
+    return save_with_byte_tokenizer(model, tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +261,51 @@ def test_more_candidates_than_a_trimmed_head_predicts_are_refused(tmp_path: Path
     with pytest.raises(InvalidArgument, match=f"the {len(KEPT)} tokens that its head predicts") as refused:
         export_drafter(source, tmp_path / "out", name="small", candidates=len(KEPT) + 1, target_id="big")
     assert refused.value.field == "candidates"
+
+
+# === steered ===
+
+
+RANK = 8
+PROMPT = (0, 5, 9)
+
+
+def test_a_small_head_is_steered_from_training_to_drafts(target: Path, teacher: Path, tmp_path: Path) -> None:
+    config = SteerTraining(
+        target=str(target),
+        teacher=teacher,
+        output=tmp_path / "out",
+        drafter=save_with_byte_tokenizer(trimmed_llama(), tmp_path / "drafter"),
+        rank=RANK,
+        max_age=4,
+        steps=2,
+        block=32,
+        warm_up_steps=0,
+    )
+    folder = train_steering(config).folder
+    before, after = (load_file(each / "model.safetensors") for each in (config.drafter, folder))
+    assert not torch.equal(before["lm_head.up.weight"], after["lm_head.up.weight"])
+    assert json.loads((folder / "config.json").read_text())["outrider_head"]
+
+    loud = {name: 20 * torch.randn_like(matrix) for name, matrix in load_file(folder / STEERING_FILE).items()}
+    save_file(loud, folder / STEERING_FILE)  # what two steps teach is too soft to tell
+    export_drafter(folder, tmp_path / "package", name="small", candidates=8, target_id="big")
+    state = OnnxDrafter(find_package(tmp_path / "package")).open(ProposalRule(Sampling(temperature=0.0)))
+    vector = torch.linspace(-1, 1, RANK)
+    state.steer(vector.numpy(), since=len(PROMPT))
+    state.extend(PROMPT)
+    drafts = token_ids(state.propose(6))
+    assert drafts == steered_by_torch(folder, vector, 6)
+    assert drafts != steered_by_torch(folder, 0 * vector, 6)
+    assert set(drafts) <= set(KEPT.tolist())
+
+
+def steered_by_torch(folder: Path, vector: torch.Tensor, n: int) -> tuple[int, ...]:
+    """The n likeliest tokens after `PROMPT`, one after the other, each position but the prompt's steered."""
+    model, tokens = load(folder), [*PROMPT]
+    while len(tokens) < len(PROMPT) + n:
+        by_position = torch.zeros(len(tokens), RANK)
+        by_position[len(PROMPT) :] = vector
+        with torch.no_grad(), steered_by(model, biases_by(load_steering(folder), by_position)):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tuple(tokens[len(PROMPT) :])

@@ -14,16 +14,14 @@ import pytest
 import torch
 from collecting_outbox import CollectingOutbox
 from random_models import save_random_model
+from safetensors.torch import save_file
 
 from outrider.cloud.serving.engine import Engine
-from outrider.cloud.serving.slots import NO_HANDLE, Owner
-from outrider.cloud.target.backend import StepRow
-from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.serving.slots import Owner
 from outrider.cloud.target.projection import FoldedProjection, Projection
-from outrider.cloud.target.sampler import Sampled
 from outrider.cloud.target.steering_vectors import load_projections
 from outrider.cloud.target.target import SessionRows, Target, load_target
-from outrider.cloud.target.transformers_backend import TransformersBackend, paths_of
+from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
@@ -31,7 +29,6 @@ from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.steering_vector import decode
 from outrider.proto.types import (
     Commit,
-    CommittedToken,
     Continue,
     Draft,
     DraftToken,
@@ -141,24 +138,6 @@ def test_a_layer_that_the_target_lacks_cannot_be_tapped(models):
     assert caught.value.field == "steering"
 
 
-@pytest.mark.parametrize("agreed", range(K + 1))
-def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed):
-    block = (10, 11, 12, 13)
-    said = (*block[:agreed], *(20 + j for j in range(K + 1 - agreed)))
-    verified = [
-        VerificationInput(TEXT, [1, 2], 1, ()),
-        VerificationInput(TEXT, [1, 2], 1, tuple(map(DraftToken, block))),
-        VerificationInput(TEXT, [1, 2], 1, (DraftToken(7),)),
-    ]
-    sampled = [
-        Sampled(tuple(map(CommittedToken, (9,), (0.0,))), None),
-        Sampled(tuple(map(CommittedToken, said, (0.0,) * 5)), None),
-        Sampled(tuple(map(CommittedToken, (7, 8), (0.0,) * 2)), None),
-    ]
-    rows = [StepRow(NO_HANDLE, (2,), each) for each in verified]
-    assert [path.newest for path in paths_of(rows, [], sampled)] == [0, 1 + agreed, 1 + (K + 1) + 1]
-
-
 # === the engine: which state a commit's vector is of ==============================================================
 
 
@@ -216,9 +195,13 @@ def opening(engine: Engine, session: str, **changes: Any) -> Open:
     return replace(frame, **changes)
 
 
+def begun(engine: Engine, key: int, frame: Open) -> CollectingOutbox:
+    engine.post_open(key, frame, box := CollectingOutbox(), owner=Owner(isolation=next(ISOLATIONS)))
+    return box
+
+
 def whole(engine: Engine, key: int, frame: Open) -> tuple[Opened, list[Commit]]:
-    box = CollectingOutbox()
-    engine.post_open(key, frame, box, owner=Owner(isolation=next(ISOLATIONS)))
+    box = begun(engine, key, frame)
     opened, commits = box.opened(), box.rest()
     engine.post_close(key)
     return opened, commits
@@ -258,9 +241,9 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
     precision, engine, models, projections, asked
 ):
     _, expected = whole(engine, 1, opening(engine, "plain"))
-    right, box = tokens_of(expected), CollectingOutbox()
+    right = tokens_of(expected)
     asks = {"drafting": True, "patience": FOREVER, "steering": replace(asked, precision=precision)}
-    engine.post_open(2, opening(engine, "drafted", **asks), box, owner=Owner(isolation=next(ISOLATIONS)))
+    box = begun(engine, 2, opening(engine, "drafted", **asks))
     assert box.opened().steered
     commits = [box.commit()]  # the prompt's own step waits for nobody
     for chain, agreed in enumerate((*range(K + 1), 2, 0)):
@@ -291,15 +274,10 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
         "seldom": SteeringRequest(one, every=3),
         "off": SteeringRequest(two, every=0),
     }
-    boxes = {name: CollectingOutbox() for name in requests}
-    for key, (name, box) in enumerate(boxes.items()):
-        prompt = (key + 3, *PROMPT)
-        engine.post_open(
-            key,
-            opening(engine, name, prompt=prompt, steering=requests[name]),
-            box,
-            owner=Owner(isolation=next(ISOLATIONS)),
-        )
+    boxes = {
+        name: begun(engine, key, opening(engine, name, prompt=(key + 3, *PROMPT), steering=request))
+        for key, (name, request) in enumerate(requests.items())
+    }
     steered = {name: box.opened().steered for name, box in boxes.items()}
     commits = {name: box.rest() for name, box in boxes.items()}
     for key in range(len(boxes)):
@@ -333,10 +311,9 @@ def test_steering_changes_neither_the_text_nor_anything_else_in_a_commit(engine,
 
 def test_a_request_may_change_by_report_and_stays_in_the_next_turn(engine, models, projections):
     one, two = projections
-    box = CollectingOutbox()
     few = replace(TEXT, max_tokens=4)
     frame = opening(engine, "turns", sampling=few, drafting=True, patience=FOREVER, keep_s=60.0)
-    engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box, owner=Owner(isolation=next(ISOLATIONS)))
+    box = begun(engine, 1, replace(frame, steering=SteeringRequest(one)))
     box.opened()
     commits = [box.commit()]
     engine.post_frame(1, Report(False, steering=SteeringRequest(two, SteeringPrecision.FLOAT16)), lambda: None)
@@ -396,11 +373,7 @@ def test_sessions_that_ask_for_one_projection_share_one_batch_of_it(engine, aske
         return right(self, taps)
 
     monkeypatch.setattr(FoldedProjection, "__call__", counted)
-    boxes = [CollectingOutbox() for _ in range(4)]
-    for key, box in enumerate(boxes):
-        engine.post_open(
-            key, opening(engine, f"batch{key}", steering=asked), box, owner=Owner(isolation=next(ISOLATIONS))
-        )
+    boxes = [begun(engine, key, opening(engine, f"batch{key}", steering=asked)) for key in range(4)]
     for key, box in enumerate(boxes):
         box.opened()
         assert all(commit.steering is not None for commit in box.rest()[:-1])
@@ -466,33 +439,23 @@ def test_one_trained_for_another_target_is_taken_with_a_warning_if_it_fits(targe
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("make", "kind", "says"),
     [
-        ({"hidden": 48}, "residual stream of 48, the target's has 32"),
-        ({"layers": (1, 2, 5)}, "taps layers 1, 2, 5; the target has layers 0 to 4"),
-        ({"layers": (-1, 2)}, "taps layers -1, 2; the target has layers 0 to 4"),
+        (lambda it: saved(it, hidden=48), ModelRefused, "residual stream of 48, the target's has 32"),
+        (lambda it: saved(it, layers=(1, 2, 5)), ModelRefused, "taps layers 1, 2, 5; the target has layers 0 to 4"),
+        (lambda it: saved(it, layers=(-1, 2)), ModelRefused, "taps layers -1, 2; the target has layers 0 to 4"),
+        (lambda it: save_file({"a": torch.zeros(1)}, it), ModelRefused, ""),
+        (Path.mkdir, NotFound, "train steer"),
+        (lambda it: None, NotFound, "train steer"),
     ],
+    ids=["hidden", "layers", "layer below", "no projection", "empty", "nowhere"],
 )
-def test_one_that_does_not_fit_the_target_is_refused_in_one_line(changes, says, target, tmp_path):
-    saved(tmp_path / "one", **changes)
-    with pytest.raises(ModelRefused) as caught:
+def test_one_that_does_not_fit_the_target_or_is_none_is_refused_in_one_line(make, kind, says, target, tmp_path):
+    make(tmp_path / "one")
+    with pytest.raises(kind) as caught:
         load(target, tmp_path / "one", embedded=tmp_path / "none")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert caught.value.field == "steering"
-
-
-@pytest.mark.parametrize("given", ["empty", "nowhere"])
-def test_a_folder_without_one_is_not_found(given, target, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFound, match="train steer") as caught:
-        load(target, tmp_path / given, embedded=tmp_path / "none")
-    assert caught.value.field == "steering"
-
-
-def test_a_file_that_is_none_is_refused(target, tmp_path, models):
-    with pytest.raises(ModelRefused) as caught:
-        load(target, models("llama")[0] / "model.safetensors", embedded=tmp_path)
     assert caught.value.field == "steering"
 
 

@@ -8,17 +8,23 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from random_models import VOCAB, architectures, save_random_model
+from transformers import LlamaConfig, MistralConfig, MistralForCausalLM
 
 from outrider.cloud.models.family_index import embedded_targets
-from outrider.cloud.target import chunked_attention
+from outrider.cloud.target import chunked_attention, kv_size
+from outrider.cloud.target.architecture import check_architecture
 from outrider.cloud.target.attention import RaggedBatch
 from outrider.cloud.target.chunked_attention import ChunkedBatch
+from outrider.cloud.target.kv_size import CPU_SHARE, available_bytes, bytes_per_token, kv_tokens_by_memory
 from outrider.cloud.target.packed_linear import PACKED_ROWS
-from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, load_target
+from outrider.cloud.target.target import FREE, ROUNDED, TILES, TOGETHER, SessionRows, Target, load_target
+from outrider.cloud.testing import save_tiny_target, tiny_llama
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
@@ -90,19 +96,6 @@ def test_the_sliding_window_matters_to_this_test_at_all(architecture, folders):
     changed = (plain(model, tokens) - plain(model, other)).abs().amax(dim=-1)
     assert changed[:8].max() > 1e-3
     assert len(tokens) > 3 * 8, "texts are longer than the window"
-
-
-def test_truncating_and_extending_equals_never_having_drafted_bit_for_bit(folders):
-    folder, _ = folders("qwen3")
-    target = load(folder)
-    tokens = text(3)
-    never, drafted = target.pool.allocate(44), target.pool.allocate(44)
-    for cache in (never, drafted):
-        target.forward([SessionRows(cache, tokens[:20], 1)])
-    target.forward([SessionRows(drafted, (4,) * 9, 9)])
-    drafted.truncate(20)
-    rest = [target.forward([SessionRows(cache, tokens[20:], 20)]) for cache in (never, drafted)]
-    assert torch.equal(*rest)
 
 
 # === a row's bits ================================================================================================
@@ -196,15 +189,6 @@ def test_rows_in_tiles_have_the_same_bits_in_any_pieces_and_company(architecture
     tokens = text(5)
     alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))
     assert torch.equal(of_one_session(target, tokens, 1, len(tokens)), alone)
-
-
-@pytest.mark.parametrize("exact", ["auto", "tiles", "off"])
-def test_all_passes_compute_the_same_function(exact, folders):
-    folder, model = folders("mistral")
-    target = load(folder, exact=exact)
-    tokens = text(6)
-    (got,) = in_pieces(target, tokens, [len(tokens)])
-    assert (got - plain(model, tokens)).abs().max() < 1e-4 * plain(model, tokens).abs().max()
 
 
 def unlike_itself(rows_differ):
@@ -456,4 +440,145 @@ def test_an_architecture_that_ignores_the_cache_is_refused(folders, monkeypatch)
 
     monkeypatch.setattr(target, "model_pass", one_position_too_far)
     with pytest.raises(ModelRefused, match="differs"):
+        target.check()
+
+
+# === the KV cache's size by memory ===================================================================================
+
+
+CONFIG = LlamaConfig(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, hidden_size=64)
+CPU = torch.device("cpu")
+
+
+def machine(folder: Path, available_kib: int, limit: str = "", used: int = 0) -> tuple[Path, Path]:
+    (folder / "meminfo").write_text(f"MemTotal: 999999 kB\nMemAvailable:   {available_kib} kB\nBuffers: 1 kB\n")
+    if limit:
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+    return folder / "meminfo", folder
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("", 0, 1 << 20), ("max", 5, 1 << 20), ("300000", 100000, 200000), ("5000", 6000, 0), ("99999999", 1, 1 << 20)],
+)
+def test_a_container_takes_no_more_than_its_limit(tmp_path, limit, used, expected) -> None:
+    assert available_bytes(*machine(tmp_path, 1024, limit, used)) == expected
+
+
+def test_a_position_takes_keys_and_values_of_every_layer() -> None:
+    assert bytes_per_token(CONFIG, torch.bfloat16) == 2 * 3 * 2 * 8 * 2
+    assert bytes_per_token(CONFIG, torch.float32) == 2 * 3 * 2 * 8 * 4
+
+
+def test_the_cache_takes_a_share_of_memory_and_no_more_than_can_be_of_use(monkeypatch) -> None:
+    monkeypatch.setattr(kv_size, "available_bytes", lambda: 384 * 1000)
+    assert kv_tokens_by_memory(CONFIG, torch.float32, CPU, 10**9) == int(1000 * CPU_SHARE)
+    assert kv_tokens_by_memory(CONFIG, torch.float32, CPU, 100) == 100
+
+
+def test_too_little_memory_is_refused_with_the_field(monkeypatch) -> None:
+    monkeypatch.setattr(kv_size, "available_bytes", lambda: 384)
+    with pytest.raises(ModelRefused, match="kv_tokens"):
+        kv_tokens_by_memory(CONFIG, torch.float32, CPU, 10**9)
+
+
+def test_more_positions_than_memory_are_refused_at_load(tmp_path) -> None:
+    folder = str(save_tiny_target(tmp_path))
+    with pytest.raises(ModelRefused, match="GiB of memory are left") as caught:
+        load_target(folder, kv_tokens=1 << 40)
+    assert caught.value.field == "kv_tokens"
+
+
+def test_a_target_gets_what_its_sessions_can_fill(tmp_path) -> None:
+    target = load_target(str(save_tiny_target(tmp_path)), max_sessions=3, context_length=64)
+    assert target.pool.page_count * target.pool.page_size == 3 * 64
+
+
+# === targets that are refused before they serve ======================================================================
+
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 1,
+}  # fmt: skip
+ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def tiny(**config: Any) -> Any:
+    return tiny_llama(seed=0, **(SMALL | config))
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_that_depends_on_what_shares_a_step_is_refused(kind) -> None:
+    with pytest.raises(ModelRefused, match=kind):
+        check_architecture(tiny(rope_parameters=ROPE[kind]))
+
+
+def test_chunked_attention_is_refused() -> None:
+    model = tiny()
+    model.config.attention_chunk_size = 64
+    with pytest.raises(ModelRefused, match="chunked"):
+        check_architecture(model)
+
+
+def test_a_model_that_returns_rows_that_are_not_wanted_is_refused() -> None:
+    model = tiny()
+    forward = model.forward
+    model.forward = lambda logits_to_keep=0, **given: forward(**given)
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        check_architecture(model)
+
+
+def test_linear_rope_is_accepted_and_agrees() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    Target(tiny(rope_parameters=rope), '{"model": {}}', kv_tokens=256, page_size=4).check()
+
+
+@pytest.mark.parametrize(("passes", "batch"), [(FREE, RaggedBatch), (TOGETHER[0], ChunkedBatch)])
+def test_the_check_goes_beyond_a_sliding_window(passes, batch, monkeypatch) -> None:
+    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=60))
+    target = Target(model.eval(), '{"model": {}}', kv_tokens=256, page_size=4)
+    target.passes = passes
+    target.check()
+    attend = batch.attend
+    monkeypatch.setattr(batch, "attend", lambda *args: attend(*args[:5], 0, *args[6:]))
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        target.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("passes", "batch", "name"), [(FREE, RaggedBatch, "mask"), (TOGETHER[0], ChunkedBatch, "_mask")]
+)
+def test_the_check_notices_a_wrong_mask_in_every_precision(passes, batch, name, dtype, monkeypatch) -> None:
+    target = load_target("reference", dtype=dtype, kv_tokens=512)
+    target.passes = passes
+    honest = target.check()
+    mask = getattr(batch, name)
+    monkeypatch.setattr(batch, name, lambda *arguments: torch.zeros_like(mask(*arguments)))
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        target.check()
+    monkeypatch.undo()
+    assert target.check() == honest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_notices_keys_in_the_wrong_places(dtype, monkeypatch) -> None:
+    target = load_target("reference", dtype=dtype, kv_tokens=512)
+    write = target.pool.write
+    monkeypatch.setattr(
+        target.pool, "write", lambda layer, slots, keys, values: write(layer, slots.flip(0), keys, values)
+    )
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
         target.check()

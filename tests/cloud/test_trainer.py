@@ -25,7 +25,6 @@ from outrider.cloud.models.heads import reduce_vocabulary
 from outrider.cloud.testing import tiny_llama
 from outrider.drafters.packages import embedded_packages, find_package, load_package
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.noise import gumbel
 
 VOCAB = 8192
 TARGET = bigram_target(VOCAB, seed=5)
@@ -80,16 +79,6 @@ def test_a_trainer_learns_to_propose_what_the_target_says(tmp_path: Path, temper
         losses.append(trainer.step())
     assert losses[-1] < 0.5 * losses[0]
     assert hits(trainer, fresh) > before + 0.15
-
-
-def test_the_same_seed_and_records_make_the_same_bits_and_others_others(tmp_path: Path) -> None:
-    results = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        trainer = Trainer(settings(tmp_path / name, seed=seed, loss="cce"))
-        teach(trainer, 3)
-        results.append(weights(trainer))
-    assert same(results[0], results[1])
-    assert not same(results[0], results[2])
 
 
 def test_a_killed_trainer_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -232,7 +221,7 @@ def test_what_is_published_is_the_average_of_the_weights(tmp_path: Path) -> None
     assert np.allclose(list(trainer.published_matrices().values())[-1][1], expected, atol=1e-6)
 
 
-def test_records_of_another_target_and_garbage_are_refused_and_counted(tmp_path: Path) -> None:
+def test_records_of_another_target_or_tokenizer_and_garbage_are_refused_and_counted(tmp_path: Path) -> None:
     trainer = Trainer(settings(tmp_path))
     foreign = text_record(TARGET, vocab=VOCAB, model="another")
     wide = bigram_target(VOCAB + 8, seed=1)
@@ -243,17 +232,13 @@ def test_records_of_another_target_and_garbage_are_refused_and_counted(tmp_path:
         assert field in caught.value.field
     assert trainer.state.counts == {"records refused": 3}
     assert len(trainer.buffer) == 0
-
-
-def test_records_in_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path))
     (record,) = records(0, 1)
     for known in ("", trainer.package.tokenizer_sha256):
         trainer.decode(replace(record, tokenizer_sha256=known).encode())
-    with pytest.raises(InvalidArgument, match=r"'general', which drafts by text.*--learn-drafter") as refused:
+    with pytest.raises(InvalidArgument, match=r"'general', which drafts by text.*--learn-drafter") as caught:
         trainer.decode(replace(record, tokenizer_sha256="ab" * 32).encode())
-    assert refused.value.field == "lessons.tokenizer_sha256"
-    assert trainer.state.counts == {"records": 2, "records refused": 1}
+    assert caught.value.field == "lessons.tokenizer_sha256"
+    assert trainer.state.counts == {"records": 2, "records refused": 4}
 
 
 def test_the_parent_reads_the_same_rows_and_does_not_learn(tmp_path: Path) -> None:
@@ -268,18 +253,6 @@ def test_the_parent_reads_the_same_rows_and_does_not_learn(tmp_path: Path) -> No
     assert not rows.log_parent.requires_grad
     assert rows.log_q.requires_grad
     assert not torch.allclose(rows.log_q, rows.log_parent)
-
-
-def test_rows_have_what_their_loss_reads_and_nothing_else(tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path))
-    record = text_record(TARGET, vocab=VOCAB, seed=3, temperature=1.0)
-    assert judged_rows(trainer.drafter, [record], LOSSES["kl-tail"]).noise is None
-    rows = judged_rows(trainer.drafter, [record], LOSSES["cce"])
-    assert (rows.log_parent, rows.top.shape[1]) == (None, 0)
-    assert rows.committed.tolist() == record.targets.tolist()
-    expected = gumbel(3, int(record.positions[2]), np.arange(VOCAB))
-    assert np.allclose(rows.noise[2].numpy(), expected, atol=1e-5)
-    assert (TARGET(record.tokens[: record.positions[2]]) + rows.noise[2].numpy()).argmax() == record.targets[2]
 
 
 def test_a_package_with_an_adapter_is_trained_on_from_it(tmp_path: Path) -> None:

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
-from table_target import HASH, TableBackend
+from table_target import decode_trees
 
-from outrider.cloud.serving.batching import Share
-from outrider.cloud.serving.runner import ModelRunner
-from outrider.cloud.serving.slots import Outbox, Slot
 from outrider.cloud.target.backend import VerificationBranch
 from outrider.cloud.target.kv_cache import BranchCache
-from outrider.proto.session.verifier import VerifierRules, VerifierSession
-from outrider.proto.types import BlockBranch, DraftToken, FinishReason, Open, Sampling, token_ids
+from outrider.proto.types import FinishReason, Sampling, token_ids
 
 VOCAB, LENGTH, PROMPT = 3, 4, (1, 0, 2, 2, 0)
 SAMPLINGS = {
@@ -68,48 +64,7 @@ def sets_of_branches(places, nodes):
                 yield ((index, (token, *tail)), *further)
 
 
-def drafts(tokens):
-    return tuple(map(DraftToken, tokens))
-
-
-def cut(tree, depth):
-    """A tree's first `depth` levels."""
-    block, branches = tree
-    kept = ((index, tokens[: depth - index]) for index, tokens in branches if index < depth)
-    return drafts(block[:depth]), tuple(BlockBranch(index, drafts(tokens)) for index, tokens in kept)
-
-
-def decode(sampling, trees_of_texts, *, eos=frozenset(), watch=lambda result: None, **asked):
-    """The texts and their ends, one for each (seed, tree), which is verified in every step; and how many followed one.
-
-    `watch` sees the result of each step before its tokens are committed; `asked` are fields of the request.
-    """
-    backend = TableBackend(logits_after)
-    runner = ModelRunner(backend, {})
-    slots = []
-    for seed, tree in trees_of_texts:
-        settings = replace(sampling, seed=seed, max_tokens=LENGTH)
-        rules = VerifierRules("v", "m", HASH, VOCAB, 64, eos, 8)
-        session = VerifierSession(Open("m", HASH, PROMPT, settings, "s", drafting=False, **asked), rules, 0.0)
-        slot = Slot(len(slots), session, Outbox(), 0.0, handle=backend.open((), str(len(slots))))
-        backend.reserve(slot.handle, len(PROMPT) + LENGTH)
-        slots.append((slot, tree))
-    followed = 0
-    while running := [(slot, tree) for slot, tree in slots if slot.session.finish is None]:
-        shares = []
-        for slot, tree in running:
-            block, branches = cut(tree, LENGTH - slot.session.generated - 1)
-            shares.append(Share(slot, slot.num_uncomputed_tokens, block, branches))
-        result = runner.run(shares)
-        watch(result)
-        for share, (slot, verified) in zip(shares, result.verified, strict=True):
-            followed += verified.block != share.block
-            slot.session.on_verified(verified, 1.0)
-            slot.forget_drafts(backend)
-    for slot, _ in slots:
-        backend.release(slot.handle)
-    assert backend.capacity.used_pages == 0
-    return [(tuple(slot.session.transcript), slot.session.finish) for slot, _ in slots], followed
+decode = partial(decode_trees, logits_after, prompt=PROMPT, length=LENGTH)
 
 
 def same_text(sampling, nodes=3, seeds=(1,), **options):

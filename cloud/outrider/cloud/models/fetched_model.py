@@ -98,9 +98,8 @@ def fetched_folder(name: str) -> Path:
     def fill(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # there is room for what is fetched, too
             convert(_gguf(model, given, Path(scratch)), folder, model.chat_template)
-        tokenizer = shipped_tokenizer(model.tokenizer_sha256)
-        assert tokenizer is not None
-        shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
+        if (tokenizer := shipped_tokenizer(model.tokenizer_sha256)) is not None:
+            shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
 
     return made_once(model.folder, fill)
 

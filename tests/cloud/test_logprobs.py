@@ -1,13 +1,15 @@
-"""Log probabilities of a prompt are those of a plain forward, whatever is cached, shared, cut or taken over."""
+"""Log probabilities, of a prompt and of a text, are those of the model itself, however the tokens came about."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from collecting_outbox import CollectingOutbox
@@ -16,20 +18,43 @@ from outrider.cloud.models.family_index import resolve_target
 from outrider.cloud.serving import batching
 from outrider.cloud.serving.engine import Engine
 from outrider.cloud.serving.slots import ANYBODY, Owner
-from outrider.cloud.target.sampler import token_facts
+from outrider.cloud.target import sampler as sampling_module
+from outrider.cloud.target.distribution import VerificationInput
+from outrider.cloud.target.sampler import Sampler, token_facts
 from outrider.cloud.target.target import Target, load_model
 from outrider.cloud.target.transformers_backend import TransformersBackend
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session.verifier import VerifierRules
-from outrider.proto.types import MAX_TOP_LOGPROBS, Commit, Continue, Open, Opened, PromptLogprobs, Sampling, TokenFacts
+from outrider.proto.types import (
+    MAX_TOP_LOGPROBS,
+    Commit,
+    Continue,
+    Draft,
+    DraftToken,
+    Open,
+    Opened,
+    Patience,
+    PromptLogprobs,
+    Sampling,
+    TokenFacts,
+    token_ids,
+)
 from outrider.proto.v1 import decoding_pb2 as pb
 
 TOP = 3
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 KEYS = itertools.count()
 CLOSE = 2e-4
+ISOLATIONS = map(str, itertools.count())  # each reads its own prompt
+CPU = torch.device("cpu")
+FOREVER = Patience(math.inf, 1000)
+MOST = 5
+GREEDY = Sampling(max_tokens=12, ignore_eos=True)
+DRAWN = Sampling(
+    max_tokens=12, ignore_eos=True, temperature=0.8, seed=5, top_k=40, top_p=0.9, repetition_penalty=1.3, min_p=0.01
+)
 
 
 class Bench:
@@ -41,9 +66,9 @@ class Bench:
         settings = VerifierConfig(**{"threads": 1, "max_sessions": 8, "prefill_chunk": 5, **config})
         self.engine = Engine(TransformersBackend(target), rules, settings)
 
-    def frame(self, prompt: tuple[int, ...], session: str = "s", **more: Any) -> Open:
+    def frame(self, prompt: tuple[int, ...], session: str = "s", sampling: Sampling = SAMPLING, **more: Any) -> Open:
         asked = {"drafting": False, "prompt_logprobs": TOP, **more}
-        return Open("reference", self.target.tokenizer_sha256, prompt, SAMPLING, session, **asked)
+        return Open("reference", self.target.tokenizer_sha256, prompt, sampling, session, **asked)
 
     def begin(self, frame: Open, isolation: str = "") -> Stream:
         return Stream(self.engine, frame, isolation)
@@ -133,7 +158,7 @@ def test_they_equal_a_plain_forward_of_a_prompt_in_one_piece_and_in_many(bench, 
     assert len(alone.frames) >= 300 / batching.MAX_SCORED_ROWS, "never the logits of all positions at once"
     assert max(len(frame.tokens) for frame in alone.frames) <= batching.MAX_SCORED_ROWS
     long = replace(SAMPLING, max_tokens=90)
-    running = bench.begin(replace(bench.frame(prompt_of(9, 1), "beside", prompt_logprobs=None), sampling=long))
+    running = bench.begin(bench.frame(prompt_of(9, 1), "beside", long, prompt_logprobs=None))
     running.read(commits=1)
     chunked = bench.begin(bench.frame(prompt[:100], "chunked")).read()
     running.read()
@@ -232,7 +257,7 @@ def test_a_step_that_fails_in_sampling_loses_none_of_them(bench, plain, monkeypa
     monkeypatch.setattr(bench.engine.backend, "step", seen)
     monkeypatch.setattr(sampler, "sample", failing)
     long = replace(SAMPLING, max_tokens=90)
-    other = bench.begin(replace(bench.frame(prompt_of(9, 1), "other", prompt_logprobs=None), sampling=long))
+    other = bench.begin(bench.frame(prompt_of(9, 1), "other", long, prompt_logprobs=None))
     other.read(commits=1)
     scored = bench.begin(bench.frame(prompt, "scored")).read()
     assert failed, "the step of both has failed"
@@ -277,6 +302,153 @@ def test_a_verifier_that_cannot_tell_them_refuses_the_session_by_name(bench) -> 
     assert not isinstance(box.items.get_nowait(), Exception)
 
 
+# === of a text: the sampler ======================================================================================
+
+
+def rows_of(vocab: int, rows: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def top_of(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The likeliest by a sort of the whole vocabulary, the lower token first among equals."""
+    logp = torch.log_softmax(logits.double(), dim=-1).tolist()
+    return [sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[:count] for row in logp]
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, allowed_tokens=(3, 9))])
+def test_they_are_of_the_models_own_distribution_however_the_token_is_drawn(vocab, sampling):
+    logits = rows_of(vocab, 1)
+    (got,) = Sampler(CPU).sample(logits, [VerificationInput(sampling, [1, 2], 1, (), logprobs=True, top_logprobs=MOST)])
+    expected = top_of(logits, MOST)[0]
+    assert [token for token, _ in got.tokens[0].top] == [token for token, _ in expected]
+    assert [logp for _, logp in got.tokens[0].top] == pytest.approx([logp for _, logp in expected], abs=1e-5)
+    own = float(torch.log_softmax(logits.double(), dim=-1)[0, got.tokens[0].id])
+    assert got.tokens[0].logprob == pytest.approx(own, abs=1e-5)
+    if sampling.allowed_tokens:
+        assert got.tokens[0].logp > own, "the processed one is another"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, allowed_tokens=(3, 9))])
+def test_rank_and_entropy_are_of_the_models_own_distribution_at_each_position(sampling):
+    logits = rows_of(5000, 3)
+    logits[2, 1000:] = -math.inf
+    best = tuple(map(DraftToken, logits[:2].argmax(dim=-1).tolist()))
+    (got,) = Sampler(CPU).sample(logits, [VerificationInput(sampling, [1, 2], 1, best, logprobs=True)])
+    logp = torch.log_softmax(logits.double(), dim=-1)
+    known = [token for token in got.tokens if token.facts is not None]
+    assert known
+    assert len(known) == 3 or sampling != GREEDY
+    for row, token in zip(logp, known, strict=False):
+        likely = row[row.isfinite()]
+        assert token.facts.entropy == pytest.approx(-float((likely.exp() * likely).sum()), abs=1e-4)
+        assert token.facts.rank == 1 + int((row > row[token.id]).sum())
+
+
+def test_entropy_is_0_where_the_target_is_sure_and_largest_where_it_is_even():
+    sure, even = torch.full((1, 64), -math.inf), torch.zeros(1, 64)
+    sure[0, 5] = 1.0
+    facts = [token_facts(logits, (5,), 0)[0] for logits in (sure, even)]
+    assert [each.entropy for each in facts] == pytest.approx([0.0, math.log(64)], abs=1e-5)
+    assert [each.rank for each in facts] == [1, 1]
+
+
+def test_among_equals_the_lower_token_comes_first_and_no_more_than_asked_come():
+    logits = torch.zeros(1, 3000)
+    logits[0, [7, 2900]] = 1.0
+    (got,) = Sampler(CPU).sample(logits, [VerificationInput(GREEDY, [1], 1, (), logprobs=True, top_logprobs=4)])
+    assert [token for token, _ in got.tokens[0].top] == [7, 2900, 0, 1]
+
+
+def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_them():
+    logits = rows_of(5000, 5)
+    best = logits.argmax(dim=-1).tolist()
+    for agreed in range(5):
+        block = (*best[:agreed], *[(token + 1) % 5000 for token in best[agreed:4]])
+        (got,) = Sampler(CPU).sample(
+            logits, [VerificationInput(GREEDY, [1], 1, tuple(map(DraftToken, block)), logprobs=True, top_logprobs=2)]
+        )
+        known, unknown = got.tokens[: agreed + 1], got.tokens[agreed + 1 :]
+        assert all(token.logprob is not None for token in known)
+        assert all((token.logprob, token.top) == (None, ()) for token in unknown)
+        assert [[t for t, _ in token.top] for token in known] == [
+            [t for t, _ in row] for row in top_of(logits[: agreed + 1], 2)
+        ]
+
+
+def test_a_session_that_did_not_ask_costs_nothing(monkeypatch):
+    def must_not_run(*_: Any) -> None:
+        raise AssertionError("computed for nobody")
+
+    monkeypatch.setattr(sampling_module, "with_logprobs", must_not_run)
+    (got,) = Sampler(CPU).sample(rows_of(5000, 1), [VerificationInput(GREEDY, [1], 1, ())])
+    assert [(token.logprob, token.top) for token in got.tokens] == [(None, ())]
+
+
+def test_the_order_of_the_likeliest_is_the_same_in_any_batch():
+    logits = torch.round(rows_of(3000, 6, seed=4))  # ties everywhere
+    session = VerificationInput(GREEDY, [1], 1, (), logprobs=True, top_logprobs=20)
+    together = Sampler(CPU).sample(logits, [session] * 6)
+    alone = [Sampler(CPU).sample(logits[i : i + 1], [session])[0] for i in range(6)]
+    assert [got.tokens for got in together] == [got.tokens for got in alone]
+    assert np.all(np.diff([[value for _, value in got.tokens[0].top] for got in together]) <= 0)
+
+
+# === of a text: the engine ======================================================================================
+
+
+def asking(bench: Bench, prompt: tuple[int, ...], sampling: Sampling, session: str, **more: Any) -> Stream:
+    asked = {"prompt_logprobs": None, "logprobs": True, "top_logprobs": MOST} | more
+    return bench.begin(bench.frame(prompt, session, sampling, **asked), next(ISOLATIONS))
+
+
+def assert_those_of_the_plain_model(plain: Any, prompt: tuple[int, ...], commits: list[Commit]) -> None:
+    tokens = [token for commit in commits for token in commit.tokens]
+    for row, token in zip(plain((*prompt, *token_ids(tokens)))[len(prompt) - 1 :], tokens, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=CLOSE)
+        assert [value for _, value in token.top] == pytest.approx(row.topk(MOST).values.tolist(), abs=CLOSE)
+        assert [value for _, value in token.top] == pytest.approx([float(row[t]) for t, _ in token.top], abs=CLOSE)
+        assert len({t for t, _ in token.top}) == MOST
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_step(bench, plain, sampling) -> None:
+    prompt = prompt_of(23, 3)  # read in chunks of 5
+    expected = asking(bench, prompt, sampling, "plain").read().text
+    stream = asking(bench, prompt, sampling, "drafted", drafting=True, patience=FOREVER)
+    stream.read(commits=1)  # the prompt's own step waits for nobody
+    for chain, right in enumerate((3, 0, 4)):
+        done = len(stream.text)
+        ahead = (*expected[done : done + right], (expected[done + right] + 1) % 8000, 9)
+        draft = Draft(chain, len(prompt) + done, tuple(map(DraftToken, ahead)), complete=True)
+        bench.engine.post_frame(stream.key, draft, lambda: None)
+        stream.read(commits=chain + 2)
+    bench.engine.post_close(stream.key)
+    assert any(0 < commit.accepted < commit.verified for commit in stream.commits), "both in one step"
+    assert stream.text == expected[: len(stream.text)]
+    assert_those_of_the_plain_model(plain, prompt, stream.commits)
+
+
+def test_they_equal_a_plain_forward_after_a_resume(bench, plain) -> None:
+    prompt = (5, 6, 7, 300)
+    text = asking(bench, prompt, DRAWN, "whole").read().text
+    resumed = asking(bench, prompt, DRAWN, "resumed", committed=text[:7]).read()
+    assert resumed.text == text[7:]
+    assert_those_of_the_plain_model(plain, (*prompt, *text[:7]), resumed.commits)
+
+
+def test_a_commit_says_nothing_of_it_to_a_session_that_did_not_ask(bench) -> None:
+    silent = asking(bench, (5, 6), GREEDY, "silent", logprobs=False, top_logprobs=0).read()
+    for token in itertools.chain(*(commit.tokens for commit in silent.commits)):
+        assert token.logp is not None
+        assert (token.logprob, token.top) == (None, ())
+    only = asking(bench, (5, 6), GREEDY, "no-list", top_logprobs=0, logp=False).read()
+    for token in itertools.chain(*(commit.tokens for commit in only.commits)):
+        assert token.logprob is not None
+        assert (token.logp, token.top) == (None, ())
+
+
 # === on the wire ================================================================================================
 
 
@@ -298,8 +470,30 @@ def test_a_frame_that_cannot_be_is_refused_by_name(wire: Any, field: str) -> Non
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("top", [-1, MAX_TOP_LOGPROBS + 1])
-def test_more_than_there_are_cannot_be_asked_for(top: int) -> None:
+@pytest.mark.parametrize(
+    "wire",
+    [
+        pb.Commit(tokens=[1, 2], top_tokens=[1, 2, 3], top_logp=[0, 0, 0]),
+        pb.Commit(tokens=[1, 2], top_tokens=[1, 2], top_logp=[0]),
+        pb.Commit(tokens=[1], top_logp=[0]),
+        pb.Commit(tokens=[1, 2], top_tokens=[1], top_logp=[0]),
+    ],
+)
+def test_lists_that_do_not_fit_the_tokens_are_refused_by_name(wire) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        Open("m", "0" * 64, (1,), SAMPLING, "s", prompt_logprobs=top)
-    assert refused.value.field == "open.prompt_logprobs"
+        codec.decode_cloud_frame(pb.CloudFrame(commit=wire).SerializeToString())
+    assert refused.value.field == "commit.top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        *(("prompt_logprobs", {"prompt_logprobs": top}) for top in (-1, MAX_TOP_LOGPROBS + 1)),
+        *(("top_logprobs", {"top_logprobs": top, "logprobs": True}) for top in (-1, MAX_TOP_LOGPROBS + 1)),
+        ("top_logprobs", {"top_logprobs": 1}),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(field: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Open("m", "0" * 64, (1,), GREEDY, "s", **asked)
+    assert refused.value.field == f"open.{field}"
