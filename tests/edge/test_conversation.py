@@ -92,17 +92,6 @@ def test_a_completion_has_its_prompts_length_its_provenance_and_its_end(tokenize
     assert completion.finish_reason is FinishReason.EOS
 
 
-def test_tokens_after_the_one_that_completes_a_stop_string_are_dropped(tokenizer, tokenizer_file):
-    tokens = tuple(tokenizer.encode("one two three four five").ids)
-    sizes = (len(tokens), len(tokens))
-    completion = completed(tokenizer_file, tokens * 9, sizes, stop=("thre",), max_tokens=4 * len(tokens))
-    assert completion.text == "one two "
-    assert completion.ids == tokens[: len(completion.tokens)]
-    assert tokenizer.decode(completion.ids).startswith("one two thre")
-    assert "thre" not in tokenizer.decode(completion.ids[:-1])
-    assert completion.finish_reason is FinishReason.STOP_STRING
-
-
 def test_a_deadline_ends_a_text_that_is_there_but_is_taken_too_late(tokenizer_file):
     async def main():
         client, channels = scripted_client(tokenizer_file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from outrider.edge.features import MIN_COMPARED, PromptClass, link_class, prompt_class, reported_hits
@@ -22,24 +24,6 @@ CODE = [
 
     def __len__(self):
 """,
-    """function debounce(action, waitMs) {
-  let timer = null;
-  return (...args) => {
-    clearTimeout(timer);
-    timer = setTimeout(() => action(...args), waitMs);
-  };
-}
-
-export const onResize = debounce(() => {""",
-    """int main(int argc, char **argv) {
-    size_t count = 0;
-    for (int i = 1; i < argc; ++i) {
-        count += strlen(argv[i]);
-    }
-    printf("%zu\\n", count);
-    return count > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
-}
-""",
     """SELECT customer.id, sum(item.price) AS total
   FROM customer
   JOIN item ON item.customer_id = customer.id
@@ -56,17 +40,6 @@ DOCS = [
 
    If *onerror* is given, it is called with one argument, an :exc:`OSError`
    instance.  See also :func:`scan`.
-
-""",
-    """## Installing
-
-You need a recent compiler. Clone the repository and run `make install`, which puts the binary
-into `~/.local/bin` unless `PREFIX` says otherwise.
-
-* `make check` runs the tests and takes about a minute.
-* `make clean` removes what was built.
-
-## Settings
 
 """,
     """NAME
@@ -87,14 +60,10 @@ PROSE = [
     "It rained all through that night.\n\nIn the morning the river had come up to the orchard wall, and the children "
     "stood upon it in their boots and threw apples at whatever floated by. Nobody called them in. Their mother was "
     "upstairs with the doctor,",
-    "Dear Anna,\n\nI was so glad to have your letter. We are all well here, though Father's knee is no better and he "
-    "will not rest it. The garden wants you badly. When you come, bring the grey coat that I",
 ]
 MATH = [
     "<|user|>A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs $3. How much "
     "does she earn in a day?<|assistant|>",
-    "Tom has 15 marbles, and his brother has 4 more than twice as many. They lose 7 marbles together and then share "
-    "the rest equally. How many marbles does each of them get?",
     "Solve for x: 3x + 12 = 48. Subtract 12 from both sides: 3x = 36. Divide both sides by 3: x =",
 ]
 
@@ -125,10 +94,6 @@ def test_the_end_of_a_long_prompt_counts_and_not_how_it_begins():
     assert prompt_class(CODE[0] * 40 + "\n\n" + PROSE[0] * 10) is PromptClass.PROSE
 
 
-def test_the_role_tokens_of_a_chat_do_not_make_prose_a_markup():
-    assert prompt_class(f"<|system|><|user|>{PROSE[1]}<|assistant|>") is PromptClass.PROSE
-
-
 def test_a_class_does_not_depend_on_the_words_and_numbers_of_a_prompt():
     for snippet in (*CODE, *DOCS, *PROSE, *MATH):
         masked = "".join("n" if c.islower() else "N" if c.isupper() else "7" if c.isdigit() else c for c in snippet)
@@ -137,14 +102,23 @@ def test_a_class_does_not_depend_on_the_words_and_numbers_of_a_prompt():
 
 @pytest.mark.parametrize(
     ("round_trip_ms", "expected"),
-    [(0, 0), (0.2, 1), (3.99, 1), (4, 2), (15.9, 2), (16, 3), (63, 3), (64, 4), (255, 4), (256, 5), (5000, 5)],
+    [
+        (0, 0),
+        (0.2, 1),
+        (3.99, 1),
+        (4, 2),
+        (15.9, 2),
+        (16, 3),
+        (63, 3),
+        (64, 4),
+        (255, 4),
+        (256, 5),
+        (5000, 5),
+        (math.nan, 0),
+    ],
 )
 def test_links_have_classes_by_octaves_of_their_round_trip(round_trip_ms, expected):
     assert link_class(round_trip_ms / 1e3) == expected
-
-
-def test_a_round_trip_that_is_no_number_has_no_class():
-    assert link_class(float("nan")) == 0
 
 
 def test_classes_fit_what_the_contract_has_room_for():

@@ -1,4 +1,4 @@
-"""The first token of a text: it waits for no drafter, drafts do not wait for it, and they bear a name."""
+"""The first token of a text: it waits for no drafter, drafts do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
 from outrider.drafters import NgramDrafter
 from outrider.edge import Client
-from outrider.edge.decoding import Observer
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Lease, Open
 
@@ -115,28 +114,3 @@ async def test_drafts_hold_to_min_tokens_with_the_ends_that_the_verifier_names(t
         channels.answers_after_a_draft = True
         await client.complete(PROMPT, max_tokens=4, min_tokens=3)
         assert drafter.rules[-1].eos_tokens == {1, 9}
-
-
-# --- names of drafts ---
-
-
-class Listening(Observer):
-    """Keeps the drafts that are sent."""
-
-    def __init__(self) -> None:
-        self.drafts: list[Draft] = []
-
-    def sent(self, frame: EdgeFrame, now: float) -> None:
-        if isinstance(frame, Draft):
-            self.drafts.append(frame)
-
-
-async def test_drafts_bear_the_name_and_version_of_their_drafter(tokenizer_file: Path) -> None:
-    listening = Listening()
-    client, channels = scripted_client(tokenizer_file, drafter="ngram")
-    channels.script = lambda _: tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
-    async with client:
-        await client.complete((5, 6, 7, 8) * 8, max_tokens=64, observer=listening)
-    first, *others = [(draft.drafter, draft.drafter_version) for draft in listening.drafts]
-    assert first == ("ngram", NgramDrafter.version)
-    assert set(others) <= {("", "")}
