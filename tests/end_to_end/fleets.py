@@ -19,7 +19,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease
-from outrider.proto.types import EdgeFrame, Lease, LeaseRequest
+from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, Lease, LeaseRequest, Opened
 
 SECRET = b"a secret of the whole fleet"
 
@@ -97,13 +97,24 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 class SentFrames(Observer):
-    """Keeps what an edge has sent."""
+    """Keeps what an edge has sent, and what has come, by stream."""
 
     def __init__(self) -> None:
         self.frames: list[EdgeFrame] = []
+        self.streams: list[tuple[Opened, list[Commit]]] = []
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
         self.frames.append(frame)
 
+    def received(self, frame: CloudFrame, at: float) -> None:
+        if isinstance(frame, Opened):
+            self.streams.append((frame, []))
+        elif isinstance(frame, Commit):
+            self.streams[-1][1].append(frame)
+
     def of(self, kind: type[Any]) -> list[Any]:
         return [frame for frame in self.frames if isinstance(frame, kind)]
+
+    def versions(self) -> set[str]:
+        """Versions of drafters that drafts name."""
+        return {draft.drafter_version for draft in self.of(Draft) if draft.drafter}

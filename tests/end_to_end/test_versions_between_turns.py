@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fleets import SentFrames
 from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.drafters import NgramDrafter, ProposalRule, find_package
@@ -17,10 +18,9 @@ from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import load_package
 from outrider.drafters.shelf import loaded_member
 from outrider.edge import Client
-from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
 from outrider.proto.drafter_format import LearnedFrom, SteeringShape
-from outrider.proto.types import Continue, Draft, EdgeFrame, Open, Patience
+from outrider.proto.types import Continue, Open, Patience
 
 HEAD = "model.lm_head.weight"
 TURNS = ("def main(argv):\n", "\n# more of it\n", "class A:\n    pass\n", "x = 1\n")
@@ -28,20 +28,12 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 20260})
 PATIENT = {"patience": Patience(math.inf, 3), "drafter": "none"}
 
 
-class Frames(Observer):
-    """Keeps what the edge has sent."""
-
-    def __init__(self) -> None:
-        self.sent_frames: list[EdgeFrame] = []
-
-    def sent(self, frame: EdgeFrame, at: float) -> None:
-        self.sent_frames.append(frame)
-
+class Frames(SentFrames):
     def take(self) -> tuple[set[str], int, int]:
         """Versions that drafts name, and how many sessions and turns began, since the last call."""
-        frames, self.sent_frames = self.sent_frames, []
-        named = {frame.drafter_version for frame in frames if isinstance(frame, Draft) and frame.drafter}
-        return named, *(sum(isinstance(frame, kind) for frame in frames) for kind in (Open, Continue))
+        taken = self.versions(), len(self.of(Open)), len(self.of(Continue))
+        self.frames = []
+        return taken
 
 
 def script(version: str, name: str = "scripted", *, seen: list[tuple[int, ...]] | None = None) -> ScriptedDrafter:

@@ -8,31 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleets import fleet, until
+from fleets import SentFrames, fleet, until
 from poisoned import BAD_VERSION, HEAD, without_numbers
 
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.edge import Client, Completion, preparation
-from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
 from outrider.edge.link.control_client import CoordinatorClient
 from outrider.proto.drafter_format import LearnedFrom
-from outrider.proto.types import Draft, DrafterHits, EdgeFrame, LeaseRequest, RemoteFile, SessionReport
+from outrider.proto.types import DrafterHits, LeaseRequest, RemoteFile, SessionReport
 
 PROMPT = "def count(words):\n    "
 Meanwhile = Callable[[], Awaitable[None]]
-
-
-class Listening(Observer):
-    """Keeps the drafters that drafts name."""
-
-    def __init__(self) -> None:
-        self.named: list[tuple[str, str]] = []
-
-    def sent(self, frame: EdgeFrame, now: float) -> None:
-        if isinstance(frame, Draft) and frame.drafter:
-            self.named.append((frame.drafter, frame.drafter_version))
 
 
 def publish(catalogue: Path, sequence: int, name: str = "general") -> str:
@@ -94,16 +82,16 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
     right = preparation.file_fetcher
     monkeypatch.setattr(preparation, "file_fetcher", counting)
 
-    async def text(client: Client, in_the_middle: Meanwhile | None = None) -> tuple[list[int], list[tuple[str, str]]]:
-        listening, ids = Listening(), []
-        async for event in client.generate(PROMPT, max_tokens=48, temperature=1.0, seed=5, observer=listening):
+    async def text(client: Client, in_the_middle: Meanwhile | None = None) -> tuple[list[int], set[str]]:
+        sent, ids = SentFrames(), []
+        async for event in client.generate(PROMPT, max_tokens=48, temperature=1.0, seed=5, observer=sent):
             if isinstance(event, Tokens):
                 ids += [token.id for token in event.tokens]
                 if in_the_middle is not None and len(ids) > 4:
                     meanwhile, in_the_middle = in_the_middle, None
                     await meanwhile()
         assert in_the_middle is None
-        return ids, listening.named
+        return ids, sent.versions()
 
     cache = tmp_path / "cache"
     async with fleet("verifier", drafters=(catalogue,), poll_s=0.05) as found:
@@ -128,8 +116,8 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             after, named_after = await text(client)
             assert fetched == ["manifest.json", "adapter.safetensors"], "graph and tokenizer ship with the wheel"
             assert during == after == alone
-            assert named_during == [("general", embedded)], "a text that runs keeps its drafter"
-            assert named_after == [("general", published[0])]
+            assert named_during == {embedded}, "a text that runs keeps its drafter"
+            assert named_after == {published[0]}
 
             async def publish_poison() -> None:
                 poison(catalogue, 2)
@@ -139,8 +127,8 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             poisoned, named_poisoned = await text(client, publish_poison)
             again, named_again = await text(client)
             assert poisoned == again == alone
-            assert named_poisoned == [("general", published[0])]
-            assert set(named_again) == {("general", published[0])}, "what cannot be loaded replaces nothing"
+            assert named_poisoned == {published[0]}
+            assert named_again == {published[0]}, "what cannot be loaded replaces nothing"
             control = CoordinatorClient(found.address)
             assert await states(control) == {published[0]: "former", BAD_VERSION: "current"}
 
@@ -153,7 +141,7 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             await until(lambda: len(client.ready.shelf.drafters()[0]) == 2)
             tried, named_tried = await text(client)
             assert tried == alone
-            assert set(named_tried) <= {("general", version) for version in published}
+            assert named_tried <= set(published)
             assert await states(control) == {published[0]: "former", BAD_VERSION: "retired", published[1]: "current"}, (
                 "a bad version does not stand in a later one's way"
             )
@@ -163,7 +151,7 @@ async def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             await disprove(control, published[1], published[0])
             await until(lambda: versions() == (published[0],))
             _, named = await text(client)
-            assert set(named) == {("general", published[0])}
+            assert named == {published[0]}
             assert await states(control) == {published[0]: "current", BAD_VERSION: "retired", published[1]: "retired"}
         reports = [report for report in (await control.status()).recent if report.drafter]
         said = [report.drafter_version for report in reports]
