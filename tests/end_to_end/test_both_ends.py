@@ -62,7 +62,6 @@ class _UnknownState(TokenPrefix):
 
 OWN: dict[str, Callable[[Any], OwnDrafter]] = {
     "the edge's own": lambda target: load_own_drafter("general", target),
-    "another": lambda target: load_own_drafter("code", target),
     "windowed": lambda target: load_own_drafter("swift", target),
     "n-grams": lambda target: load_own_drafter("ngram", target),
     "rubbish": lambda _: OwnDrafter(GarbageDrafter(VOCAB, seed=4), VOCAB),
