@@ -84,7 +84,7 @@ class KnownTime(Smoothed):
 
 
 @pytest.mark.parametrize("drafter", ["none", "general"])
-async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, prompts, drafting, drafter) -> None:
+async def test_turns_go_on_in_kept_caches_of_target_and_drafter(verifier, edge, prompts, drafting, drafter) -> None:
     """Each is a fresh text's; neither the target nor the drafter beside it reads a token twice."""
 
     drafters: list[Watched] = []
@@ -94,9 +94,8 @@ async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, p
         return OwnDrafter(drafters[0], target.vocab_size)
 
     async with (
-        serving() as plain,
         drafting(own, page_size=1) as (address, _),
-        edge(plain, drafter="none") as other,
+        edge(verifier, drafter="none") as other,
         edge(address, drafter=drafter, drafts_here=4, patience=UNTIL_DRAFTED) as client,
     ):
         frames, turns = Frames(), []
@@ -121,11 +120,11 @@ async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, p
 # === the options, and a far edge ================================================================================
 
 
-async def test_a_verifier_drafts_with_what_its_options_name(serving, edge, prompts, caplog) -> None:
+async def test_a_verifier_drafts_with_what_its_options_name(serving, verifier, edge, prompts, caplog) -> None:
     caplog.set_level(logging.INFO)
     options = {"draft_here": "on", "draft_with": "general", "draft_threads": 1, "draft_price": 0.0}
     prompt, frames = prompts(1)[0].text, Frames()
-    async with serving() as plain, edge(plain, drafter="none", drafts_here=0) as client:
+    async with edge(verifier, drafter="none", drafts_here=0) as client:
         expected = await client.complete(prompt, WAYS["sampled"])
     async with (
         serving(**options) as address,

@@ -73,7 +73,7 @@ def serve(folder: Path, scenario, *, learn: bool, keys: Path | None = None) -> l
     return kept.records
 
 
-def test_a_text_is_kept_where_verifier_edge_and_key_all_allow_it_and_is_the_same_in_any_case(folder, tmp_path) -> None:
+def test_a_text_is_kept_where_verifier_edge_and_key_allow_it_and_is_always_the_same(folder, tmp_path) -> None:
     keys = keys_file(tmp_path / "keys.toml", "alice")
     switches = [*itertools.product((False, True), repeat=2)]
     told: dict[bool, list[list[int]]] = {False: [], True: []}
@@ -94,7 +94,7 @@ def test_a_text_is_kept_where_verifier_edge_and_key_all_allow_it_and_is_the_same
     assert texts[0] == texts[1] != texts[2] == texts[3] == texts[4]
 
 
-def test_without_api_keys_every_free_text_that_is_shared_is_kept_and_no_constrained_one(folder, tmp_path) -> None:
+def test_without_api_keys_all_texts_that_are_shared_are_kept_but_constrained_ones(folder, tmp_path) -> None:
     async def scenario(address: str) -> None:
         for share in (True, False):
             await decode(address, tmp_path, "", share=share, turns=3)

@@ -140,14 +140,14 @@ async def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge
 
 @pytest.mark.usefixtures("all_drafts_pay")
 async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_back(
-    serving, edge, tmp_path: Path, caplog, reports
+    verifier, edge, tmp_path: Path, caplog, reports
 ) -> None:
     parent, rng = find_package("general"), np.random.default_rng(1)
     good = tmp_path / "good"
     matrices = {HEAD: (rng.standard_normal((8, 192)) / 192, rng.standard_normal((8192, 8)) * 0.05)}
     write_adapter_package(parent.folder, good, matrices, sequence=1, learned_from=LearnedFrom(1, 1, {}))
 
-    async with serving() as address, edge(address, drafter="general") as client:
+    async with edge(verifier, drafter="general") as client:
         named = SentFrames()
         assert client.learnable is not None
         plain = await texts(client, 0, 4, named)

@@ -58,7 +58,7 @@ async def test_a_key_has_room_again_after_texts_that_were_refused_left_or_failed
         assert found.coordinator.service.admission.running() == {}
 
 
-async def test_a_text_whose_lease_ends_while_the_coordinator_is_away_goes_on_and_new_ones_wait(tmp_path) -> None:
+async def test_a_text_whose_lease_ends_without_a_coordinator_goes_on_and_new_ones_wait(tmp_path) -> None:
     slow = {"min_step_s": 0.05}  # the text would last for half a minute
     async with (
         fleet("verifier", verifier=slow, lease_seconds=1.0, poll_s=0.1) as found,

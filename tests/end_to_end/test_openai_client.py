@@ -200,13 +200,6 @@ def test_a_json_schema_binds_the_answer(at) -> None:
         assert answer.choices[0].finish_reason == "stop"
         made = json.loads(answer.choices[0].message.content)
         assert set(made) == {"ok", "n"}
-        with pytest.raises(APIError) as caught:
-            await at.openai.chat.completions.create(
-                model=MODEL,
-                messages=CHAT,
-                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}},
-            )
-        assert caught.value.param == "response_format"
 
     at.run(main())
 
@@ -242,27 +235,6 @@ def test_every_chunk_says_what_became_of_the_drafts(at) -> None:
         assert last["uplink_bytes"] > 0
         assert last["downlink_bytes"] > 0
         assert last["steps"] < 60
-
-    at.run(main())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_session_at_the_verifier(at, stream) -> None:
-    async def main() -> None:
-        await at.until(lambda: at.verifier.status().sessions == 0)
-        free = at.verifier.status().kv_pages_free
-        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "stream": stream}
-        request = asyncio.create_task(at.openai.completions.create(**asked, extra_body={"ignore_eos": True}))
-        if stream:
-            chunks = await request
-            await anext(aiter(chunks))
-        await at.until(lambda: at.verifier.status().sessions == 1)
-        if stream:
-            await chunks.close()
-        else:
-            request.cancel()
-        await at.until(lambda: at.verifier.status().sessions == 0)
-        assert at.verifier.status().kv_pages_free == free
 
     at.run(main())
 

@@ -21,68 +21,62 @@ SELECTORS = ("leader", "metasd-bd")  # with and without catching up; the session
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts) -> None:
+async def test_selectors_leave_the_text_as_it_is_and_give_turns(verifier, edge, prompts) -> None:
     prompt, sampling = prompts(1)[0].text, {"max_tokens": 32, "temperature": 1.0, "seed": 3}
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            alone = (await client.complete(prompt, **sampling)).ids
-        for name in SELECTORS:
-            async with edge(address, drafter=FAMILY, selector=name) as client:
-                await all_loaded(client)
-                text = await client.complete(prompt, **sampling)
-            assert text.ids == alone, name
-            turns = text.statistics.of_drafters
-            assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
-            assert set(turns) <= set(FAMILY.split(","))
-            if name == "leader":
-                assert len(turns) == 3, "all of them catch up"
-                assert text.statistics.read > 0
+    async with edge(verifier, drafter="none") as client:
+        alone = (await client.complete(prompt, **sampling)).ids
+    for name in SELECTORS:
+        async with edge(verifier, drafter=FAMILY, selector=name) as client:
+            await all_loaded(client)
+            text = await client.complete(prompt, **sampling)
+        assert text.ids == alone, name
+        turns = text.statistics.of_drafters
+        assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
+        assert set(turns) <= set(FAMILY.split(","))
+        if name == "leader":
+            assert len(turns) == 3, "all of them catch up"
+            assert text.statistics.read > 0
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_by_default_a_text_beside_others_has_one_drafter_and_is_what_it_is(serving, edge, prompts) -> None:
+async def test_by_default_a_text_beside_others_has_one_drafter_and_is_what_it_is(verifier, edge, prompts) -> None:
     prompt, sampling = prompts(1)[0].text, {"max_tokens": 32, "temperature": 0.0}
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            alone = (await client.complete(prompt, **sampling)).ids
-        async with edge(address, drafter="auto") as client:
-            await all_loaded(client)
-            texts = await asyncio.gather(*(client.complete(prompt, **sampling) for _ in range(2)))
-            texts.append(await client.complete(prompt, **sampling))
-        assert [text.ids for text in texts] == [alone] * 3
-        first, beside, after = (set(text.statistics.of_drafters) for text in texts)
-        assert beside == {"general"}
-        assert min(len(first), len(after)) > 1
+    async with edge(verifier, drafter="none") as client:
+        alone = (await client.complete(prompt, **sampling)).ids
+    async with edge(verifier, drafter="auto") as client:
+        await all_loaded(client)
+        texts = await asyncio.gather(*(client.complete(prompt, **sampling) for _ in range(2)))
+        texts.append(await client.complete(prompt, **sampling))
+    assert [text.ids for text in texts] == [alone] * 3
+    first, beside, after = (set(text.statistics.of_drafters) for text in texts)
+    assert beside == {"general"}
+    assert min(len(first), len(after)) > 1
 
 
 async def test_a_broken_drafter_leaves_its_turn_to_the_others_and_the_text_as_it_is(
-    serving, edge, tokenizer_file
+    verifier, edge, tokenizer_file
 ) -> None:
     prompt, sampling = "def main(argv):\n", {"max_tokens": 48}
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            alone = (await client.complete(prompt, **sampling)).ids
-        broken = FailingDrafter(3, OnnxDrafter(find_package("general"), threads=1))
-        config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file)
-        async with Client(config, drafters=(broken, NgramDrafter())) as client:
-            text = await client.complete(prompt, **sampling)
-            assert text.ids == alone
-            assert text.statistics.drafter_error, "and it is said"
-            assert text.statistics.of_drafters["ngram"].committed > 0
-            assert (await client.complete(prompt, **sampling)).ids == alone
+    async with edge(verifier, drafter="none") as client:
+        alone = (await client.complete(prompt, **sampling)).ids
+    broken = FailingDrafter(3, OnnxDrafter(find_package("general"), threads=1))
+    config = EdgeConfig(verifier=verifier, model="reference", tokenizer=tokenizer_file)
+    async with Client(config, drafters=(broken, NgramDrafter())) as client:
+        text = await client.complete(prompt, **sampling)
+        assert text.ids == alone
+        assert text.statistics.drafter_error, "and it is said"
+        assert text.statistics.of_drafters["ngram"].committed > 0
+        assert (await client.complete(prompt, **sampling)).ids == alone
 
 
-async def test_turns_of_a_conversation_keep_the_pool_and_the_text(serving, edge) -> None:
-    async with serving() as address:
-        said = []
-        for drafter in ("none", FAMILY):
-            async with edge(address, drafter=drafter) as client:
-                await all_loaded(client)
-                async with client.conversation(max_tokens=20) as conversation:
-                    said.append(
-                        [(await conversation.complete(turn)).ids for turn in ("def main(", "argv):\n", "# end")]
-                    )
-        assert said[0] == said[1]
+async def test_turns_of_a_conversation_keep_the_pool_and_the_text(verifier, edge) -> None:
+    said = []
+    for drafter in ("none", FAMILY):
+        async with edge(verifier, drafter=drafter) as client:
+            await all_loaded(client)
+            async with client.conversation(max_tokens=20) as conversation:
+                said.append([(await conversation.complete(turn)).ids for turn in ("def main(", "argv):\n", "# end")])
+    assert said[0] == said[1]
 
 
 async def all_loaded(client: Client) -> None:
@@ -106,17 +100,16 @@ def drafters(tmp_path: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_with_another_tokenizer_leaves_the_text_as_it_is(serving, edge, tmp_path, temperature) -> None:
+def test_a_drafter_with_another_tokenizer_leaves_the_text_as_it_is(verifier, edge, tmp_path, temperature) -> None:
     async def scenario() -> dict[str, tuple[str, EdgeStatistics]]:
         found = {}
-        async with serving() as address:
-            for name, drafter in drafters(tmp_path).items():
-                async with edge(address, drafter=drafter, drafts_here=0) as client:
-                    text = client.generate(PROMPT, max_tokens=40, temperature=temperature, seed=5)
-                    events = [event async for event in text]
-                    done = events[-1]
-                    assert isinstance(done, Finished)
-                    found[name] = "".join(event.text for event in events), done.statistics
+        for name, drafter in drafters(tmp_path).items():
+            async with edge(verifier, drafter=drafter, drafts_here=0) as client:
+                text = client.generate(PROMPT, max_tokens=40, temperature=temperature, seed=5)
+                events = [event async for event in text]
+                done = events[-1]
+                assert isinstance(done, Finished)
+                found[name] = "".join(event.text for event in events), done.statistics
         return found
 
     found = asyncio.run(scenario())

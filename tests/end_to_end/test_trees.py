@@ -29,46 +29,44 @@ def rows_cost_nothing(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
 @pytest.mark.parametrize("name", [*ALL_SAMPLING, "grammar"])
-async def test_the_text_is_the_same_with_trees_and_with_chains(serving, edge, prompts, name) -> None:
+async def test_the_text_is_the_same_with_trees_and_with_chains(verifier, edge, prompts, name) -> None:
     sampling = ALL_SAMPLING.get(name) or replace(ALL_SAMPLING["sampled"], grammar=LETTERS)
 
     chosen = prompts(1)[:2]
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = await texts(client, chosen, sampling)
-        async with edge(address, drafter="general", patience=WAITS) as client:
-            done = [await client.complete(prompt.text, sampling) for prompt in chosen]
-        assert [each.ids for each in done] == expected
-        assert sum(each.statistics.verified_beside for each in done) >= 4
-        async with edge(address, drafter="general", chains=True, patience=WAITS) as client:
-            chain = await client.complete(chosen[0].text, sampling)
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, chosen, sampling)
+    async with edge(verifier, drafter="general", patience=WAITS) as client:
+        done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    assert [each.ids for each in done] == expected
+    assert sum(each.statistics.verified_beside for each in done) >= 4
+    async with edge(verifier, drafter="general", chains=True, patience=WAITS) as client:
+        chain = await client.complete(chosen[0].text, sampling)
     assert chain.ids == expected[0]
     assert chain.statistics.verified_beside == 0
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
-async def test_the_text_survives_cuts_while_steps_verify_trees(serving, edge, relay, prompts) -> None:
+async def test_the_text_survives_cuts_while_steps_verify_trees(verifier, edge, relay, prompts) -> None:
     sampling = ALL_SAMPLING["sampled"]
 
     (prompt, *_) = prompts(1)
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = await texts(client, [prompt], sampling)
-        async with relay(address) as link, edge(link.address, drafter="general", patience=WAITS) as client:
-            got: list[int] = []
-            async for event in client.generate(prompt.text, sampling):
-                if hasattr(event, "reason"):
-                    statistics = event.statistics
-                    continue
-                got += event.ids
-                link.cut()
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, [prompt], sampling)
+    async with relay(verifier) as link, edge(link.address, drafter="general", patience=WAITS) as client:
+        got: list[int] = []
+        async for event in client.generate(prompt.text, sampling):
+            if hasattr(event, "reason"):
+                statistics = event.statistics
+                continue
+            got += event.ids
+            link.cut()
     assert tuple(got) == expected[0]
     assert statistics.resumes >= 2
     assert statistics.verified_beside > 0
 
 
 @pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
-async def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, edge, prompts, monkeypatch) -> None:
+async def test_the_text_is_the_same_with_branches_of_a_second_drafter(verifier, edge, prompts, monkeypatch) -> None:
     read: list[int] = []
     really = EdgeSession._take_idle
 
@@ -78,11 +76,10 @@ async def test_the_text_is_the_same_with_branches_of_a_second_drafter(serving, e
 
     monkeypatch.setattr(EdgeSession, "_take_idle", take_idle)
     chosen, sampling = prompts(1)[:2], ALL_SAMPLING["sampled"]
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = await texts(client, chosen, sampling)
-        async with edge(address, drafter="general,ngram", patience=WAITS) as client:
-            done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, chosen, sampling)
+    async with edge(verifier, drafter="general,ngram", patience=WAITS) as client:
+        done = [await client.complete(prompt.text, sampling) for prompt in chosen]
     assert [each.ids for each in done] == expected
     assert sum(each.statistics.verified_beside for each in done) >= 4
     assert sum(read) > 0, "an idle drafter has read chains"

@@ -77,12 +77,12 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[OnnxDrafter, Onn
 @pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_kept_conversation_drafts_with_the_new_version_from_its_next_turn_on(
-    serving, edge, versions, way
+    verifier, edge, versions, way
 ) -> None:
     first, second = versions
 
     frames = Frames()
-    async with serving() as address, edge(address, **PATIENT) as client:
+    async with edge(verifier, **PATIENT) as client:
         swap(client, first)
         async with client.conversation(max_tokens=10, observer=frames, **way) as talk:
             for number, text in enumerate(TURNS):
@@ -98,9 +98,9 @@ async def test_a_kept_conversation_drafts_with_the_new_version_from_its_next_tur
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_the_new_version_reads_the_transcript_and_nothing_else(serving, edge) -> None:
+async def test_the_new_version_reads_the_transcript_and_nothing_else(verifier, edge) -> None:
     seen: list[tuple[int, ...]] = []
-    async with serving() as address, edge(address, **PATIENT) as client:
+    async with edge(verifier, **PATIENT) as client:
         swap(client, script("1"))
         async with client.conversation(max_tokens=6) as talk:
             await talk.complete(TURNS[0])
@@ -116,9 +116,9 @@ async def test_the_new_version_reads_the_transcript_and_nothing_else(serving, ed
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_a_turn_that_runs_keeps_its_version(serving, edge) -> None:
+async def test_a_turn_that_runs_keeps_its_version(verifier, edge) -> None:
     frames = Frames()
-    async with serving() as address, edge(address, **PATIENT) as client:
+    async with edge(verifier, **PATIENT) as client:
         swap(client, script("1"))
         async with client.conversation(max_tokens=12, observer=frames) as talk:
             given = 0
@@ -136,7 +136,7 @@ async def test_a_turn_that_runs_keeps_its_version(serving, edge) -> None:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_drafters_that_did_not_change_keep_what_they_have_read(serving, edge) -> None:
+async def test_drafters_that_did_not_change_keep_what_they_have_read(verifier, edge) -> None:
     class Counted(NgramDrafter):
         opened = 0
 
@@ -144,7 +144,7 @@ async def test_drafters_that_did_not_change_keep_what_they_have_read(serving, ed
             Counted.opened += 1
             return super().open(rule)
 
-    async with serving() as address, edge(address, **PATIENT) as client:
+    async with edge(verifier, **PATIENT) as client:
         kept = Counted(name="kept")
         swap(client, script("1"), kept)
         async with client.conversation(max_tokens=10) as talk:
@@ -157,9 +157,9 @@ async def test_drafters_that_did_not_change_keep_what_they_have_read(serving, ed
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_a_version_that_works_takes_the_place_of_one_that_broke(serving, edge) -> None:
+async def test_a_version_that_works_takes_the_place_of_one_that_broke(verifier, edge) -> None:
     frames = Frames()
-    async with serving() as address, edge(address, **PATIENT) as client:
+    async with edge(verifier, **PATIENT) as client:
         swap(client, FailingDrafter(2, script("1")))
         async with client.conversation(max_tokens=10, observer=frames) as talk:
             broken = await talk.complete(TURNS[0])
@@ -172,9 +172,9 @@ async def test_a_version_that_works_takes_the_place_of_one_that_broke(serving, e
             assert frames.take() == ({"2"}, 0, 1)
 
 
-async def test_a_version_that_wants_other_vectors_begins_another_session(serving, edge) -> None:
+async def test_a_version_that_wants_other_vectors_begins_another_session(verifier, edge) -> None:
     frames = Frames()
-    async with serving() as address, edge(address, **PATIENT) as client:
+    async with edge(verifier, **PATIENT) as client:
         swap(client, script("1"))
         async with client.conversation(max_tokens=6, observer=frames) as talk:
             await said_as_fresh(client, talk, TURNS[0], max_tokens=6)
