@@ -13,7 +13,7 @@ from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 from outrider.drafters import NgramDrafter
 from outrider.edge import Client
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Lease, Open
+from outrider.proto.types import CommittedToken, Draft, EdgeFrame, Open
 
 TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 6))
 PROMPT = (5, 6, 7, 8) * 8
@@ -58,20 +58,18 @@ class WatchfulStream(ScriptedStream):
 
 
 class WatchfulChannels(ScriptedChannels):
+    stream = WatchfulStream
+
     def __init__(self) -> None:
         super().__init__()
         self.answers_after_a_draft = False
         self.streams: list[WatchfulStream] = []
         self.script = lambda _: TEXT
 
-    def open_stream(self, lease: Lease, statistics: EdgeStatistics, *_: object) -> WatchfulStream:
-        return WatchfulStream(self, statistics)
-
 
 @asynccontextmanager
 async def client_of(tokenizer: Path, drafter: HeldDrafter) -> AsyncIterator[tuple[Client, WatchfulChannels]]:
-    client, _ = scripted_client(tokenizer)
-    channels = client._channels = WatchfulChannels()  # type: ignore[assignment]
+    client, channels = scripted_client(tokenizer, WatchfulChannels())
     client._preparation._drafters = (drafter,)
     async with client:
         yield client, channels

@@ -18,7 +18,7 @@ from outrider.drafters.shelf import Member
 from outrider.edge import Client
 from outrider.proto.errors import DataLoss, NotFound, TokenizerMismatch
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CloudFrame, CommittedToken, Lease, Open
+from outrider.proto.types import CloudFrame, CommittedToken, Open
 
 PROMPT = (5, 6, 7, 8) * 8
 TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
@@ -91,6 +91,8 @@ class GatedStream(ScriptedStream):
 
 
 class GatedChannels(ScriptedChannels):
+    stream = GatedStream
+
     def __init__(self, client: Client, slow: SlowLoad) -> None:
         super().__init__()
         self.client, self.slow = client, slow
@@ -100,9 +102,6 @@ class GatedChannels(ScriptedChannels):
     def _note(self, frame: Open) -> Sequence[CommittedToken]:
         self.opens.append(frame)
         return TEXT
-
-    def open_stream(self, lease: Lease, statistics: EdgeStatistics, *_: object) -> GatedStream:
-        return GatedStream(self, statistics)
 
 
 async def test_a_drafter_takes_part_in_a_text_that_began_while_it_loaded(tokenizer_file: Path, slow: SlowLoad) -> None:

@@ -75,13 +75,6 @@ def acceptance(prior: FleetPrior, version: str = "1") -> float:
     return prior["general", version].acceptance
 
 
-def test_a_drafter_is_known_by_name_and_version() -> None:
-    priors = FleetPriors()
-    known = (DrafterPrior("general", "1", 0.7, 90.0), DrafterPrior("code", "1", 0.8, 40.0))
-    priors.learn(ANY, replace(LEASE, prior=DraftingPrior(drafters=known)))
-    assert priors.of("tiny", TextFeatures()) == {("general", "1"): known[0], ("code", "1"): known[1]}
-
-
 def test_the_newest_lease_of_a_kind_of_text_counts_and_others_stand_in_before_it() -> None:
     priors = FleetPriors()
     assert priors.of("tiny", CODE_TEXT) == {}
