@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -87,6 +88,19 @@ class LeasedRoute(DirectRoute):
         lease = await super().lease(request, transcript)
         claim = LeaseClaim("v", "tiny", request.session, time.time() + self.lasts_s, self.api_key, epoch=request.epoch)
         return replace(lease, token=sign_lease(claim, SECRET))
+
+
+def run_by(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Let a test, which is a coroutine, be run by one of its fixtures, on the event loop of what is shared."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            fixtures[fixture].run(test(**fixtures))
+
+        return run
+
+    return decorate
 
 
 async def until(holds: Callable[[], object]) -> None:

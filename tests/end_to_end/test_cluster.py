@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fleets import run_by
 
 from outrider.cloud.learning.lesson_record import LessonRecord
 from outrider.cloud.learning.trainer_actor import TrainerLink, start_trainer_actor
@@ -75,41 +76,41 @@ def cluster(loop: asyncio.Runner, learning: TrainerSettings) -> Iterator[LocalCl
         loop.run(running.__aexit__(None, None, None))
 
 
-def test_the_text_survives_the_death_of_its_verifier_and_ray_brings_that_back(cluster, loop, tmp_path, prompts) -> None:
-    async def main() -> None:
-        prompt = prompts(1)[0].text
-        config = {"coordinator": cluster.coordinator, "cache": tmp_path}
-        async with Client(EdgeConfig(drafter="none", **config)) as plain:
-            expected = await plain.complete(prompt, SAMPLED)
-        async with Client(EdgeConfig(drafter="general", **config)) as client:
-            assert client.drafter_name == "general"
-            assert (tmp_path / "drafters" / "general").is_dir()  # downloaded from the coordinator, hash-checked
-            undisturbed = await client.complete(prompt, SAMPLED)
-            restarts = await restarts_of(cluster)
-            got, resumes = await decode_through_kills(cluster, client, prompt)
-        assert undisturbed.ids == expected.ids
-        assert got == expected.ids
-        assert resumes >= 1
-        await all_ready_again(cluster, restarts + 2)
-
-    loop.run(main())
-
-
-def test_a_verifier_that_always_fails_loses_no_text_and_ray_starts_another(cluster, loop, tmp_path, prompts) -> None:
-    async def main() -> None:
-        import ray
-
-        asked = [prompt.text for prompt in prompts(2)]
+@run_by("loop")
+async def test_the_text_survives_the_death_of_its_verifier_and_ray_brings_that_back(
+    cluster, loop, tmp_path, prompts
+) -> None:
+    prompt = prompts(1)[0].text
+    config = {"coordinator": cluster.coordinator, "cache": tmp_path}
+    async with Client(EdgeConfig(drafter="none", **config)) as plain:
+        expected = await plain.complete(prompt, SAMPLED)
+    async with Client(EdgeConfig(drafter="general", **config)) as client:
+        assert client.drafter_name == "general"
+        assert (tmp_path / "drafters" / "general").is_dir()  # downloaded from the coordinator, hash-checked
+        undisturbed = await client.complete(prompt, SAMPLED)
         restarts = await restarts_of(cluster)
-        async with Client(EdgeConfig(drafter="none", coordinator=cluster.coordinator, cache=tmp_path)) as client:
-            expected = [(await client.complete(prompt, SAMPLED)).ids for prompt in asked]
-            ray.get(next(iter(cluster.actors.values())).break_target.remote())
-            texts = await asyncio.gather(*(client.complete(prompt, SAMPLED) for prompt in asked))
-        assert [text.ids for text in texts] == expected
-        assert sum(text.statistics.resumes for text in texts) > 0
-        await all_ready_again(cluster, restarts + 1)
+        got, resumes = await decode_through_kills(cluster, client, prompt)
+    assert undisturbed.ids == expected.ids
+    assert got == expected.ids
+    assert resumes >= 1
+    await all_ready_again(cluster, restarts + 2)
 
-    loop.run(main())
+
+@run_by("loop")
+async def test_a_verifier_that_always_fails_loses_no_text_and_ray_starts_another(
+    cluster, loop, tmp_path, prompts
+) -> None:
+    import ray
+
+    asked = [prompt.text for prompt in prompts(2)]
+    restarts = await restarts_of(cluster)
+    async with Client(EdgeConfig(drafter="none", coordinator=cluster.coordinator, cache=tmp_path)) as client:
+        expected = [(await client.complete(prompt, SAMPLED)).ids for prompt in asked]
+        ray.get(next(iter(cluster.actors.values())).break_target.remote())
+        texts = await asyncio.gather(*(client.complete(prompt, SAMPLED) for prompt in asked))
+    assert [text.ids for text in texts] == expected
+    assert sum(text.statistics.resumes for text in texts) > 0
+    await all_ready_again(cluster, restarts + 1)
 
 
 async def restarts_of(cluster: LocalCluster) -> int:
@@ -200,41 +201,37 @@ def test_a_trainer_is_fed_with_bytes_dies_and_goes_on_from_its_checkpoint(cluste
     assert loop.run(info_of(cluster))["counts"]["records refused"] == 1
 
 
-def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(
+@run_by("loop")
+async def test_texts_are_the_same_while_a_trainer_learns_from_them_and_after_it_died(
     cluster, loop, tmp_path, prompts
 ) -> None:
-    async def main() -> None:
-        import ray
+    import ray
 
-        asked = [prompt.text for prompt in prompts(2)]
+    asked = [prompt.text for prompt in prompts(2)]
 
-        async def texts(*, share: bool) -> list[tuple[int, ...]]:
-            where = {"coordinator": cluster.coordinator, "cache": tmp_path}
-            async with Client(EdgeConfig(drafter="general", share_texts=share, **where)) as client:
-                sampling = replace(SAMPLED, max_tokens=48)
-                return [(await client.complete(prompt, sampling)).ids for prompt in asked]
+    async def texts(*, share: bool) -> list[tuple[int, ...]]:
+        where = {"coordinator": cluster.coordinator, "cache": tmp_path}
+        async with Client(EdgeConfig(drafter="general", share_texts=share, **where)) as client:
+            sampling = replace(SAMPLED, max_tokens=48)
+            return [(await client.complete(prompt, sampling)).ids for prompt in asked]
 
-        begun = await info_of(cluster)
-        expected = await texts(share=False)
-        assert (await info_of(cluster))["counts"].get("records", 0) == begun["counts"].get("records", 0), (
-            "nobody agreed"
-        )
-        end = time.monotonic() + 90
-        while (learned := await info_of(cluster))["steps"] <= begun["steps"]:
-            assert time.monotonic() < end
-            assert await texts(share=True) == expected
-        assert learned["counts"]["candidates"] >= 1
-        assert learned["verifiers"] == 2, "whose load it looks at"
-        assert 0 <= learned["load"] <= 1
-        control = CoordinatorClient(cluster.coordinator)
-        while not ((trainers := (await control.status()).trainers) and trainers[0].steps):
-            assert time.monotonic() < end
-            await asyncio.sleep(0.1)
-        await control.close()
-        (shown,) = trainers
-        assert (shown.model, shown.drafter, shown.max_cpu_share) == ("reference", "general", 1.0)
-        assert shown.state in ("training", "waiting for idle time", "nothing to learn from")
-        ray.kill(cluster.trainer, no_restart=True)
+    begun = await info_of(cluster)
+    expected = await texts(share=False)
+    assert (await info_of(cluster))["counts"].get("records", 0) == begun["counts"].get("records", 0), "nobody agreed"
+    end = time.monotonic() + 90
+    while (learned := await info_of(cluster))["steps"] <= begun["steps"]:
+        assert time.monotonic() < end
         assert await texts(share=True) == expected
-
-    loop.run(main())
+    assert learned["counts"]["candidates"] >= 1
+    assert learned["verifiers"] == 2, "whose load it looks at"
+    assert 0 <= learned["load"] <= 1
+    control = CoordinatorClient(cluster.coordinator)
+    while not ((trainers := (await control.status()).trainers) and trainers[0].steps):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.1)
+    await control.close()
+    (shown,) = trainers
+    assert (shown.model, shown.drafter, shown.max_cpu_share) == ("reference", "general", 1.0)
+    assert shown.state in ("training", "waiting for idle time", "nothing to learn from")
+    ray.kill(cluster.trainer, no_restart=True)
+    assert await texts(share=True) == expected
