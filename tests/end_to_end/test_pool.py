@@ -13,8 +13,6 @@ from outrider.drafters import NgramDrafter, find_package
 from outrider.drafters.by_text import TextDrafter, Vocabulary
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.event_stream import Finished
-from outrider.proto.session import EdgeStatistics
 
 FAMILY = "general,swift,ngram"
 SELECTORS = ("leader", "metasd-bd")  # with and without catching up; the session's own tests have them all
@@ -100,25 +98,15 @@ def drafters(tmp_path: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_with_another_tokenizer_leaves_the_text_as_it_is(verifier, edge, tmp_path, temperature) -> None:
-    async def scenario() -> dict[str, tuple[str, EdgeStatistics]]:
-        found = {}
-        for name, drafter in drafters(tmp_path).items():
-            async with edge(verifier, drafter=drafter, drafts_here=0) as client:
-                text = client.generate(PROMPT, max_tokens=40, temperature=temperature, seed=5)
-                events = [event async for event in text]
-                done = events[-1]
-                assert isinstance(done, Finished)
-                found[name] = "".join(event.text for event in events), done.statistics
-        return found
-
-    found = asyncio.run(scenario())
-    text = found["none"][0]
-    assert text
+async def test_a_drafter_with_another_tokenizer_leaves_the_text_as_it_is(verifier, edge, tmp_path, temperature) -> None:
+    found = {}
+    for name, drafter in drafters(tmp_path).items():
+        async with edge(verifier, drafter=drafter, drafts_here=0) as client:
+            found[name] = await client.complete(PROMPT, max_tokens=40, temperature=temperature, seed=5)
+    assert found["none"].text
     for name in ("package", "bytes"):
-        assert found[name][0] == text, name
-        assert not found[name][1].drafter_error
-    assert found["bytes"][1].drafted > 0
-    assert found["package"][1].drafted > 0
+        assert found[name].text == found["none"].text, name
+        assert not found[name].statistics.drafter_error
+        assert found[name].statistics.drafted > 0
     if temperature == 0:
-        assert found["bytes"][1].accepted > 0
+        assert found["bytes"].statistics.accepted > 0

@@ -132,7 +132,7 @@ async def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, proj
                 assert vectors == sum(each.steps - 1 for each in statistics), "all but the last, which ends the text"
 
 
-def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
+async def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
     target, projection, package, monkeypatch
 ):
     """The tap, the projection and the wire, against torch's own forward pass; and what the drafter is given."""
@@ -146,12 +146,9 @@ def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
         given.append((vector, since))
         original(self, vector, since)
 
-    async def main():
-        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
-            monkeypatch.setattr(OnnxState, "steer", steer)
-            return await client.complete(PROMPTS[0], SAMPLINGS[0], observer=frames)
-
-    completion = asyncio.run(main())
+    async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+        monkeypatch.setattr(OnnxState, "steer", steer)
+        completion = await client.complete(PROMPTS[0], SAMPLINGS[0], observer=frames)
     tokens = torch.tensor([*PROMPTS[0], *completion.ids])
     model = LlamaForCausalLM.from_pretrained(target).eval()
     with torch.no_grad():
