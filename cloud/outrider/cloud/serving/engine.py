@@ -414,7 +414,7 @@ class Engine(EngineCore):
         """Wait for an event, until a time at most; the bell may still ring for one that has been taken."""
         self._bell.clear()
         began = time.monotonic()
-        if not self.inbox and until > began:
+        if not self.inbox and not self._stopping and until > began:
             self._bell.wait(until - began)
             self._accounted_until += time.monotonic() - began  # no overhead: there was nothing to do
 
