@@ -113,6 +113,8 @@ class ScriptedChannels:
         eos_tokens: ids that end a text of the target.
     """
 
+    stream = ScriptedStream
+
     def __init__(self) -> None:
         self.script: Script = lambda _: ()
         self.sizes: Sequence[int] = ()
@@ -124,7 +126,7 @@ class ScriptedChannels:
         pass
 
     def open_stream(self, lease: Lease, statistics: EdgeStatistics, *_: object) -> ScriptedStream:
-        return ScriptedStream(self, statistics)
+        return self.stream(self, statistics)
 
     async def described(self, lease: Lease, within_s: float) -> Lease:
         return replace(lease, context_length=CONTEXT)
@@ -142,9 +144,9 @@ class ScriptedChannels:
         pass
 
 
-def scripted_client(tokenizer: Path, **config: Any) -> tuple[Client, ScriptedChannels]:
+def scripted_client(tokenizer: Path, channels: Any = None, **config: Any) -> tuple[Client, Any]:
     """Make a client of that cloud, and the channels that it decodes through."""
     options = {"verifier": "127.0.0.1:1", "model": "tiny", "drafter": "none", **config}
     client = Client(EdgeConfig(tokenizer=tokenizer, **options))
-    channels = client._channels = ScriptedChannels()  # type: ignore[assignment]
+    client._channels = channels = channels or ScriptedChannels()
     return client, channels

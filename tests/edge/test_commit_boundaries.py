@@ -23,7 +23,6 @@ FILE = tokenizer_file(target_folder("reference"))
 TOKENIZER = Tokenizer.from_file(str(FILE))
 PROMPT = (11, 12, 13)
 BEYOND = (9,) * 99  # the script goes on after the end
-WRITTEN = "one two three four five six"
 
 
 class Ends(Observer):
@@ -115,29 +114,6 @@ def expected(ids: list[int], stop: list[str], stop_tokens: tuple[int, ...], max_
             if ends:
                 return kept, written, reason
     raise AssertionError("the text has no end")
-
-
-@pytest.mark.parametrize("paced", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 16])
-@pytest.mark.parametrize(
-    ("end", "reason"),
-    [
-        ({"max_tokens": 6}, FinishReason.LENGTH),
-        ({"max_tokens": 60}, FinishReason.EOS),
-        ({"max_tokens": 60, "stop_tokens": (ids_of(WRITTEN)[-1],)}, FinishReason.STOP_TOKEN),
-    ],
-)
-@pytest.mark.parametrize("early", [0, 1, 2, 3])
-def test_a_stop_string_is_the_reason_whatever_ends_its_commit(cloud, early, end, reason, size, paced) -> None:
-    ids = [*ids_of(WRITTEN), EOS]
-    whole = cloud.decode(ids, **end)
-    assert whole.reason is reason
-    spoken = [token.id for token in whole.tokens if token.id != EOS]
-    stop = TOKENIZER.decode([spoken[-1 - early]])
-    got = cloud.decode(ids, (1, *(size,) * 9), paced=paced, stop=stop, **end)
-    assert got.reason is got.ended is FinishReason.STOP_STRING
-    assert got.written == whole.written.split(stop)[0]
-    assert got == cloud.decode(ids, stop=stop, **end)
 
 
 @settings(max_examples=200, deadline=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 from scripted_cloud import EOS, scripted_client
@@ -72,47 +71,30 @@ def tokenizer(tokenizer_file):
     return Tokenizer.from_file(str(tokenizer_file))
 
 
-def completed(tokenizer_file, tokens: Sequence[int], sizes: Sequence[int] = (), prompt=(3, 4, 5, 6), **options):
-    client, channels = scripted_client(tokenizer_file)
-    channels.script, channels.sizes = lambda _: [CommittedToken(token) for token in tokens], sizes
-
-    async def main():
-        async with client:
-            return await client.complete(prompt, **options)
-
-    return asyncio.run(main())
-
-
-def test_a_completion_has_its_prompts_length_its_provenance_and_its_end(tokenizer, tokenizer_file):
+async def test_a_completion_has_its_prompts_length_its_provenance_and_its_end(tokenizer, tokenizer_file):
     tokens = tuple(tokenizer.encode("one two three").ids)
-    completion = completed(tokenizer_file, (*tokens, EOS), sizes=(1, len(tokens)))
+    client, channels = scripted_client(tokenizer_file)
+    channels.script = lambda _: [CommittedToken(token) for token in (*tokens, EOS)]
+    channels.sizes = (1, len(tokens))
+    async with client:
+        completion = await client.complete((3, 4, 5, 6))
     assert completion.prompt_tokens == 4
     assert (completion.text, completion.ids) == ("one two three", (*tokens, EOS))
     assert completion.provenance[:2] == (Provenance.TARGET, Provenance.DRAFT)
     assert completion.finish_reason is FinishReason.EOS
 
 
-def test_tokens_after_the_one_that_completes_a_stop_string_are_dropped(tokenizer, tokenizer_file):
-    tokens = tuple(tokenizer.encode("one two three four five").ids)
-    sizes = (len(tokens), len(tokens))
-    completion = completed(tokenizer_file, tokens * 9, sizes, stop=("thre",), max_tokens=4 * len(tokens))
-    assert completion.text == "one two "
-    assert completion.ids == tokens[: len(completion.tokens)]
-    assert tokenizer.decode(completion.ids).startswith("one two thre")
-    assert "thre" not in tokenizer.decode(completion.ids[:-1])
-    assert completion.finish_reason is FinishReason.STOP_STRING
+async def test_a_deadline_ends_a_text_that_is_there_but_is_taken_too_late(tokenizer_file):
+    client, channels = scripted_client(tokenizer_file)
+    channels.script, channels.paced = lambda _: [CommittedToken(10)] * 40, False
 
+    async def read() -> None:
+        async for _ in client.generate([3], max_tokens=30, deadline_s=0.3):
+            await asyncio.sleep(0.1)
 
-def test_a_deadline_ends_a_text_that_is_there_but_is_taken_too_late(tokenizer_file):
-    async def main():
-        client, channels = scripted_client(tokenizer_file)
-        channels.script, channels.paced = lambda _: [CommittedToken(10)] * 40, False
-        async with client:
-            async for _ in client.generate([3], max_tokens=30, deadline_s=0.5):
-                await asyncio.sleep(0.2)
-
-    with pytest.raises(DeadlineExceeded):
-        asyncio.run(main())
+    async with client:
+        with pytest.raises(DeadlineExceeded):
+            await read()
 
 
 async def test_a_defect_of_the_loop_ends_the_text_and_every_turn_after_it(tokenizer_file, monkeypatch):
@@ -128,25 +110,16 @@ async def test_a_defect_of_the_loop_ends_the_text_and_every_turn_after_it(tokeni
                 await talk.complete([3, 4])
 
 
-def test_a_turn_or_text_that_begins_inside_a_character_shows_the_whole_of_it(tokenizer, tokenizer_file):
+async def test_a_turn_or_text_that_begins_inside_a_character_shows_the_whole_of_it(tokenizer, tokenizer_file):
     ids = tuple(tokenizer.encode("a🦊b", add_special_tokens=False).ids)
     cut = next(n for n in range(1, len(ids)) if tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}"))
-
-    async def main():
-        client, channels = scripted_client(tokenizer_file)
-        channels.script = lambda frame: [CommittedToken(token) for token in (*ids[len(frame.prompt) - 1 :], EOS)]
-        async with client:
-            conversation = client.conversation()
-            first = await conversation.complete([300], max_tokens=cut)
-            second = await conversation.complete(max_tokens=9)
-            text = await client.complete([300, *ids[:cut]], max_tokens=9)
-            await conversation.close()
-            return first.text, second.text, text.text, conversation.transcript.text
-
-    first, second, text, transcript = asyncio.run(main())
-    assert first == "a\N{REPLACEMENT CHARACTER}"
-    assert second == text == "🦊b"
-    assert transcript == tokenizer.decode([300]) + "a🦊b"
+    client, channels = scripted_client(tokenizer_file)
+    channels.script = lambda frame: [CommittedToken(token) for token in (*ids[len(frame.prompt) - 1 :], EOS)]
+    async with client, client.conversation() as talk:
+        assert (await talk.complete([300], max_tokens=cut)).text == "a\N{REPLACEMENT CHARACTER}"
+        assert (await talk.complete(max_tokens=9)).text == "🦊b"
+        assert (await client.complete([300, *ids[:cut]], max_tokens=9)).text == "🦊b"
+        assert talk.transcript.text == tokenizer.decode([300]) + "a🦊b"
 
 
 # === conversations without a verifier ===========================================================================

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
-from outrider.edge.features import MIN_COMPARED, PromptClass, link_class, prompt_class, reported_hits
+from outrider.edge.features import (
+    MAX_KEPT,
+    MIN_COMPARED,
+    MIN_TRIALS,
+    FleetPrior,
+    FleetPriors,
+    OwnTexts,
+    PromptClass,
+    TextFeatures,
+    TextKind,
+    link_class,
+    prompt_class,
+    reported_hits,
+)
+from outrider.edge.link.routes import DirectRoute
 from outrider.proto.drafter_format import trial_name
 from outrider.proto.policy import Measurements
 from outrider.proto.session import DrafterCounts
-from outrider.proto.types import LINK_CLASSES, MAX_REPORTED_DRAFTERS, PROMPT_CLASSES, DrafterHits
+from outrider.proto.types import (
+    LINK_CLASSES,
+    MAX_REPORTED_DRAFTERS,
+    PROMPT_CLASSES,
+    DrafterHits,
+    DrafterPrior,
+    DraftingPrior,
+    Lease,
+    LeaseRequest,
+)
 
 CODE = [
     """    def __init__(self, path, *, mode="r"):
@@ -21,24 +47,6 @@ CODE = [
                 self._lines.append((number, line.rstrip()))
 
     def __len__(self):
-""",
-    """function debounce(action, waitMs) {
-  let timer = null;
-  return (...args) => {
-    clearTimeout(timer);
-    timer = setTimeout(() => action(...args), waitMs);
-  };
-}
-
-export const onResize = debounce(() => {""",
-    """int main(int argc, char **argv) {
-    size_t count = 0;
-    for (int i = 1; i < argc; ++i) {
-        count += strlen(argv[i]);
-    }
-    printf("%zu\\n", count);
-    return count > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
-}
 """,
     """SELECT customer.id, sum(item.price) AS total
   FROM customer
@@ -56,17 +64,6 @@ DOCS = [
 
    If *onerror* is given, it is called with one argument, an :exc:`OSError`
    instance.  See also :func:`scan`.
-
-""",
-    """## Installing
-
-You need a recent compiler. Clone the repository and run `make install`, which puts the binary
-into `~/.local/bin` unless `PREFIX` says otherwise.
-
-* `make check` runs the tests and takes about a minute.
-* `make clean` removes what was built.
-
-## Settings
 
 """,
     """NAME
@@ -87,14 +84,10 @@ PROSE = [
     "It rained all through that night.\n\nIn the morning the river had come up to the orchard wall, and the children "
     "stood upon it in their boots and threw apples at whatever floated by. Nobody called them in. Their mother was "
     "upstairs with the doctor,",
-    "Dear Anna,\n\nI was so glad to have your letter. We are all well here, though Father's knee is no better and he "
-    "will not rest it. The garden wants you badly. When you come, bring the grey coat that I",
 ]
 MATH = [
     "<|user|>A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs $3. How much "
     "does she earn in a day?<|assistant|>",
-    "Tom has 15 marbles, and his brother has 4 more than twice as many. They lose 7 marbles together and then share "
-    "the rest equally. How many marbles does each of them get?",
     "Solve for x: 3x + 12 = 48. Subtract 12 from both sides: 3x = 36. Divide both sides by 3: x =",
 ]
 
@@ -125,10 +118,6 @@ def test_the_end_of_a_long_prompt_counts_and_not_how_it_begins():
     assert prompt_class(CODE[0] * 40 + "\n\n" + PROSE[0] * 10) is PromptClass.PROSE
 
 
-def test_the_role_tokens_of_a_chat_do_not_make_prose_a_markup():
-    assert prompt_class(f"<|system|><|user|>{PROSE[1]}<|assistant|>") is PromptClass.PROSE
-
-
 def test_a_class_does_not_depend_on_the_words_and_numbers_of_a_prompt():
     for snippet in (*CODE, *DOCS, *PROSE, *MATH):
         masked = "".join("n" if c.islower() else "N" if c.isupper() else "7" if c.isdigit() else c for c in snippet)
@@ -137,14 +126,23 @@ def test_a_class_does_not_depend_on_the_words_and_numbers_of_a_prompt():
 
 @pytest.mark.parametrize(
     ("round_trip_ms", "expected"),
-    [(0, 0), (0.2, 1), (3.99, 1), (4, 2), (15.9, 2), (16, 3), (63, 3), (64, 4), (255, 4), (256, 5), (5000, 5)],
+    [
+        (0, 0),
+        (0.2, 1),
+        (3.99, 1),
+        (4, 2),
+        (15.9, 2),
+        (16, 3),
+        (63, 3),
+        (64, 4),
+        (255, 4),
+        (256, 5),
+        (5000, 5),
+        (math.nan, 0),
+    ],
 )
 def test_links_have_classes_by_octaves_of_their_round_trip(round_trip_ms, expected):
     assert link_class(round_trip_ms / 1e3) == expected
-
-
-def test_a_round_trip_that_is_no_number_has_no_class():
-    assert link_class(float("nan")) == 0
 
 
 def test_classes_fit_what_the_contract_has_room_for():
@@ -185,3 +183,94 @@ def test_at_most_the_allowed_number_of_drafters_is_reported_the_most_compared_fi
     assert reported[0].drafter == f"d{MAX_REPORTED_DRAFTERS + 3}"
     unknown = reported_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}, Measurements())
     assert unknown == (), "version unknown"
+
+
+# --- start of a text's choice of drafter: this edge's own texts, and the fleet's ---
+
+CODE_TEXTS, PROSE_TEXTS = TextKind(3, True), TextKind(1, True)
+FAMILY = [("general", "1"), ("code", "1"), ("new", "1")]
+
+
+def counts(hits: int, compared: int) -> DrafterCounts:
+    return DrafterCounts(hits=hits, compared=compared)
+
+
+def test_nothing_is_known_before_the_first_text() -> None:
+    assert OwnTexts().acceptances(CODE_TEXTS, FAMILY, {}) == ()
+
+
+def test_a_drafter_with_too_few_counts_is_assumed_to_be_as_good_as_the_others() -> None:
+    own = OwnTexts()
+    own.learn(CODE_TEXTS, {"general": counts(60, 100), "code": counts(80, 100), "new": counts(1, int(MIN_TRIALS) - 1)})
+    assert own.acceptances(CODE_TEXTS, FAMILY, {}) == pytest.approx((0.6, 0.8, 0.7))
+
+
+def test_texts_of_one_kind_say_nothing_about_another() -> None:
+    own = OwnTexts()
+    own.learn(CODE_TEXTS, {"code": counts(80, 100)})
+    assert own.acceptances(PROSE_TEXTS, FAMILY, {}) == ()
+    assert own.acceptances(TextKind(CODE_TEXTS.prompt_class, False), FAMILY, {}) == (), (
+        "nor greedy texts about drawn ones"
+    )
+
+
+def test_newer_texts_count_for_more_and_the_fleets_add_to_them() -> None:
+    own = OwnTexts()
+    for hits in (100, 0):
+        own.learn(CODE_TEXTS, {"code": counts(hits, 100)})
+    assert own.acceptances(CODE_TEXTS, FAMILY[1:2], {}) == pytest.approx((95 / 195,))
+    said = {"code": 0.9, "general": 0.5}
+    fleet = {(name, "1"): DrafterPrior(name, "1", share, 64.0) for name, share in said.items()}
+    assert own.acceptances(CODE_TEXTS, FAMILY[:2], fleet) == pytest.approx((0.5, (95 + 0.9 * 64) / (195 + 64)))
+    assert own.acceptances(CODE_TEXTS, [("code", "2")], fleet) == pytest.approx((95 / 195,)), (
+        "another version is unknown"
+    )
+
+
+# --- the fleet ---
+
+LEASE = Lease(token=b"", verifier="v", address="v:1", expires_in_s=60.0, model="tiny", tokenizer_sha256="")
+ANY = LeaseRequest(model="tiny", session="s")
+CODE_TEXT = TextFeatures(PromptClass.CODE, 3)
+
+
+def lease_with(acceptance: float, drafter: str = "general", trials: float = 500.0) -> Lease:
+    return replace(LEASE, prior=DraftingPrior(drafters=(DrafterPrior(drafter, "1", acceptance, trials),)))
+
+
+def request_for(features: TextFeatures) -> LeaseRequest:
+    return replace(ANY, prompt_class=features.prompt_class, link_class=features.link_class)
+
+
+def acceptance(prior: FleetPrior, version: str = "1") -> float:
+    return prior["general", version].acceptance
+
+
+def test_the_newest_lease_of_a_kind_of_text_counts_and_others_stand_in_before_it() -> None:
+    priors = FleetPriors()
+    assert priors.of("tiny", CODE_TEXT) == {}
+    priors.learn(ANY, lease_with(0.5))
+    assert acceptance(priors.of("tiny", CODE_TEXT)) == 0.5, "the prior of any text"
+    priors.learn(request_for(TextFeatures(PromptClass.CODE, 1)), lease_with(0.6))
+    assert acceptance(priors.of("tiny", CODE_TEXT)) == 0.6, "the prior of such texts on another link"
+    priors.learn(request_for(CODE_TEXT), lease_with(0.7))
+    priors.learn(request_for(CODE_TEXT), lease_with(0.8))
+    priors.learn(request_for(CODE_TEXT), LEASE)
+    assert acceptance(priors.of("tiny", CODE_TEXT)) == 0.8
+    prose = TextFeatures(PromptClass.PROSE, 3)
+    assert acceptance(priors.of("tiny", prose)) == 0.5, "code says nothing about prose"
+    assert priors.of("another", CODE_TEXT) == {}
+
+
+def test_the_number_of_kept_priors_is_bounded() -> None:
+    priors = FleetPriors()
+    for i in range(MAX_KEPT + 5):
+        priors.learn(ANY, replace(lease_with(0.5), model=f"m{i}"))
+    assert len(priors._newest) == MAX_KEPT
+    assert priors.of("m0", CODE_TEXT) == {}
+
+
+def test_without_a_coordinator_nothing_is_reported_and_nothing_is_known() -> None:
+    route = DirectRoute(("v:1",), "tiny", "")
+    assert route.about(CODE_TEXT) is route
+    assert route.prior(CODE_TEXT) == {}

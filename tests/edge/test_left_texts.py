@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
 
-from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client
 from outrider.edge.drafter_states import DrafterStates
 from outrider.edge.link.routes import Route
@@ -66,16 +65,10 @@ class MuteStream(ScriptedStream):
             self._frames.put_nowait(Opened(0, 8, frame.sampling.max_tokens, "scripted", 8192, vocab_size=8192))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tiny_target(tmp_path_factory.mktemp("tiny")) / "tokenizer.json"
-
-
 @asynccontextmanager
 async def client_of(tokenizer, *, mute: bool = False) -> AsyncIterator[tuple[Client, Coordinator]]:
-    client, _ = scripted_client(tokenizer, silence=QUICK)
     route = Coordinator()
-    client._channels = Channels(route, mute=mute)  # type: ignore[assignment]
+    client, _ = scripted_client(tokenizer, Channels(route, mute=mute), silence=QUICK)
     ready = await client.prepare()
     object.__setattr__(ready, "route", route)
     try:
@@ -84,8 +77,8 @@ async def client_of(tokenizer, *, mute: bool = False) -> AsyncIterator[tuple[Cli
         await client.close()
 
 
-async def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer) -> None:
-    async with client_of(tokenizer) as (client, route):
+async def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer_file) -> None:
+    async with client_of(tokenizer_file) as (client, route):
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
             with pytest.raises(DeadlineExceeded):
                 await talk.complete([3, 4], deadline_s=0.05)
@@ -99,8 +92,8 @@ async def test_no_stream_is_opened_and_the_lease_is_given_back(tokenizer) -> Non
         assert route.log[3:] == ["leased", "opened"]
 
 
-async def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer) -> None:
-    async with client_of(tokenizer) as (client, route):
+async def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokenizer_file) -> None:
+    async with client_of(tokenizer_file) as (client, route):
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
             with pytest.raises(DeadlineExceeded):
                 await talk.complete([3, 4], deadline_s=0.05)
@@ -112,8 +105,8 @@ async def test_the_next_turn_takes_the_lease_if_it_comes_after_that_began(tokeni
         assert route.log == ["given back", "leased", "opened"]
 
 
-async def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left(tokenizer) -> None:
-    async with client_of(tokenizer, mute=True) as (client, route):
+async def test_a_lease_to_leave_a_silent_verifier_is_given_back_if_its_turn_is_left(tokenizer_file) -> None:
+    async with client_of(tokenizer_file, mute=True) as (client, route):
         route.allowed.set()
         async with client.conversation(max_tokens=4, ignore_eos=True) as talk:
             turn = asyncio.create_task(talk.complete([3, 4]))
@@ -152,9 +145,7 @@ async def tasks_left_by(tokenizer_file, monkeypatch, leave_when: str) -> tuple[s
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
     monkeypatch.setattr(DrafterStates, "close", lambda *_: closed.append(1))
-    client, _ = scripted_client(tokenizer_file)
-    channels: Any = SlowToClose()
-    client._channels = channels
+    client, channels = scripted_client(tokenizer_file, SlowToClose())
     channels.script = lambda _: [CommittedToken(10)] * 9
     began = asyncio.Event()
     before = asyncio.all_tasks()

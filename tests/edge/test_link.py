@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,13 +15,27 @@ import pytest
 from command_processes import free_port
 
 from outrider.edge import Client, EdgeConfig
+from outrider.edge.features import TextFeatures
 from outrider.edge.link.link import Channels, Connection, Stream
+from outrider.edge.link.routes import PREFIX_LENGTHS, CoordinatorRoute, DirectRoute, prefix_key, text_prefixes
+from outrider.edge.link.security import Security
 from outrider.proto import codec
 from outrider.proto.channel import CONNECTION_WINDOW_BYTES, REPORT_METHOD
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import EdgeStatistics, RetryRules
-from outrider.proto.types import Cancel, Commit, CommittedToken, FinishReason, Lease, Open, Opened
+from outrider.proto.types import (
+    MAX_PREFIXES,
+    MAX_TOKEN_ID,
+    Cancel,
+    Commit,
+    CommittedToken,
+    FinishReason,
+    Lease,
+    LeaseRequest,
+    Open,
+    Opened,
+)
 
 OPENED = Opened(0, 8, 16, "v", 512)
 COMMIT = Commit(start=4, tokens=tuple(map(CommittedToken, (5, 6))), accepted=1, credit=16)
@@ -110,9 +125,13 @@ async def reaches(connection: Connection, wanted: grpc.ChannelConnectivity) -> N
 
 async def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
     async with connected() as (verifier, channels):
-        first = channels.open_stream(at(verifier.address), EdgeStatistics())
+        busy, idle = EdgeStatistics(), EdgeStatistics()
+        first = channels.open_stream(at(verifier.address), busy)
         await answered(first)
-        beside = channels.open_stream(at(verifier.address), EdgeStatistics())
+        beside = channels.open_stream(at(verifier.address), idle)
+        assert busy.uplink_bytes > 0
+        assert busy.downlink_bytes >= len(codec.encode_cloud_frame(OPENED))
+        assert (idle.uplink_bytes, idle.downlink_bytes) == (0, 0), "bytes are counted for each text"
         await answered(beside)
         await channels.close_stream(first)
         await channels.close_stream(beside)
@@ -148,18 +167,6 @@ async def test_a_verifier_without_a_coordinator_says_its_context_where_it_can(sa
     assert await channels.described(lease, 30.0) == replace(lease, context_length=known)
     await channels.close()
     await verifier.server.stop(None)
-
-
-async def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
-    async with connected() as (verifier, channels):
-        first = channels.open_stream(at(verifier.address), EdgeStatistics())
-        await answered(first)
-        channels.retire(verifier.address, first.connection)
-        await channels.close_stream(first)
-        second = channels.open_stream(at(verifier.address), EdgeStatistics())
-        await answered(second)
-        await channels.close_stream(second)
-        assert len(set(verifier.peers)) == 2
 
 
 async def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects() -> None:
@@ -202,19 +209,6 @@ async def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff(
         await answered(stream)
         await channels.close_stream(stream)
         await again.server.stop(None)
-
-
-async def test_bytes_are_counted_for_each_text_separately() -> None:
-    async with connected() as (verifier, channels):
-        busy, idle = EdgeStatistics(), EdgeStatistics()
-        first = channels.open_stream(at(verifier.address), busy)
-        second = channels.open_stream(at(verifier.address), idle)
-        await answered(first)
-        assert busy.uplink_bytes > 0
-        assert busy.downlink_bytes >= len(codec.encode_cloud_frame(OPENED))
-        assert (idle.uplink_bytes, idle.downlink_bytes) == (0, 0)
-        await channels.close_stream(first)
-        await channels.close_stream(second)
 
 
 async def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake() -> None:
@@ -268,18 +262,6 @@ async def test_a_used_up_connection_carries_texts_until_its_successor_stands() -
             assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
-async def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
-    async with connected() as (verifier, channels):
-        channels.connect(at(verifier.address))
-        channels.connect(at(verifier.address))
-        connection = channels._by_address[verifier.address]
-        await reaches(connection, grpc.ChannelConnectivity.READY)
-        stream = channels.open_stream(at(verifier.address), EdgeStatistics())
-        assert stream.connection is connection
-        await answered(stream)
-        await channels.close_stream(stream)
-
-
 async def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff() -> None:
     async with connected() as (verifier, channels):
         await verifier.server.stop(None)
@@ -297,14 +279,20 @@ async def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff()
         await again.server.stop(None)
 
 
-async def test_a_prepared_client_has_begun_the_handshake_before_its_first_text(tokenizer_file: Path) -> None:
-    verifier = Refusing(None)
+async def test_a_prepared_client_has_a_connection_that_its_first_text_takes(tokenizer_file: Path) -> None:
+    verifier = Verifier()
     await verifier.server.start()
     async with Client(
         EdgeConfig(verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none")
     ) as client:
-        await reaches(client._channels._by_address[verifier.address], grpc.ChannelConnectivity.READY)
-    assert verifier.peers == [], "no stream has been opened"
+        connection = client._channels._by_address[verifier.address]
+        await reaches(connection, grpc.ChannelConnectivity.READY)
+        assert verifier.peers == [], "no stream has been opened"
+        client._channels.connect(at(verifier.address))
+        stream = client._channels.open_stream(at(verifier.address), EdgeStatistics())
+        assert stream.connection is connection
+        await answered(stream)
+        await client._channels.close_stream(stream)
     await verifier.server.stop(None)
 
 
@@ -368,3 +356,76 @@ async def test_a_refused_stream_keeps_its_connection_and_a_broken_one_does_not(
         await verifier.server.stop(None)
     assert len(verifier.peers) == 4
     assert len(set(verifier.peers)) == connections
+
+
+# --- routes: hashes of a text's beginnings, equal where texts of one key begin alike, and fixed addresses ---
+
+KEY = prefix_key("secret", "tiny", "ab" * 32)
+TEXT = random.Random(3).choices(range(MAX_TOKEN_ID + 1), k=PREFIX_LENGTHS[-1] + 5)
+
+
+def test_lengths_grow_by_half_an_octave_from_sixteen_tokens() -> None:
+    assert PREFIX_LENGTHS[:6] == (16, 22, 32, 45, 64, 90)
+    assert PREFIX_LENGTHS[4::4] == (64, 256, 1024, 4096, 16384), "four more are a fourfold length"
+    assert len(PREFIX_LENGTHS) == MAX_PREFIXES
+
+
+@pytest.mark.parametrize("common", [0, 15, 16, 63, 64, 500, len(TEXT)])
+def test_texts_have_those_hashes_in_common_whose_lengths_they_share(common: int) -> None:
+    other = [*TEXT[:common], *((token + 1) % (MAX_TOKEN_ID + 1) for token in TEXT[common:])]
+    one, two = text_prefixes(TEXT, KEY), text_prefixes(other, KEY)
+    shared = sum(length <= common for length in PREFIX_LENGTHS)
+    assert one[:shared] == two[:shared]
+    assert not set(one[shared:]) & set(two)
+    assert text_prefixes(TEXT[:common], KEY) == one[:shared], "a longer text goes on with further ones"
+    assert LeaseRequest("m", "s", prefixes=one).prefixes == one
+
+
+class Asked:
+    """A coordinator's client that notes the requests for leases, and gives none."""
+
+    security = Security(api_key="secret")
+
+    def __init__(self) -> None:
+        self.requests: list[LeaseRequest] = []
+
+    async def open_lease(self, request: LeaseRequest) -> Lease:
+        self.requests.append(request)
+        return Lease(b"", "v", "a:1", 60.0, "tiny", "ab" * 32)
+
+
+def test_a_lease_is_asked_for_by_hashes_of_whom_the_text_is_for() -> None:
+    client = Asked()
+    route = CoordinatorRoute(client, "tiny", "ab" * 32)  # type: ignore[arg-type]
+    for isolation in (b"", b"alice", b"bob"):
+        asyncio.run(route.about(TextFeatures(), isolation).lease(LeaseRequest("tiny", "s"), TEXT))
+    found = [request.prefixes for request in client.requests]
+    assert found[0] == text_prefixes(TEXT, KEY)
+    assert len({hash_ for prefixes in found for hash_ in prefixes}) == 3 * MAX_PREFIXES
+
+
+def test_a_key_a_model_and_a_tokenizer_have_hashes_of_their_own() -> None:
+    keys = [
+        KEY,
+        prefix_key("another", "tiny", "ab" * 32),
+        prefix_key("", "tiny", "ab" * 32),
+        prefix_key("secret", "big", "ab" * 32),
+        prefix_key("secret", "tiny", "cd" * 32),
+        prefix_key("secret", "tiny", "ab" * 32, b"alice"),
+        prefix_key("secret", "tiny", "ab" * 32, b"bob"),
+    ]
+    hashes = [hash_ for key in keys for hash_ in text_prefixes(TEXT, key)]
+    assert len(set(hashes)) == len(keys) * MAX_PREFIXES
+
+
+# --- without a coordinator ---
+
+
+@pytest.mark.parametrize(
+    ("lost", "next_one"),
+    [("", "a:1"), ("a", "b:1"), ("ab", "c:1"), ("abc", "a:1"), ("bca", "b:1"), ("cab", "c:1"), ("cb", "a:1")],
+)
+def test_the_next_address_was_not_lost_or_else_was_lost_longest_ago(lost, next_one) -> None:
+    route = DirectRoute(("a:1", "b:1", "c:1"), "tiny", "")
+    lease = asyncio.run(route.lease(LeaseRequest("tiny", "s", avoid=tuple(f"{name}:1" for name in lost))))
+    assert lease.address == next_one

@@ -44,18 +44,6 @@ def test_a_folder_gives_its_texts_without_hidden_binary_and_linked_ones(tokenize
     assert texts_in(tokenizer, files_of(tokenizer, tmp_path)) == ["first", "second", "third"]
 
 
-def test_only_files_that_changed_are_read_again(tokenizer, tmp_path) -> None:
-    first, second = tmp_path / "a", tmp_path / "b"
-    first.write_text("one")
-    second.write_text("two")
-    files = files_of(tokenizer, first, second)
-    before = files.documents()
-    second.write_text("another")
-    after = files.documents()
-    assert after[0] is before[0]
-    assert tokenizer.decode(after[1].tolist()) == "another"
-
-
 @pytest.mark.parametrize(
     ("content", "reason"), [(None, "No such file"), (b"a\0b", "is binary"), (b"\xff\xfe", "is not UTF-8")]
 )

@@ -16,7 +16,6 @@ from outrider.edge.selectors import (
     MetaSdUcb,
     block_divergence,
     default_selector,
-    expected_tokens,
     selector_named,
 )
 from outrider.proto.errors import ConfigError, InvalidArgument
@@ -111,13 +110,6 @@ def test_metasd_tries_every_arm_once_and_equal_arms_cost_no_switch() -> None:
         assert selector.choose(view) == arm
         selector.learn(outcome_of(arm, 0.5, view))
     assert selector.choose(view_of(0.1, 0.1, 0.1, current=2)) == 2
-
-
-def test_metasd_leaves_a_better_arm_where_its_rounds_or_its_switch_take_too_long() -> None:
-    selector = trained(MetaSdUcb(arms=2), ((0, 0.5), (1, 0.8)) * 20)
-    assert selector.choose(EVEN) == 1
-    assert selector.choose(view_of(0.1, 0.3)) == 0
-    assert selector.choose(view_of(0.1, 0.1, switch_s=(0.0, 1.6))) == 0
 
 
 def test_metasd_divides_expected_tokens_by_the_round_and_a_share_of_the_switch() -> None:
@@ -281,15 +273,6 @@ def test_hedge_draws_by_weight_and_catches_up_with_every_idle_arm() -> None:
     assert hedge.score(view_of(*[0.1] * 4), 2, (0, 3, 9, 5)) == (3, 1)
 
 
-def test_the_leader_lets_arms_of_little_weight_catch_up_less_often() -> None:
-    leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=1e-12), stride=4, doubt=2.0)
-    leader.experts.pay([0.0, 2.0, 5.9, 100.0])
-    even = view_of(*[0.1] * 4)
-    assert leader.score(even, 0, (0, 7, 15, 15)) == ()
-    assert leader.score(even, 0, (0, 8, 15, 15)) == (1,)
-    assert leader.score(even, 0, (0, 0, 16, 16)) == (2, 3), "four strides at most"
-
-
 def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day() -> None:
     view = view_of(0.1, 0.1, drafts=2)
     leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=1e-12), prior=(0.5, 0.9), prior_tokens=12)
@@ -327,9 +310,3 @@ def test_a_round_gives_its_agreement_or_else_the_share_of_verified_drafts() -> N
     assert block_divergence(outcome_of(0, 0.7, accepted=1, verified=2)) == 0.7
     assert block_divergence(outcome_of(0, math.nan, accepted=1, verified=2)) == 0.5
     assert block_divergence(outcome_of(0, math.nan, accepted=0, verified=0)) == 0.0, "a drafter that was silent"
-
-
-def test_expected_tokens_of_a_chain_of_equal_chances() -> None:
-    assert expected_tokens(0.5, 2) == pytest.approx(1.75)
-    assert expected_tokens(1.0, 2) == 3.0
-    assert expected_tokens(0.0, 2) == 1.0

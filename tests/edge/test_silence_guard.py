@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from scripted_cloud import ScriptedChannels, ScriptedStream
 
-from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.errors import Unavailable
@@ -91,11 +90,6 @@ class Cloud(ScriptedChannels):
             raise Unavailable("does not answer")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tiny_target(tmp_path_factory.mktemp("tiny")) / "tokenizer.json"
-
-
 def text_through(tokenizer, arrange: Callable[[Cloud], None], addresses=("a", "b"), **options: Any):
     """The tokens and statistics of one text, and the cloud."""
 
@@ -122,8 +116,8 @@ def silent_at_a(cloud: Cloud) -> None:
     cloud.behave = lambda stream, frames: stream.say(*(frames[:5] if stream.address == "a" else frames))
 
 
-def test_a_text_goes_on_at_another_verifier_where_its_own_falls_silent(tokenizer) -> None:
-    ids, statistics, cloud = text_through(tokenizer, silent_at_a)
+def test_a_text_goes_on_at_another_verifier_where_its_own_falls_silent(tokenizer_file) -> None:
+    ids, statistics, cloud = text_through(tokenizer_file, silent_at_a)
     assert ids == TOKENS, "nothing is lost and nothing comes twice"
     assert [(address, frame.committed, frame.epoch) for address, frame in cloud.opens] == [
         ("a", (), 0),
@@ -134,18 +128,18 @@ def test_a_text_goes_on_at_another_verifier_where_its_own_falls_silent(tokenizer
     assert (statistics.suspected, statistics.reopened, statistics.resumes) == (1, 1, 1)
 
 
-def test_a_verifier_that_never_answers_an_open_is_left_too(tokenizer) -> None:
+def test_a_verifier_that_never_answers_an_open_is_left_too(tokenizer_file) -> None:
     def arrange(cloud: Cloud) -> None:
         cloud.answering = {"b"}
         cloud.behave = lambda stream, frames: None if stream.address == "a" else stream.say(*frames)
 
-    ids, statistics, cloud = text_through(tokenizer, arrange)
+    ids, statistics, cloud = text_through(tokenizer_file, arrange)
     assert ids == TOKENS
     assert [address for address, _ in cloud.opens] == ["a", "b"]
     assert statistics.reopened == 1
 
 
-def test_a_verifier_that_answers_pings_is_never_left_however_long_it_takes(tokenizer) -> None:
+def test_a_verifier_that_answers_pings_is_never_left_however_long_it_takes(tokenizer_file) -> None:
     def arrange(cloud: Cloud) -> None:
         cloud.answering = {"a", "b"}
         rest: list[CloudFrame] = []
@@ -155,18 +149,18 @@ def test_a_verifier_that_answers_pings_is_never_left_however_long_it_takes(token
             rest.extend(frames[5:])
 
         def pinged(stream: Stream, ping: Ping) -> None:
-            stream.say(Pong(ping.number), *(rest if stream.pings == 30 else ()))
+            stream.say(Pong(ping.number), *(rest if stream.pings == 12 else ()))
 
         cloud.behave, cloud.pinged = behave, pinged
 
-    ids, statistics, cloud = text_through(tokenizer, arrange)
+    ids, statistics, cloud = text_through(tokenizer_file, arrange)
     assert ids == TOKENS
-    assert cloud.streams[0].pings >= 30, "that is several times its bound"
+    assert cloud.streams[0].pings >= 12, "that is several times its bound"
     assert (len(cloud.opens), statistics.suspected, statistics.resumes) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("addresses", [("a",), ("a", "b")], ids=["one verifier", "two"])
-def test_where_nobody_answers_the_stream_stays_until_its_verifier_wakes(tokenizer, addresses) -> None:
+def test_where_nobody_answers_the_stream_stays_until_its_verifier_wakes(tokenizer_file, addresses) -> None:
     """So it is with one verifier that is stopped for a while, or a link that stands still."""
 
     def arrange(cloud: Cloud) -> None:
@@ -181,24 +175,24 @@ def test_where_nobody_answers_the_stream_stays_until_its_verifier_wakes(tokenize
 
         cloud.behave = behave
 
-    ids, statistics, cloud = text_through(tokenizer, arrange, addresses)
+    ids, statistics, cloud = text_through(tokenizer_file, arrange, addresses)
     assert ids == TOKENS
     assert len(cloud.opens) == 1, "its session and what it holds were never given up"
     assert (statistics.suspected, statistics.reopened, statistics.resumes) == (1, 0, 0), "one silence, looked at twice"
 
 
-def test_a_lone_verifier_whose_connection_alone_is_dead_is_opened_again(tokenizer) -> None:
+def test_a_lone_verifier_whose_connection_alone_is_dead_is_opened_again(tokenizer_file) -> None:
     def arrange(cloud: Cloud) -> None:
         cloud.answering = {"a"}
         cloud.behave = lambda stream, frames: stream.say(*(frames[:5] if len(cloud.streams) == 1 else frames))
 
-    ids, statistics, cloud = text_through(tokenizer, arrange, ("a",))
+    ids, statistics, cloud = text_through(tokenizer_file, arrange, ("a",))
     assert ids == TOKENS
     assert [frame.epoch for _, frame in cloud.opens] == [0, 1]
     assert statistics.reopened == 1
 
 
-def test_suspicion_that_has_cost_enough_leaves_no_stream(tokenizer) -> None:
+def test_suspicion_that_has_cost_enough_leaves_no_stream(tokenizer_file) -> None:
     def arrange(cloud: Cloud) -> None:
         cloud.answering = {"a", "b"}
 
@@ -208,13 +202,13 @@ def test_suspicion_that_has_cost_enough_leaves_no_stream(tokenizer) -> None:
 
         async def slowly(stream: Stream, frames: list[CloudFrame]) -> None:
             for index, frame in enumerate(frames):
-                await asyncio.sleep(0.0 if index < 2 or index > 8 else 0.4)
+                await asyncio.sleep(0.0 if index < 2 or index > 6 else 0.4)
                 stream.say(frame)
 
         cloud.behave = behave
 
     budget = ReopenBudget(QUICK, events=2.0, refill_s=1e9)
-    ids, statistics, cloud = text_through(tokenizer, arrange, budget=budget)
+    ids, statistics, cloud = text_through(tokenizer_file, arrange, budget=budget)
     assert ids == TOKENS
     assert statistics.reopened <= 2
     assert len(cloud.opens) <= 3

@@ -175,16 +175,6 @@ def test_the_work_for_a_text_without_end_of_broken_characters_is_linear(monkeypa
         assert sum(decoded) < 20 * 2000
 
 
-def test_stop_strings_among_the_first_tokens_are_text_and_hidden_tokens_count() -> None:
-    tokens = TOKENIZER.encode("<|user|>b b b").ids
-    lengths = [TOKENIZER.decode(tokens[:n]) for n in range(len(tokens) + 1)]
-    second = next(n for n, text in enumerate(lengths) if text.count("b") == 2)
-    assert streamed(TOKENIZER, tokens, ("b",))[0] == ""
-    assert streamed(TOKENIZER, tokens, ("b",), second - 1)[0] == "b "
-    assert streamed(TOKENIZER, tokens, ("b",), second)[0] == "b b "
-    assert streamed(TOKENIZER, tokens, ("b",), len(tokens))[0] == "b b b"
-
-
 def test_the_stop_string_that_comes_first_is_named() -> None:
     tokens = TOKENIZER.encode("ab c b", add_special_tokens=False).ids
     for stops, first in ((("c", "b"), "b"), (("b", "ab"), "ab"), (("x", " b"), " b"), (("x",), None)):

@@ -267,11 +267,3 @@ def test_where_the_extra_is_missing_one_line_says_how_to_get_it(monkeypatch) -> 
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match=r"needs the extra \[tracing\]"):
         Tracing.to("http://localhost:4317", 1.0)
-
-
-def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
-    import subprocess
-
-    program = "import sys, outrider.edge, outrider.edge.edge_metrics; print('opentelemetry' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert loaded.strip() == "False"

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.drafters import NgramDrafter
+from outrider.drafters import DrafterShelf, NgramDrafter
 from outrider.drafters.search import DrafterSearch
 from outrider.drafters.shelf import Member, loaded_member
-from outrider.edge import EdgeConfig, preparation
+from outrider.edge import Client, EdgeConfig, preparation
 from outrider.edge.preparation import Preparation
-from outrider.proto.errors import Unavailable
+from outrider.proto.cluster_status import VersionStatus
+from outrider.proto.drafter_format import published_name, trial_name
+from outrider.proto.errors import PermissionDenied, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease
 
@@ -107,3 +109,41 @@ async def test_only_who_takes_drafters_of_a_coordinator_watches(
     await asyncio.sleep(0.01)
     assert coordinator.watched == watches
     await it.close()
+
+
+# --- versions, with a coordinator that answers, one that does not, and without one ---
+
+KNOWN = (VersionStatus("swift", "7", "retired", why="hits -0.1 against 6 in 20 texts"),)
+READY = SimpleNamespace(shelf=DrafterShelf(NgramDrafter(name="a"), NgramDrafter(name=trial_name("a", "2"))))
+
+
+class ToldCoordinator:
+    def __init__(self, *, may: bool) -> None:
+        self.may = may
+
+    async def status(self):
+        if not self.may:
+            raise PermissionDenied("the key may not", field="api_key")
+        return SimpleNamespace(versions=KNOWN)
+
+
+async def versions_of(coordinator: ToldCoordinator | None, ready: SimpleNamespace | None) -> tuple[VersionStatus, ...]:
+    client = Client(EdgeConfig(verifier="127.0.0.1:1", model="m"))
+    client._coordinator, client._preparation.ready = coordinator, ready  # type: ignore[assignment]
+    return await client.versions()
+
+
+def test_the_coordinator_says_what_it_knows() -> None:
+    assert asyncio.run(versions_of(ToldCoordinator(may=True), READY)) == KNOWN
+
+
+def test_an_edge_that_may_not_ask_tells_its_own_drafters_and_previous_ones() -> None:
+    own = (VersionStatus("a", NgramDrafter.version, "current"), VersionStatus("a", NgramDrafter.version, "previous"))
+    for coordinator in (ToldCoordinator(may=False), None):
+        assert asyncio.run(versions_of(coordinator, READY)) == own
+    assert asyncio.run(versions_of(None, None)) == ()
+
+
+def test_a_name_on_trial_leads_back_to_the_published_one() -> None:
+    assert published_name(trial_name("a", "2")) == published_name("a") == "a"
+    assert trial_name("a", "2") != trial_name("a", "3")

@@ -169,9 +169,5 @@ MISTRAL = """{{- bos_token }}
 {%- endfor %}
 """
 
-NEW_MISTRAL = MISTRAL.replace(
-    "{%- set out = tool_call.function | tojson %}", "{{- tool_call.function.name + '[ARGS]' }}"
-).replace("{{- out[:-1] }}", "{{- tool_call.function.arguments | tojson }}")
-
 TEMPLATES = {"hermes": HERMES, "qwen": QWEN, "llama3": LLAMA, "mistral": MISTRAL}
 FORMAT_OF = {"hermes": "hermes", "qwen": "hermes", "llama3": "llama3", "mistral": "mistral"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_thread import LoopThread
 
 from outrider.cloud.models.family_index import target_folder, tokenizer_file
 from outrider.cloud.serving import verifier_server
@@ -145,6 +146,21 @@ class Relay:
 @pytest.fixture(scope="session")
 def serving() -> Callable[..., Any]:
     return _serving
+
+
+@pytest.fixture(scope="session")
+def verifier() -> Iterator[str]:
+    """Address of a verifier of the embedded target without options, which all tests share; it drafts nothing itself."""
+    loop = LoopThread()
+
+    async def start() -> tuple[VerifierServer, str]:
+        served = VerifierServer(VerifierConfig(threads=1, draft_here="off"))
+        return served, await served.start()
+
+    served, address = loop.run(start())
+    yield address
+    loop.run(served.stop(0))
+    loop.close()
 
 
 @pytest.fixture(scope="session")

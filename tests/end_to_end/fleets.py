@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,7 +20,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.lease import LeaseClaim, sign_lease
-from outrider.proto.types import EdgeFrame, Lease, LeaseRequest
+from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, Lease, LeaseRequest, Opened
 
 SECRET = b"a secret of the whole fleet"
 
@@ -89,6 +90,19 @@ class LeasedRoute(DirectRoute):
         return replace(lease, token=sign_lease(claim, SECRET))
 
 
+def run_by(fixture: str) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Let a test, which is a coroutine, be run by one of its fixtures, on the event loop of what is shared."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            fixtures[fixture].run(test(**fixtures))
+
+        return run
+
+    return decorate
+
+
 async def until(holds: Callable[[], object]) -> None:
     """Wait until a condition holds, for four minutes at most."""
     async with asyncio.timeout(240):
@@ -97,13 +111,24 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 class SentFrames(Observer):
-    """Keeps what an edge has sent."""
+    """Keeps what an edge has sent, and what has come, by stream."""
 
     def __init__(self) -> None:
         self.frames: list[EdgeFrame] = []
+        self.streams: list[tuple[Opened, list[Commit]]] = []
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
         self.frames.append(frame)
 
+    def received(self, frame: CloudFrame, at: float) -> None:
+        if isinstance(frame, Opened):
+            self.streams.append((frame, []))
+        elif isinstance(frame, Commit):
+            self.streams[-1][1].append(frame)
+
     def of(self, kind: type[Any]) -> list[Any]:
         return [frame for frame in self.frames if isinstance(frame, kind)]
+
+    def versions(self) -> set[str]:
+        """Versions of drafters that drafts name."""
+        return {draft.drafter_version for draft in self.of(Draft) if draft.drafter}

@@ -9,24 +9,32 @@ from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _DEEP = 100_000
-_NEVER: dict[str, list[Any]] = {  # values that a field never has
+NEVER: dict[str, list[Any]] = {  # values that a field never has
     "model": [None, 7, [], {}, "", "another", "x" * 10_000],
     "stream": ["yes", 1, [], {}],
     "stream_options": [3, [], {"include_usage": 1}],
     "n": [0, -1, 129, 1.5, "2", True, [], 10**30],
     "max_tokens": [0, -5, 2.5, "many", True, 10**30, {}],
-    "temperature": [-0.1, 2.1, "hot", [], {}, True, 10**400],
-    "top_p": [0, -1, 1.1, "x", []],
+    "temperature": [-0.1, 2.1, "hot", "1", [], {}, True, 10**400, 5e-324],
+    "top_p": [0, -1, 1.1, "x", [], 1e-300],
     "top_k": [-2, 1.5, "x", 10**30],
     "min_p": [-0.1, 1.1, "x"],
     "seed": [1.5, "x", 1 << 64, -(1 << 64), []],
     "stop": [7, [7], [""], ["a"] * 5, {}, "x" * 5000],
-    "presence_penalty": [-2.1, 2.1, "x"],
-    "frequency_penalty": [-3, 3, []],
-    "repetition_penalty": [0, -1, 2.5, "x"],
+    "presence_penalty": [-2.1, 2.1, "x", 1e308],
+    "frequency_penalty": [-3, 3, [], -1e308],
+    "repetition_penalty": [0, -1, 2.5, "x", 1e-300],
     "logit_bias": [[], {"x": 1}, {"-1": 1}, {"5": 101}, {"5": "x"}, {"5": 1, "05": 1}, 3],
-    "response_format": [3, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_object", "json_schema": {}}],
-    "stop_token_ids": [3, [-1], ["x"], [1.5]],
+    "response_format": [
+        3,
+        {},
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_object", "json_schema": {}},
+        "json",
+    ],
+    "stop_token_ids": [3, [-1], ["x"], ["1"], [1.5], [1 << 40]],
+    "no_repeat_ngram_size": [-1, 65, 2.5],
     "ignore_eos": ["x", 2, []],
     "min_tokens": [-1, 1 << 31, "x"],
     "guided_grammar": ['root ::= "a"', 3],
@@ -69,7 +77,7 @@ def _refused_bodies(model: str) -> Iterator[tuple[str, bytes]]:
         CHAT: {"model": model, "messages": [{"role": "user", "content": "w5"}], "max_tokens": 2},
     }
     for path, own in ((COMPLETIONS, _NEVER_COMPLETION), (CHAT, _NEVER_CHAT)):
-        for field, values in (_NEVER | own).items():
+        for field, values in (NEVER | own).items():
             for value in values:
                 yield path, json.dumps(asked[path] | {field: value}).encode()
         for needed in asked[path].keys() - {"max_tokens"}:

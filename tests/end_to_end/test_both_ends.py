@@ -62,7 +62,6 @@ class _UnknownState(TokenPrefix):
 
 OWN: dict[str, Callable[[Any], OwnDrafter]] = {
     "the edge's own": lambda target: load_own_drafter("general", target),
-    "another": lambda target: load_own_drafter("code", target),
     "windowed": lambda target: load_own_drafter("swift", target),
     "n-grams": lambda target: load_own_drafter("ngram", target),
     "rubbish": lambda _: OwnDrafter(GarbageDrafter(VOCAB, seed=4), VOCAB),
@@ -72,11 +71,11 @@ OWN: dict[str, Callable[[Any], OwnDrafter]] = {
 }
 
 
-async def test_no_drafter_beside_the_target_changes_a_text(serving, edge, prompts, drafting) -> None:
+async def test_no_drafter_beside_the_target_changes_a_text(verifier, edge, prompts, drafting) -> None:
     """Not that of a session for which it always drafts, and not that of an edge that drafts itself."""
     prompt, (one, other) = prompts(1)[0].text, WAYS
 
-    async with serving() as address, edge(address, drafter="none", drafts_here=0) as client:
+    async with edge(verifier, drafter="none", drafts_here=0) as client:
         expected = {way: (await client.complete(prompt, sampling)).ids for way, sampling in WAYS.items()}
     for name, own in OWN.items():
         async with drafting(own) as (address, served):
@@ -88,9 +87,9 @@ async def test_no_drafter_beside_the_target_changes_a_text(serving, edge, prompt
         one, other = other, one
 
 
-async def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts, drafting) -> None:
+async def test_an_edge_without_a_drafter_needs_far_fewer_steps(verifier, edge, prompts, drafting) -> None:
     chosen, sampling = prompts(1)[:2], Sampling(max_tokens=32)
-    async with serving() as address, edge(address, drafter="none") as client:
+    async with edge(verifier, drafter="none") as client:
         plain = [await client.complete(prompt.text, sampling) for prompt in chosen]
     async with drafting(OWN["the edge's own"]) as (address, served):
         async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import re
 import threading
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from command_processes import Command, free_port
+from fleets import SentFrames
 from scripted_drafters import FailingDrafter
 
 from outrider.cloud.serving import own_drafter
@@ -20,10 +21,9 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import ProposalRule, find_package
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.edge import Sampling
-from outrider.edge.decoding import Observer
 from outrider.proto.policy.measurements import Smoothed
 from outrider.proto.session import RetryRules
-from outrider.proto.types import CloudFrame, Commit, Continue, DraftToken, EdgeFrame, Open, Opened, Patience
+from outrider.proto.types import Continue, DraftToken, Open, Patience
 
 UNTIL_DRAFTED = Patience(math.inf, 4)
 QUICKLY = RetryRules(0.02, 0.1, 30.0)
@@ -32,24 +32,11 @@ LONG = Sampling(max_tokens=60, temperature=1.0, seed=9)
 TURNS = (" And then", "\nSo, as I said,", " which")
 
 
-class Frames(Observer):
-    """Keeps what was sent, and what came, by stream."""
-
-    def __init__(self) -> None:
-        self.sent_frames: list[EdgeFrame] = []
-        self.streams: list[tuple[Opened, list[Commit]]] = []
-
-    def sent(self, frame: EdgeFrame, at: float) -> None:
-        self.sent_frames.append(frame)
-
-    def received(self, frame: CloudFrame, at: float) -> None:
-        if isinstance(frame, Opened):
-            self.streams.append((frame, []))
-        elif isinstance(frame, Commit):
-            self.streams[-1][1].append(frame)
+class Frames(SentFrames):
+    """Counts the drafts of the verifier's own."""
 
     def verified_here(self) -> list[int]:
-        """Drafts of the verifier's own that were verified, by stream."""
+        """Those that were verified, by stream."""
         return [sum(commit.verified_here for commit in commits) for _, commits in self.streams]
 
 
@@ -97,7 +84,7 @@ class KnownTime(Smoothed):
 
 
 @pytest.mark.parametrize("drafter", ["none", "general"])
-async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, prompts, drafting, drafter) -> None:
+async def test_turns_go_on_in_kept_caches_of_target_and_drafter(verifier, edge, prompts, drafting, drafter) -> None:
     """Each is a fresh text's; neither the target nor the drafter beside it reads a token twice."""
 
     drafters: list[Watched] = []
@@ -107,9 +94,8 @@ async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, p
         return OwnDrafter(drafters[0], target.vocab_size)
 
     async with (
-        serving() as plain,
         drafting(own, page_size=1) as (address, _),
-        edge(plain, drafter="none") as other,
+        edge(verifier, drafter="none") as other,
         edge(address, drafter=drafter, drafts_here=4, patience=UNTIL_DRAFTED) as client,
     ):
         frames, turns = Frames(), []
@@ -123,7 +109,7 @@ async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, p
                 assert turn.statistics.cached_tokens >= len(before) - 1, "the cache was kept"
                 turns.append(turn.statistics)
             length = len(talk.transcript.tokens)
-        assert [sum(isinstance(f, kind) for f in frames.sent_frames) for kind in (Open, Continue)] == [1, 3]
+        assert [len(frames.of(kind)) for kind in (Open, Continue)] == [1, 3]
         # In how many turns its drafts are there before the edge's, the machine decides.
         assert sum(turn.verified_cloud > 0 for turn in turns) >= 2
         assert sum(turn.accepted_cloud for turn in turns) > 0
@@ -131,32 +117,24 @@ async def test_turns_go_on_in_kept_caches_of_target_and_drafter(serving, edge, p
         assert drafters[0].read < 2 * length, "a drafter that began each turn anew would read far more"
 
 
-# === a process, and a far edge ==================================================================================
+# === the options, and a far edge ================================================================================
 
 
-def test_a_verifiers_command_drafts_with_what_its_options_name(serving, edge, prompts, tmp_path) -> None:
-    options = "--draft-here on --draft-with general --draft-threads 1 --draft-price 0"
-    address = f"127.0.0.1:{free_port()}"
-    serve = ("--log-level", "info", "verifier", "--target-threads", "1", "--listen", address)
-    verifier = Command(*serve, *options.split(), log=tmp_path / "verifier.log")
-
-    async def main() -> None:
-        prompt, frames = prompts(1)[0].text, Frames()
-        async with serving() as plain, edge(plain, drafter="none") as client:
-            expected = await client.complete(prompt, WAYS["sampled"])
-        async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
-            found = await client.complete(prompt, WAYS["sampled"], observer=frames)
-        assert found.ids == expected.ids
-        assert frames.streams[0][0].drafter_here.startswith("general@")
-        assert found.statistics.accepted_cloud > 0
-
-    verifier.start()
-    try:
-        assert verifier.line().startswith("verifier verifier of reference")
-        asyncio.run(main())
-    finally:
-        verifier.end()
-    assert re.search("drafts beside its target with general@[0-9a-z]+ in 1 threads", verifier.errors)
+async def test_a_verifier_drafts_with_what_its_options_name(serving, verifier, edge, prompts, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    options = {"draft_here": "on", "draft_with": "general", "draft_threads": 1, "draft_price": 0.0}
+    prompt, frames = prompts(1)[0].text, Frames()
+    async with edge(verifier, drafter="none", drafts_here=0) as client:
+        expected = await client.complete(prompt, WAYS["sampled"])
+    async with (
+        serving(**options) as address,
+        edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client,
+    ):
+        found = await client.complete(prompt, WAYS["sampled"], observer=frames)
+    assert found.ids == expected.ids
+    assert frames.streams[0][0].drafter_here.startswith("general@")
+    assert found.statistics.accepted_cloud > 0
+    assert re.search("drafts beside its target with general@[0-9a-z]+ in 1 threads", caplog.text)
 
 
 async def test_a_far_edge_is_told_how_far_the_verifier_covers_and_hardly_drafts(edge, prompts, drafting) -> None:

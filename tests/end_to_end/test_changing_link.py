@@ -107,22 +107,20 @@ def silence(arrivals: list[float], since: float) -> float:
     return arrivals[index] - since if index < len(arrivals) else float("inf")
 
 
-def test_the_text_survives_every_change_and_goes_on_within_a_second(serving: Any, edge: Any, prompts: Any) -> None:
-    async def main() -> Trajectory:
-        prompt = prompts(1)[0].text
-        async with (
-            serving(min_step_s=0.03) as address,
-            LinkProcess(address, NEAR) as link,
-            edge(link.address, drafter="general") as client,
-        ):
-            unchanged = (await client.complete(prompt, SAMPLING)).ids
-            for _ in range(ATTEMPTS):
-                trajectory = await decode_while_the_link_changes(client, link, prompt)
-                assert trajectory.tokens == unchanged
-                if not trajectory.late:
-                    break
-        return trajectory
-
-    trajectory = asyncio.run(main())
+async def test_the_text_survives_every_change_and_goes_on_within_a_second(
+    serving: Any, edge: Any, prompts: Any
+) -> None:
+    prompt = prompts(1)[0].text
+    async with (
+        serving(min_step_s=0.03) as address,
+        LinkProcess(address, NEAR) as link,
+        edge(link.address, drafter="general") as client,
+    ):
+        unchanged = (await client.complete(prompt, SAMPLING)).ids
+        for _ in range(ATTEMPTS):
+            trajectory = await decode_while_the_link_changes(client, link, prompt)
+            assert trajectory.tokens == unchanged
+            if not trajectory.late:
+                break
     assert trajectory.late == []
     assert trajectory.resumes == 1

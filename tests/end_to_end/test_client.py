@@ -8,6 +8,7 @@ import math
 import shutil
 
 import pytest
+from command_processes import free_port
 from scripted_drafters import FailingDrafter, ScriptedDrafter
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
@@ -28,9 +29,9 @@ PROMPT = "def main(argv):\n"
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_events_carry_positions_provenance_log_probabilities_and_the_text(serving, edge) -> None:
+async def test_events_carry_positions_provenance_log_probabilities_and_the_text(verifier, edge) -> None:
     patient = Patience(math.inf, 3)
-    async with serving() as address, edge(address, drafter="general", patience=patient) as client:
+    async with edge(verifier, drafter="general", patience=patient) as client:
         events = [event async for event in client.generate(PROMPT, max_tokens=40)]
         completion = await client.complete(PROMPT, max_tokens=40)
         position = len(client.encode(PROMPT))
@@ -49,12 +50,12 @@ async def test_events_carry_positions_provenance_log_probabilities_and_the_text(
     assert len(drafted) == 40
 
 
-async def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file) -> None:
-    async with serving() as address, edge(address, drafter="none") as client:
+async def test_the_synchronous_twin_says_the_same(verifier, edge, tokenizer_file) -> None:
+    async with edge(verifier, drafter="none") as client:
         expected = await client.complete(PROMPT, max_tokens=12)
 
         def blocking() -> tuple[int, ...]:
-            config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file, drafter="ngram")
+            config = EdgeConfig(verifier=verifier, model="reference", tokenizer=tokenizer_file, drafter="ngram")
             with SyncClient(config) as twin:
                 events = list(twin.generate(PROMPT, max_tokens=12))
                 assert isinstance(events[-1], Finished)
@@ -86,8 +87,8 @@ async def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
     await server.stop()
 
 
-async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge) -> None:
-    async with serving() as address, edge(address, drafter="none") as client:
+async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(verifier, edge) -> None:
+    async with edge(verifier, drafter="none") as client:
         got: list[int] = []
         deadline_s = 0.25
         while not got:  # a busy machine has no token before it
@@ -97,8 +98,8 @@ async def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving,
                 await collect(events, lambda event: got.extend(event.ids))
 
 
-async def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
-    async with serving() as address, edge(address, drafter="general") as client:
+async def test_eos_and_stop_tokens_end_the_text(verifier, edge) -> None:
+    async with edge(verifier, drafter="general") as client:
         whole = await client.complete(PROMPT, max_tokens=40)
         stop = whole.ids[20]
         stopped = await client.complete(PROMPT, max_tokens=40, stop_tokens=(stop,))
@@ -110,8 +111,8 @@ async def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
     assert ignored.ids == (1,) * 5
 
 
-async def test_what_only_the_verifier_can_refuse_is_refused_with_the_field_named(serving, edge) -> None:
-    async with serving() as address, edge(address, drafter="ngram") as client:
+async def test_what_only_the_verifier_can_refuse_is_refused_with_the_field_named(verifier, edge) -> None:
+    async with edge(verifier, drafter="ngram") as client:
         for prompt, options, error, field in (
             ([8192], {}, UnknownToken, "open.prompt"),
             ([5] * 2048, {}, PromptTooLong, "open.prompt"),
@@ -123,12 +124,12 @@ async def test_what_only_the_verifier_can_refuse_is_refused_with_the_field_named
             assert (await client.complete(PROMPT, max_tokens=3)).ids
 
 
-async def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:
-    async with serving() as address, edge(address, drafter="none", model="other") as client:
+async def test_an_unknown_model_and_a_silent_address_are_told_apart(verifier, edge, tokenizer_file) -> None:
+    async with edge(verifier, drafter="none", model="other") as client:
         with pytest.raises(NotFound, match="reference"):
             await client.complete(PROMPT)
-    retry = RetryRules(abandon_after_s=0.5)
-    async with edge(address, drafter="none", retry=retry, open_timeout_s=0.5) as client:
+    retry, silent = RetryRules(abandon_after_s=0.5), f"127.0.0.1:{free_port()}"
+    async with edge(silent, drafter="none", retry=retry, open_timeout_s=0.5) as client:
         with pytest.raises(Unavailable):
             await client.complete(PROMPT)
 
@@ -140,7 +141,7 @@ async def test_a_missing_drafter_names_those_that_there_are() -> None:
         await Client(EdgeConfig(verifier="127.0.0.1:1", model="reference", drafter="nobody")).prepare()
 
 
-async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
+async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(verifier, edge, tmp_path) -> None:
     from outrider.drafters.packages import FAMILY
 
     broken = tmp_path / "broken"
@@ -148,24 +149,23 @@ async def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(s
     model = broken / "model.onnx"
     model.write_bytes(model.read_bytes()[:-1] + b"x")
 
-    async with serving() as address, edge(address, drafter=str(broken)) as client:
+    async with edge(verifier, drafter=str(broken)) as client:
         completion = await client.complete(PROMPT, max_tokens=5)
     assert len(completion.ids) == 5
     assert "model.onnx" in completion.statistics.drafter_error
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_a_text_ends_for_the_same_reason_with_any_drafter(serving, edge) -> None:
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            prompt = client.encode(PROMPT)
-            whole = await client.complete(PROMPT, max_tokens=12, ignore_eos=True)
-            stops = [client.decode([token]) for token in whole.ids[-4:]]
-            ends = [{"stop": stop} for stop in stops] + [{"stop_tokens": whole.ids[-1:]}, {"stop": "never said"}]
-            expected = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
-        oracle, patient = ScriptedDrafter([*prompt, *whole.ids]), Patience(math.inf, 16)
-        async with edge(address, drafter=oracle, window=16, patience=patient) as client:
-            got = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
+async def test_a_text_ends_for_the_same_reason_with_any_drafter(verifier, edge) -> None:
+    async with edge(verifier, drafter="none") as client:
+        prompt = client.encode(PROMPT)
+        whole = await client.complete(PROMPT, max_tokens=12, ignore_eos=True)
+        stops = [client.decode([token]) for token in whole.ids[-4:]]
+        ends = [{"stop": stop} for stop in stops] + [{"stop_tokens": whole.ids[-1:]}, {"stop": "never said"}]
+        expected = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
+    oracle, patient = ScriptedDrafter([*prompt, *whole.ids]), Patience(math.inf, 16)
+    async with edge(verifier, drafter=oracle, window=16, patience=patient) as client:
+        got = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
     for plain, drafted in zip(expected, got, strict=True):
         assert (drafted.finish_reason, drafted.ids, drafted.text) == (plain.finish_reason, plain.ids, plain.text)
         assert drafted.statistics.steps <= 3, "one commit holds the end of a stop string and of the text"
@@ -194,31 +194,29 @@ class ForeignDrafter:
         return inner
 
 
-async def test_whatever_a_drafter_does_the_text_goes_on(serving, edge) -> None:
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = await client.complete(PROMPT, max_tokens=15)
-        for drafter in (FailingDrafter(0), *map(ForeignDrafter, (IndexError("a bug"), 8192, -1, 1 << 40))):
-            async with edge(address, drafter=drafter) as client:
-                completion = await client.complete(PROMPT, max_tokens=15)
-            assert completion.ids == expected.ids
-            assert completion.statistics.drafter_error
+async def test_whatever_a_drafter_does_the_text_goes_on(verifier, edge) -> None:
+    async with edge(verifier, drafter="none") as client:
+        expected = await client.complete(PROMPT, max_tokens=15)
+    for drafter in (FailingDrafter(0), *map(ForeignDrafter, (IndexError("a bug"), 8192, -1, 1 << 40))):
+        async with edge(verifier, drafter=drafter) as client:
+            completion = await client.complete(PROMPT, max_tokens=15)
+        assert completion.ids == expected.ids
+        assert completion.statistics.drafter_error
 
 
-def test_a_client_that_closes_right_after_its_last_text_leaves_nothing_behind(serving, edge) -> None:
+def test_a_client_that_closes_right_after_its_last_text_leaves_nothing_behind(verifier, edge) -> None:
     complaints: list[dict] = []
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        async with serving() as address:
-            for _ in range(3):
-                async with edge(address, drafter="general") as client:
-                    await client.complete(PROMPT, max_tokens=8)
-                async with edge(address, drafter="general") as client:
-                    async for _ in client.generate(PROMPT, max_tokens=30):
-                        break
-            gc.collect()
-            await asyncio.sleep(0.2)
+        for _ in range(3):
+            async with edge(verifier, drafter="general") as client:
+                await client.complete(PROMPT, max_tokens=8)
+            async with edge(verifier, drafter="general") as client:
+                async for _ in client.generate(PROMPT, max_tokens=30):
+                    break
+        gc.collect()
+        await asyncio.sleep(0.2)
 
     asyncio.run(main())
     assert not complaints

@@ -456,14 +456,6 @@ def test_a_server_keeps_descriptors_for_itself(descriptors: int, room: int, monk
 
 
 @pytest.mark.parametrize(
-    ("host", "network"),
-    [("192.0.2.7", "192.0.2.7"), ("2001:db8:0:1:a::b", "2001:db8:0:1::/64"), ("2001:db8:0:2::1", "2001:db8:0:2::/64")],
-)
-def test_a_network_of_64_bits_counts_as_one_address(host: str, network: str) -> None:
-    assert connections.network_of(host) == network
-
-
-@pytest.mark.parametrize(
     ("peer", "network"),
     [
         ("ipv4:192.0.2.7:50", "192.0.2.7"),

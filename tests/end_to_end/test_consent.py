@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,69 +61,40 @@ def every_row(monkeypatch) -> None:
     monkeypatch.setattr(lessons, "Inclusion", lambda positions_s, _, now: Inclusion(positions_s, 1e6, now))
 
 
-def serve(folder: Path, scenario, *, learn: bool, keys: Path | None = None) -> list[LessonRecord]:
-    """The records that a verifier has made when `scenario(coordinator's address)` is over."""
-    kept = KeptLessons()
-
-    async def main() -> None:
-        learning = {"learn": learn}
-        async with fleet("a", tiny=folder, verifier=learning, sink=kept if learn else None, api_keys=keys) as found:
-            await scenario(found.address)
-            await asyncio.sleep(4 * TICK_S)
-
-    asyncio.run(main())
-    return kept.records
+@asynccontextmanager
+async def served(folder: Path, learn: bool, keys: Path | None = None) -> AsyncIterator[tuple[str, list[LessonRecord]]]:
+    """A coordinator's address, and the records that its verifier has made when this is over."""
+    kept, records = KeptLessons(), list[LessonRecord]()
+    learning = {"learn": learn}
+    async with fleet("a", tiny=folder, verifier=learning, sink=kept if learn else None, api_keys=keys) as found:
+        yield found.address, records
+        await asyncio.sleep(4 * TICK_S)
+    records += kept.records
 
 
-@pytest.mark.parametrize(("learn", "share", "allowed"), list(itertools.product((False, True), repeat=3)))
-def test_a_text_is_kept_where_verifier_edge_and_key_all_allow_it(folder, tmp_path, learn, share, allowed) -> None:
-    texts = []
-
-    async def scenario(address: str) -> None:
-        texts.append(await decode(address, tmp_path, "alices" if allowed else "bobs", share=share))
-
-    records = serve(folder, scenario, learn=learn, keys=keys_file(tmp_path / "keys.toml", "alice"))
-    assert len(texts[0]) == TOKENS
-    assert len(records) == (learn and share and allowed)
-    for record in records:
-        assert record.tokens.tolist() == [*PROMPT, *texts[0]]
-        assert record.key_salt == salted(SECRET, "key alice")
-
-
-def test_texts_are_the_same_whatever_is_kept_of_them(folder, tmp_path) -> None:
-    texts = []
-
-    async def scenario(address: str) -> None:
-        texts.append(await decode(address, tmp_path, "", share=False))
-        texts.append(await decode(address, tmp_path, "", share=True))
-
-    assert len(serve(folder, scenario, learn=True)) == 1
-    assert serve(folder, scenario, learn=False) == []
-    assert all(text == texts[0] for text in texts)
+async def test_a_text_is_kept_where_verifier_edge_and_key_allow_it_and_is_always_the_same(folder, tmp_path) -> None:
+    keys = keys_file(tmp_path / "keys.toml", "alice")
+    asked = [*itertools.product((False, True), ("bobs", "alices"))]
+    told: dict[bool, list[list[int]]] = {False: [], True: []}
+    for learn, texts in told.items():
+        async with served(folder, learn, keys) as (address, records):
+            for share, key in asked:
+                texts.append(await decode(address, tmp_path, key, share=share, seed=int(share)))
+            texts.append(await decode(address, tmp_path, "alices", share=False, seed=1))
+        assert [record.tokens.tolist() for record in records] == [[*PROMPT, *texts[3]]] * learn
+        assert all(record.key_salt == salted(SECRET, "key alice") for record in records)
+    assert told[False] == told[True]
+    assert [len(text) for text in texts] == [TOKENS] * 5
+    assert texts[0] == texts[1] != texts[2] == texts[3] == texts[4]
 
 
-def test_without_api_keys_verifier_and_edge_decide(folder, tmp_path) -> None:
-    async def scenario(address: str) -> None:
-        await decode(address, tmp_path, "", share=True)
-
-    (record,) = serve(folder, scenario, learn=True)
-    assert record.key_salt == salted(SECRET, "key ")
-
-
-def test_every_turn_of_a_conversation_that_is_shared_is_kept(folder, tmp_path) -> None:
-    async def scenario(address: str) -> None:
+async def test_without_api_keys_all_texts_that_are_shared_are_kept_but_constrained_ones(folder, tmp_path) -> None:
+    async with served(folder, learn=True) as (address, records):
         for share in (True, False):
             await decode(address, tmp_path, "", share=share, turns=3)
-
-    assert len(serve(folder, scenario, learn=True)) == 3
-
-
-def test_constrained_texts_are_not_kept(folder, tmp_path) -> None:
-    async def scenario(address: str) -> None:
         await decode(address, tmp_path, "", share=True, logit_bias=((5, 1.0),))
         await decode(address, tmp_path, "", share=True, allowed_tokens=tuple(range(5, 30)))
-
-    assert serve(folder, scenario, learn=True) == []
+    assert [record.key_salt for record in records] == [salted(SECRET, "key ")] * 3
 
 
 def test_a_verifier_that_shall_learn_needs_somebody_who_does(folder) -> None:

@@ -117,10 +117,9 @@ async def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifier
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(serving, edge) -> None:
+async def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(verifier, edge) -> None:
     async with (
-        serving() as address,
-        edge(address, drafter="general", patience=Patience(math.inf, 3)) as client,
+        edge(verifier, drafter="general", patience=Patience(math.inf, 3)) as client,
         client.conversation(max_tokens=10) as talk,
     ):
         accepted = []
@@ -290,11 +289,7 @@ async def test_streams_cut_between_turns_and_within_them_change_nothing_but_time
 
 
 async def test_an_idle_session_gives_its_pages_to_a_text_that_grows(verifiers, clients) -> None:
-    async with (
-        verifiers(kv_tokens=20 * PAGE) as (server,),
-        clients(server) as client,
-        client.conversation() as talk,
-    ):
+    async with verifiers(kv_tokens=20 * PAGE) as (server,), clients(server) as client, client.conversation() as talk:
         await talk.complete("a", max_tokens=5)
         await until(lambda: server._engine.sessions.num_parked == 1)
         running = client.generate("d", max_tokens=20 * PAGE - 4, ignore_eos=True)

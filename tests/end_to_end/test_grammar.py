@@ -47,32 +47,30 @@ def assert_valid(completion: Any) -> None:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(serving, edge) -> None:
+async def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(verifier, edge) -> None:
     wanted = ((PROMPTS[0], GREEDY), (PROMPTS[1], DRAWN))
 
     verified = 0
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = [await client.complete(*each) for each in wanted]
-        for completion in expected:
-            assert_valid(completion)
-        for window in (1, 4, 16):
-            patience = Patience(math.inf, min(window, 3))  # else a busy machine's drafts may all come too late
-            async with edge(address, drafter="general", window=window, patience=patience) as client:
-                together = await asyncio.gather(*(client.complete(*each) for each in wanted))
-            assert [c.ids for c in together] == [c.ids for c in expected]
-            verified += sum(c.statistics.verified for c in together)
+    async with edge(verifier, drafter="none") as client:
+        expected = [await client.complete(*each) for each in wanted]
+    for completion in expected:
+        assert_valid(completion)
+    for window in (1, 4, 16):
+        patience = Patience(math.inf, min(window, 3))  # else a busy machine's drafts may all come too late
+        async with edge(verifier, drafter="general", window=window, patience=patience) as client:
+            together = await asyncio.gather(*(client.complete(*each) for each in wanted))
+        assert [c.ids for c in together] == [c.ids for c in expected]
+        verified += sum(c.statistics.verified for c in together)
     assert verified
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_a_required_call_is_one_by_its_schema_whatever_is_drafted(serving, edge) -> None:
+async def test_a_required_call_is_one_by_its_schema_whatever_is_drafted(verifier, edge) -> None:
     rules = CallRules([CallableFunction("save", SCHEMA, strict=True)], must_call=True, max_calls=1)
     patience = Patience(math.inf, 3)
     async with (
-        serving() as address,
-        edge(address, drafter="none") as plain,
-        edge(address, drafter="general", window=4, patience=patience) as drafting,
+        edge(verifier, drafter="none") as plain,
+        edge(verifier, drafter="general", window=4, patience=patience) as drafting,
     ):
         control = await plain.complete(PROMPTS[0], max_tokens=12)
         for name in FORMATS:
@@ -126,11 +124,11 @@ async def test_a_text_stays_valid_and_the_same_through_cut_streams(serving, edge
     assert tuple(got) == expected.ids
 
 
-async def test_other_kinds_hold_too_and_sessions_without_a_grammar_are_undisturbed(serving, edge) -> None:
+async def test_other_kinds_hold_too_and_sessions_without_a_grammar_are_undisturbed(verifier, edge) -> None:
     digits = Grammar(GrammarKind.REGEX, "(yes|no), [0-9]{3}")
     sentence = Grammar(GrammarKind.LARK, 'start: "The " WORD " is " WORD "."\nWORD: /[a-z]{1,8}/')
 
-    async with serving() as address, edge(address, drafter="general") as client:
+    async with edge(verifier, drafter="general") as client:
         alone = await client.complete("Once upon a time", max_tokens=12)
         free, number, said, limited = await asyncio.gather(
             client.complete("Once upon a time", max_tokens=12),
@@ -154,8 +152,8 @@ async def test_a_bad_schema_is_refused_by_name_and_nothing_of_it_remains(serving
         assert len((await client.complete("x", max_tokens=3)).ids) == 3
 
 
-async def test_every_token_has_the_models_own_log_probability_also_under_a_grammar(serving, edge) -> None:
-    async with serving() as address, edge(address, drafter="general") as client:
+async def test_every_token_has_the_models_own_log_probability_also_under_a_grammar(verifier, edge) -> None:
+    async with edge(verifier, drafter="general") as client:
         free = await client.complete("Once upon", max_tokens=6, top_logprobs=3)
         held = await client.complete("Once upon", GREEDY, top_logprobs=3)
         silent = await client.complete("Once upon", max_tokens=6, logprobs=False)
@@ -170,10 +168,10 @@ async def test_every_token_has_the_models_own_log_probability_also_under_a_gramm
     assert held.tokens[0].logprob < held.tokens[0].top[-1][1]
 
 
-async def test_each_turn_of_a_conversation_has_its_own_grammar(serving, edge) -> None:
+async def test_each_turn_of_a_conversation_has_its_own_grammar(verifier, edge) -> None:
     answer = Sampling(max_tokens=6, grammar=Grammar(GrammarKind.REGEX, "yes|no|perhaps"))
 
-    async with serving() as address, edge(address, drafter="general") as client, client.conversation() as talk:
+    async with edge(verifier, drafter="general") as client, client.conversation() as talk:
         said = []
         for prompt, sampling in (
             ("Is it so? ", answer),
@@ -218,7 +216,7 @@ class Withheld(GrammarMatcher):
         return super()._allowed(block)
 
 
-async def test_a_grammar_that_takes_its_time_holds_up_its_own_session_only(serving, edge, monkeypatch) -> None:
+async def test_a_grammar_that_takes_its_time_holds_up_its_own_session_only(verifier, edge, monkeypatch) -> None:
     right = Grammars._resumed
 
     def slow(self: Grammars, *args: Any) -> GrammarMatcher:
@@ -229,7 +227,7 @@ async def test_a_grammar_that_takes_its_time_holds_up_its_own_session_only(servi
     monkeypatch.setattr(Grammars, "_resumed", slow)
 
     Withheld.gate.clear()
-    async with serving() as address, edge(address, drafter="general") as client:
+    async with edge(verifier, drafter="general") as client:
         try:
             held_up = asyncio.create_task(client.complete(PROMPTS[0], GREEDY))
             for _ in range(3):

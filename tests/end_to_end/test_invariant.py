@@ -10,11 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from scripted_drafters import FailingDrafter, GarbageDrafter
+from transformers import AutoModelForCausalLM
 
+from outrider.cloud.models.family_index import load_tokenizer, target_folder
 from outrider.drafters import NgramDrafter
 from outrider.edge import Sampling
-from outrider.proto.types import FinishReason, Patience
+from outrider.proto.policy import trees as trees_module
+from outrider.proto.session import Drafted, EdgeSession
+from outrider.proto.types import FinishReason, Grammar, GrammarKind, Patience
 
 GREEDY = Sampling(max_tokens=20)
 SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=20260)
@@ -33,6 +38,7 @@ PROCESSED = Sampling(
 ALL_SAMPLING = {"greedy": GREEDY, "sampled": SAMPLED, "processed": PROCESSED}
 BOTH_WAYS = (GREEDY, SAMPLED)
 EOS = 1
+LONG = Patience(math.inf, 3)
 HELD_ON = replace(SAMPLED, min_tokens=14, logit_bias=((EOS, 11.0),))
 
 
@@ -50,56 +56,53 @@ async def texts(client: Any, prompts: list[Any], sampling: Sampling) -> list[tup
 
 
 @pytest.mark.parametrize("name", ALL_SAMPLING)
-async def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(serving, edge, prompts, name) -> None:
+async def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(verifier, edge, prompts, name) -> None:
     of_domains = dict(zip(ALL_SAMPLING, prompts(1), strict=False))
     chosen, sampling = [of_domains[name]], ALL_SAMPLING[name]
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = await texts(client, chosen, sampling)
-        for drafter in drafters().values():
-            async with edge(address, drafter=drafter) as client:
-                assert await texts(client, chosen, sampling) == expected
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, chosen, sampling)
+    for drafter in drafters().values():
+        async with edge(verifier, drafter=drafter) as client:
+            assert await texts(client, chosen, sampling) == expected
     assert all(expected)
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts) -> None:
+async def test_the_text_is_the_same_for_every_window_and_patience(verifier, edge, prompts) -> None:
     prompt = prompts(1)[0]
-    patiences = [Patience(0.0), Patience(0.02, 4), Patience(math.inf, 3), None]
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            expected = {way: (await client.complete(prompt.text, way)).ids for way in BOTH_WAYS}
-        steps = {}
-        for (i, window), (j, patience) in itertools.product(enumerate((1, 4, 64)), enumerate(patiences)):
-            way = BOTH_WAYS[(i + j) % 2]
-            async with edge(address, drafter="general", window=window, patience=patience) as client:
-                completion = await client.complete(prompt.text, way)
-            assert completion.ids == expected[way]
-            steps[window, patience] = completion.statistics.steps
+    knobs = [(1, None), (4, Patience(0.0)), (16, Patience(0.02, 4)), (64, None), (1, Patience(math.inf, 3)), (64, LONG)]
+    async with edge(verifier, drafter="none") as client:
+        expected = {way: (await client.complete(prompt.text, way)).ids for way in BOTH_WAYS}
+    steps = {}
+    for window, patience in knobs:
+        way = SAMPLED if window in (1, 16) else GREEDY
+        async with edge(verifier, drafter="general", window=window, patience=patience) as client:
+            completion = await client.complete(prompt.text, way)
+        assert completion.ids == expected[way]
+        steps[window, patience] = completion.statistics.steps
     # The knobs do something, only not to the text; how many drafts come in time, a busy machine decides.
-    assert steps[64, patiences[2]] < len(expected[GREEDY])
+    assert steps[64, LONG] < len(expected[GREEDY])
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-async def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving, edge, prompts) -> None:
+async def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(verifier, edge, prompts) -> None:
     ways = itertools.cycle(replace(way, max_tokens=12) for way in BOTH_WAYS)
     chosen = list(zip(prompts(4), ways, strict=False))
-    async with serving() as address, edge(address, drafter="general") as client:
+    async with edge(verifier, drafter="general") as client:
         alone = [(await client.complete(prompt.text, way)).ids for prompt, way in chosen]
         together = await asyncio.gather(*(client.complete(prompt.text, way) for prompt, way in chosen))
     assert [completion.ids for completion in together] == alone
     assert any(completion.statistics.accepted for completion in together)
 
 
-async def test_a_text_held_on_by_min_tokens_is_the_same_with_drafts_and_ends_only_then(serving, edge, prompts) -> None:
+async def test_a_text_held_on_by_min_tokens_is_the_same_with_drafts_and_ends_only_then(verifier, edge, prompts) -> None:
     prompt = prompts(1)[0]
-    async with serving() as address:
-        async with edge(address, drafter="none") as client:
-            free = await client.complete(prompt.text, HELD_ON, min_tokens=0)
-            expected = await client.complete(prompt.text, HELD_ON)
-            ignoring = await client.complete(prompt.text, HELD_ON, ignore_eos=True)
-        async with edge(address, drafter="general") as client:
-            drafted = await client.complete(prompt.text, HELD_ON)
+    async with edge(verifier, drafter="none") as client:
+        free = await client.complete(prompt.text, HELD_ON, min_tokens=0)
+        expected = await client.complete(prompt.text, HELD_ON)
+        ignoring = await client.complete(prompt.text, HELD_ON, ignore_eos=True)
+    async with edge(verifier, drafter="general") as client:
+        drafted = await client.complete(prompt.text, HELD_ON)
     assert len(free.ids) < HELD_ON.min_tokens, "it would end earlier, or this test shows nothing"
     assert drafted.ids == expected.ids
     assert EOS not in expected.ids[: HELD_ON.min_tokens] + ignoring.ids[: HELD_ON.min_tokens]
@@ -165,11 +168,11 @@ async def test_a_session_on_a_draining_verifier_moves_and_its_text_goes_on(edge,
     await second.stop()
 
 
-async def test_other_seeds_give_other_texts(serving, edge, prompts) -> None:
+async def test_other_seeds_give_other_texts(verifier, edge, prompts) -> None:
     """The control of this file: equality above is no accident of a sampler that ignores its noise."""
 
     prompt = prompts(1)[0]
-    async with serving() as address, edge(address, drafter="none") as client:
+    async with edge(verifier, drafter="none") as client:
         completions = [await client.complete(prompt.text, SAMPLED, seed=seed) for seed in range(3)]
     assert len({completion.ids for completion in completions}) == 3
 
@@ -185,3 +188,99 @@ async def test_bfloat16_keeps_its_bytes_too(serving, edge, prompts, exact) -> No
             together = await asyncio.gather(*(client.complete(prompt.text, way) for prompt, way in chosen))
     assert drafted == expected
     assert [completion.ids for completion in together] == expected
+
+
+# --- at T = 0, what transformers generates from the same float32 target ---
+
+TOKENS = 32
+
+
+async def test_greedy_text_equals_generate_of_transformers(serving, edge, prompts) -> None:
+    folder = target_folder("reference")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = load_tokenizer(str(folder))
+
+    def by_library(text: str) -> tuple[int, ...]:
+        encoded = tokenizer(text, return_tensors="pt")
+        generated = model.generate(**encoded, do_sample=False, max_new_tokens=TOKENS)
+        return tuple(generated[0, encoded["input_ids"].shape[1] :].tolist())
+
+    async with serving(dtype="float32") as address, edge(address, drafter="general") as client:
+        for prompt in prompts(1):  # one of each domain
+            completion = await client.complete(prompt.text, max_tokens=TOKENS)
+            assert completion.ids == by_library(prompt.text)
+
+
+# --- trees: the texts are the same whether steps verify chains, trees or nothing ---
+
+WAITS = Patience(5.0, 6)  # so that each step has drafts, and branches beside them, on a busy machine too
+LETTERS = Grammar(GrammarKind.REGEX, r"[a-zA-Z ,.\n]{40,400}")
+
+
+@pytest.fixture
+def rows_cost_nothing(monkeypatch) -> None:
+    """Verify whatever is likely enough, at any price of a row on this machine."""
+    really = trees_module.best_tree
+
+    def best_tree(*given: Any, row_share: float = 0.0, **named: Any) -> trees_module.Tree:
+        return really(*given, **named)
+
+    monkeypatch.setattr("outrider.proto.session.verifier.best_tree", best_tree)
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+@pytest.mark.parametrize("name", [*ALL_SAMPLING, "grammar"])
+async def test_the_text_is_the_same_with_trees_and_with_chains(verifier, edge, prompts, name) -> None:
+    sampling = ALL_SAMPLING.get(name) or replace(ALL_SAMPLING["sampled"], grammar=LETTERS)
+
+    chosen = prompts(1)[:2]
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, chosen, sampling)
+    async with edge(verifier, drafter="general", patience=WAITS) as client:
+        done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    assert [each.ids for each in done] == expected
+    assert sum(each.statistics.verified_beside for each in done) >= 4
+    async with edge(verifier, drafter="general", chains=True, patience=WAITS) as client:
+        chain = await client.complete(chosen[0].text, sampling)
+    assert chain.ids == expected[0]
+    assert chain.statistics.verified_beside == 0
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+async def test_the_text_survives_cuts_while_steps_verify_trees(verifier, edge, relay, prompts) -> None:
+    sampling = ALL_SAMPLING["sampled"]
+
+    (prompt, *_) = prompts(1)
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, [prompt], sampling)
+    async with relay(verifier) as link, edge(link.address, drafter="general", patience=WAITS) as client:
+        got: list[int] = []
+        async for event in client.generate(prompt.text, sampling):
+            if hasattr(event, "reason"):
+                statistics = event.statistics
+                continue
+            got += event.ids
+            link.cut()
+    assert tuple(got) == expected[0]
+    assert statistics.resumes >= 2
+    assert statistics.verified_beside > 0
+
+
+@pytest.mark.usefixtures("all_drafts_pay", "rows_cost_nothing")
+async def test_the_text_is_the_same_with_branches_of_a_second_drafter(verifier, edge, prompts, monkeypatch) -> None:
+    read: list[int] = []
+    really = EdgeSession._take_idle
+
+    def take_idle(machine: EdgeSession, done: Drafted) -> None:
+        read.append(len(done.teacher_forced.drafts))
+        really(machine, done)
+
+    monkeypatch.setattr(EdgeSession, "_take_idle", take_idle)
+    chosen, sampling = prompts(1)[:2], ALL_SAMPLING["sampled"]
+    async with edge(verifier, drafter="none") as client:
+        expected = await texts(client, chosen, sampling)
+    async with edge(verifier, drafter="general,ngram", patience=WAITS) as client:
+        done = [await client.complete(prompt.text, sampling) for prompt in chosen]
+    assert [each.ids for each in done] == expected
+    assert sum(each.statistics.verified_beside for each in done) >= 4
+    assert sum(read) > 0, "an idle drafter has read chains"

@@ -12,17 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting_versions import DraftingVersions
-from fleets import until
+from fleets import SentFrames, until
+from kept_lessons import KeptLessons
 from poisoned import HEAD, without_numbers
 
+from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.learning.losses import LOSSES, check_record
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.verifier_config import VerifierConfig
 from outrider.deploy.local import learn_here
 from outrider.deploy.local.learn_here import LearningHere
 from outrider.drafters import find_package
 from outrider.drafters.adapters import write_adapter_package, write_tensors
+from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import load_package
 from outrider.edge import Client
 from outrider.edge.decoding import Observer
+from outrider.edge.event_stream import Tokens
 from outrider.edge.link.routes import DirectRoute
 from outrider.proto.drafter_format import LearnedFrom
 from outrider.proto.errors import OutriderError
@@ -103,9 +109,9 @@ async def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge
         async with edge(address, model="tiny", drafter="none") as client:
             plain = await texts(client, 0, 8)
         async with edge(address, **where) as client:
-            before = DraftingVersions()
+            before = SentFrames()
             assert await texts(client, 0, 8, before) == plain
-            assert before.versions <= {parent}
+            assert before.versions() <= {parent}
             async with learning(client, folder) as made:
                 number = 8
                 killed = 0
@@ -123,9 +129,9 @@ async def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge
                 version = client.drafter.version
                 assert load_package(Path(made.info["folder"])).parent == parent
                 assert killed
-                after = DraftingVersions()
+                after = SentFrames()
                 assert await texts(client, 0, 8, after) == plain
-                assert after.versions == {version}
+                assert after.versions() == {version}
         assert (folder.stat().st_mode & 0o777) == 0o700
         async with edge(address, **where) as client, learning(client, folder):
             await until(lambda: client.drafter is not None and client.drafter.version == version)
@@ -134,18 +140,18 @@ async def test_an_edge_drafts_better_with_what_it_has_learned_here(serving, edge
 
 @pytest.mark.usefixtures("all_drafts_pay")
 async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_come_back(
-    serving, edge, tmp_path: Path, caplog, reports
+    verifier, edge, tmp_path: Path, caplog, reports
 ) -> None:
     parent, rng = find_package("general"), np.random.default_rng(1)
     good = tmp_path / "good"
     matrices = {HEAD: (rng.standard_normal((8, 192)) / 192, rng.standard_normal((8192, 8)) * 0.05)}
     write_adapter_package(parent.folder, good, matrices, sequence=1, learned_from=LearnedFrom(1, 1, {}))
 
-    async with serving() as address, edge(address, drafter="general") as client:
-        named = DraftingVersions()
+    async with edge(verifier, drafter="general") as client:
+        named = SentFrames()
         assert client.learnable is not None
         plain = await texts(client, 0, 4, named)
-        assert named.versions == {parent.version}
+        assert named.versions() == {parent.version}
         await until(lambda: len(reports) == 4)
         assert {each.drafter_version for each in reports} == {parent.version}
         reports.clear()
@@ -155,9 +161,9 @@ async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_co
         assert client.drafter is not None
         assert client.drafter.version == version != parent.version
         assert client.learnable.version == parent.version, "what learns next has the same parent"
-        named = DraftingVersions()
+        named = SentFrames()
         assert await texts(client, 0, 4, named) == plain
-        assert named.versions == {version}
+        assert named.versions() == {version}
         await until(lambda: len(reports) == 4)
         told = {(each.drafter, each.drafter_version, each.drafter_hits) for each in reports}
         assert told == {("general", "", ())}
@@ -174,8 +180,50 @@ async def test_an_own_version_drafts_and_is_told_to_nobody_and_its_parent_can_co
         reports.clear()
         await client.draft_with(parent.folder)  # the version was retired
         assert client.drafter.version == parent.version
-        named = DraftingVersions()
+        named = SentFrames()
         assert await texts(client, 0, 4, named) == plain
-        assert named.versions == {parent.version}
+        assert named.versions() == {parent.version}
         await until(lambda: len(reports) == 4)
         assert {each.drafter_version for each in reports} == {parent.version}, "which others know"
+
+
+# --- at verifiers ---
+
+PROMPT = "def count(words):\n    "
+
+
+async def test_a_verifier_that_dies_in_mid_text_changes_nothing_and_teaches_once(edge) -> None:
+    kept = KeptLessons()
+
+    async def text(client, meanwhile=None) -> list[int]:
+        ids: list[int] = []
+        async for event in client.generate(PROMPT, max_tokens=64, temperature=1.0, seed=5):
+            if isinstance(event, Tokens):
+                ids += [token.id for token in event.tokens]
+            if meanwhile is not None and len(ids) > 20:
+                meanwhile = await meanwhile()
+        return ids
+
+    first, second = (VerifierServer(VerifierConfig(threads=1, learn=True), sink=kept) for _ in range(2))
+    here, there = await first.start(), await second.start()
+    async with edge(there, drafter="general", share_texts=False) as client:
+        expected = await text(client)
+    assert not kept.records, "nobody agreed"
+    async with edge(here, there, drafter="general", share_texts=True) as client:
+        assert await text(client, lambda: first.stop(0)) == expected
+        await asyncio.to_thread(kept.wait_for, 1)  # what the second one judged
+    await second.stop(0)
+    records = kept.records
+    package = find_package("general")
+    drafter = OnnxDrafter(package, threads=1)
+    judge = ShadowJudge(drafter)
+    judge.begin(drafter)
+    for record in records:
+        check_record(record, package, LOSSES["kl-tail"])
+        assert record.tokenizer_sha256 == package.tokenizer_sha256
+        generated = record.tokens[record.first_generated - record.start :].tolist()
+        at = max(0, record.start - record.first_generated)
+        assert generated == expected[at : at + len(generated)]
+        judge.take(record)
+    assert judge.test is not None
+    assert judge.test.texts <= 1

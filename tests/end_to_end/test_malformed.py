@@ -159,43 +159,23 @@ async def check_all_is_well(at: System) -> None:
         assert not any(defect in command.errors for defect in DEFECTS), f"{name}: {command.errors[-4000:]}"
 
 
-def test_http_requests_that_are_wrong_in_what_they_say_are_named_and_refused(at: System) -> None:
+@pytest.mark.parametrize(("where", "count"), [("content", WRONG_IN_CONTENT), ("framing", WRONG_IN_FRAMING)])
+async def test_requests_that_are_wrong_in_content_or_framing_are_refused(at: System, where: str, count: int) -> None:
     statuses: Counter[int] = Counter()
+    rng = random.Random(1)
 
-    async def main() -> None:
-        async def one(data: bytes) -> None:
-            answer = await exchange(at.port, data)
-            check_refusal(at, answer, data)
-            statuses[answer.status] += 1
+    async def one(data: bytes) -> None:
+        answer = await exchange(at.port, data)
+        check_refusal(at, answer, data)
+        statuses[answer.status] += 1
 
-        wrong = itertools.islice(refused_requests(random.Random(1), str(at.folder), at.port), WRONG_IN_CONTENT)
-        async with canaries_sing(at):
-            await together((lambda data=data: one(data)) for data in wrong)  # type: ignore[misc]
-        await check_all_is_well(at)
-
-    asyncio.run(main())
-    print("\nwrong in content", dict(statuses))
-    assert statuses.total() == WRONG_IN_CONTENT
-    assert set(statuses) == {400, 403, 404, 405, 415}
-
-
-def test_bytes_that_are_no_http_are_refused_in_the_same_shape(at: System) -> None:
-    statuses: Counter[int] = Counter()
-
-    async def main() -> None:
-        async def one(data: bytes) -> None:
-            answer = await exchange(at.port, data)
-            check_refusal(at, answer, data)
-            statuses[answer.status] += 1
-
-        wrong = itertools.islice(bad_framing(random.Random(2), at.port), WRONG_IN_FRAMING)
-        async with canaries_sing(at):
-            await together((lambda data=data: one(data)) for data in wrong)  # type: ignore[misc]
-        await check_all_is_well(at)
-
-    asyncio.run(main())
-    print("\nwrong in framing", dict(statuses))
-    assert statuses.total() == WRONG_IN_FRAMING
+    wrong = refused_requests(rng, str(at.folder), at.port) if where == "content" else bad_framing(rng, at.port)
+    async with canaries_sing(at):
+        await together((lambda data=data: one(data)) for data in itertools.islice(wrong, count))  # type: ignore[misc]
+    await check_all_is_well(at)
+    print(f"\nwrong in {where}", dict(statuses))
+    assert statuses.total() == count
+    assert where == "framing" or set(statuses) == {400, 403, 404, 405, 415}
 
 
 async def test_clients_that_break_off_close_half_or_dawdle_harm_nobody(at: System) -> None:
@@ -271,7 +251,7 @@ def wrong_message(rng: random.Random, right: bytes) -> bytes:
     return damaged(rng, right) if right and rng.random() < 0.6 else rng.randbytes(rng.randrange(1, 80))
 
 
-def test_wrong_calls_to_the_coordinator_are_errors_with_a_name(at: System) -> None:
+async def test_wrong_calls_to_the_coordinator_are_errors_with_a_name(at: System) -> None:
     statuses: Counter[grpc.StatusCode] = Counter()
     tokenizer_sha256 = tokenizer_hash((at.folder / "tokenizer.json").read_text())
     right = {
@@ -284,22 +264,18 @@ def test_wrong_calls_to_the_coordinator_are_errors_with_a_name(at: System) -> No
         "Drain": codec.encode_drain("nobody"),
         "NoSuchMethod": b"x",
     }
+    rng = random.Random(4)
+    async with grpc.aio.insecure_channel(at.coordinator) as channel, canaries_sing(at):
 
-    async def main() -> None:
-        rng = random.Random(4)
-        async with grpc.aio.insecure_channel(at.coordinator) as channel, canaries_sing(at):
+        async def one(method: str) -> None:
+            path = f"/{rng.choice([codec.CONTROL_SERVICE] * 9 + ['no.such.Service'])}/{method}"
+            make = channel.unary_stream if method == "FetchFile" else channel.unary_unary
+            call: Any = make(path)(wrong_message(rng, right[method]), timeout=30)
+            statuses[await call.code()] += 1
 
-            async def one(method: str) -> None:
-                path = f"/{rng.choice([codec.CONTROL_SERVICE] * 9 + ['no.such.Service'])}/{method}"
-                make = channel.unary_stream if method == "FetchFile" else channel.unary_unary
-                call: Any = make(path)(wrong_message(rng, right[method]), timeout=30)
-                statuses[await call.code()] += 1
-
-            methods = itertools.islice(itertools.cycle(right), WRONG_CALLS)
-            await together((lambda method=method: one(method)) for method in methods)  # type: ignore[misc]
-        await check_all_is_well(at)
-
-    asyncio.run(main())
+        methods = itertools.islice(itertools.cycle(right), WRONG_CALLS)
+        await together((lambda method=method: one(method)) for method in methods)  # type: ignore[misc]
+    await check_all_is_well(at)
     print("\nwrong calls", {status.name: count for status, count in statuses.items()})
     assert statuses.total() == WRONG_CALLS
     assert not set(statuses) & set(NEVER), statuses

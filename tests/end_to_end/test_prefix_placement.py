@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 from fleets import Fleet, fleet
 
 import outrider.edge.link.routes
-from outrider.edge import Client
+from outrider.cloud.serving.verifier_server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.verifier_config import VerifierConfig
+from outrider.edge import Client, EdgeConfig
 from outrider.edge.client import Completion
 from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.session import RetryRules
 from outrider.proto.testing import write_keys
 
 # As long as the test: a granted lease counts as a session, so that load alone sends the next text elsewhere.
@@ -76,3 +81,61 @@ async def test_keys_do_not_attract_each_other(folder, tmp_path) -> None:
         where = places(found)
     assert where == ["a", "b", "a", "b"], "to each its own, though the prompts are equal"
     assert cached == [0, 0, 199, 199]
+
+
+# --- turns of a chat ---
+
+PROMPT = tuple(3 + i % 50 for i in range(45))
+
+
+def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(tmp_path) -> None:
+    async def chat(shares: bool) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+        """Return the answers of four turns, and the cached tokens of each beside those that were known."""
+        folder = save_tiny_target(tmp_path / str(shares))
+        target, tokenizer = str(folder), folder / "tokenizer.json"
+        server = VerifierServer(VerifierConfig(target=target, threads=1, kv_tokens=4096, no_prefix_cache=not shares))
+        edge = EdgeConfig(verifier=await server.start(), model=target, tokenizer=tokenizer, drafter="none")
+        answers, found, said = [], [], PROMPT
+        known = 0
+        try:
+            async with Client(edge) as client:
+                for turn in range(4):
+                    done = await client.complete(said, max_tokens=9, temperature=turn % 2, seed=3, ignore_eos=True)
+                    answers.append(done.ids)
+                    found.append((done.statistics.cached_tokens, known))
+                    known = len(said) + len(done.ids) - 1  # the answer's last token was never computed
+                    said = (*said, *done.ids, *PROMPT[turn : turn + 7])
+        finally:
+            await server.stop(0)
+        return answers, found
+
+    (alone, read_alone), (shared, read) = asyncio.run(chat(False)), asyncio.run(chat(True))
+    assert shared == alone
+    assert [cached for cached, _ in read_alone] == [0] * 4
+    assert [cached for cached, _ in read] == [known for _, known in read]
+
+
+# --- more texts at once than the KV cache holds ---
+
+PROMPTS = ("def main(argv):", "Once upon a time", "The sum of 3 and 4 is", "# Title", "import os")
+
+
+async def test_texts_that_do_not_fit_together_wait_or_move_and_are_the_same(serving, edge) -> None:
+    async def ask(**limits) -> tuple[list[tuple[int, ...]], int]:
+        async with (
+            serving(**limits) as address,
+            edge(address, drafter="ngram", retry=RetryRules(abandon_after_s=30.0)) as client,
+        ):
+            texts = await asyncio.gather(
+                *(
+                    client.complete(prompt, max_tokens=64, ignore_eos=True, temperature=1.0, seed=seed)
+                    for seed, prompt in enumerate(PROMPTS)
+                )
+            )
+        return [text.ids for text in texts], sum(text.statistics.resumes for text in texts)
+
+    expected, resumes = await ask(kv_tokens=4096)
+    assert resumes == 0
+    found, resumes = await ask(kv_tokens=144)
+    assert resumes > 0, "no text was sent away"
+    assert found == expected

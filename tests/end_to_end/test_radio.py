@@ -24,12 +24,8 @@ async def first_token(client: Client) -> tuple[float, tuple[int, ...]]:
     return first, tokens
 
 
-async def test_a_radio_that_is_woken_while_the_user_types_delays_no_first_token(serving, edge) -> None:
-    async with (
-        serving() as verifier,
-        LinkProcess(verifier, radio_idle_s=IDLE_S) as link,
-        edge(link.address, drafter="none") as client,
-    ):
+async def test_a_radio_that_is_woken_while_the_user_types_delays_no_first_token(verifier, edge) -> None:
+    async with LinkProcess(verifier, radio_idle_s=IDLE_S) as link, edge(link.address, drafter="none") as client:
         _, text = await first_token(client)
         await asyncio.sleep(2 * IDLE_S)
         asleep_s, same = await first_token(client)
@@ -50,8 +46,8 @@ async def test_a_radio_that_is_woken_while_the_user_types_delays_no_first_token(
             assert time.monotonic() < deadline, "the radio slept all the same"
 
 
-async def test_waking_before_the_client_is_prepared_sends_nothing(serving, tokenizer_file) -> None:
-    async with serving() as verifier, LinkProcess(verifier) as link:
+async def test_waking_before_the_client_is_prepared_sends_nothing(verifier, tokenizer_file) -> None:
+    async with LinkProcess(verifier) as link:
         config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer_file, drafter="none")
         client = Client(config)
         await client.wake()
@@ -66,12 +62,8 @@ async def test_waking_before_the_client_is_prepared_sends_nothing(serving, token
         assert (await link.counters()).up_bytes > 0
 
 
-async def test_waking_a_verifier_that_is_gone_is_no_error(serving, edge) -> None:
-    async with (
-        serving() as verifier,
-        LinkProcess(verifier) as link,
-        edge(link.address, drafter="none", open_timeout_s=2.0) as client,
-    ):
+async def test_waking_a_verifier_that_is_gone_is_no_error(verifier, edge) -> None:
+    async with LinkProcess(verifier) as link, edge(link.address, drafter="none", open_timeout_s=2.0) as client:
         await first_token(client)
         assert link.process is not None
         link.process.kill()

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fleets import SentFrames
 from tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 
 from outrider.cloud.serving.verifier_server import VerifierServer
@@ -19,7 +20,6 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.verifier_config import VerifierConfig
 from outrider.drafters.onnx import OnnxState
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Finished, Tokens
 from outrider.proto import codec
 from outrider.proto.errors import Internal
@@ -59,22 +59,11 @@ def package(tmp_path_factory, target, projection):
     return folder
 
 
-class Frames(Observer):
-    """Keeps what was sent, and the commits that came."""
-
-    def __init__(self):
-        self.all = []
-        self.came = []
-
-    def received(self, frame, at):
-        if isinstance(frame, Commit):
-            self.came.append(frame)
-
-    def sent(self, frame, at):
-        self.all.append(frame)
+class Frames(SentFrames):
+    """Finds the requests for vectors among what was sent."""
 
     def steering_requests(self):
-        return [frame.steering for frame in self.all if isinstance(frame, Open | Report) and frame.steering is not None]
+        return [frame.steering for frame in self.of(Open | Report) if frame.steering is not None]
 
 
 @asynccontextmanager
@@ -143,7 +132,7 @@ async def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, proj
                 assert vectors == sum(each.steps - 1 for each in statistics), "all but the last, which ends the text"
 
 
-def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
+async def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
     target, projection, package, monkeypatch
 ):
     """The tap, the projection and the wire, against torch's own forward pass; and what the drafter is given."""
@@ -157,18 +146,15 @@ def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
         given.append((vector, since))
         original(self, vector, since)
 
-    async def main():
-        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
-            monkeypatch.setattr(OnnxState, "steer", steer)
-            return await client.complete(PROMPTS[0], SAMPLINGS[0], observer=frames)
-
-    completion = asyncio.run(main())
+    async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+        monkeypatch.setattr(OnnxState, "steer", steer)
+        completion = await client.complete(PROMPTS[0], SAMPLINGS[0], observer=frames)
     tokens = torch.tensor([*PROMPTS[0], *completion.ids])
     model = LlamaForCausalLM.from_pretrained(target).eval()
     with torch.no_grad():
         by_torch = Projection.load(projection[0])(model.model.embed_tokens(tokens)).numpy()  # what layer 0 reads
     sent = []
-    for commit in frames.came:
+    for commit in frames.streams[0][1]:
         if commit.steering is not None:
             position = commit.start + len(commit.tokens) - 2
             sent.append(decode(commit.steering, RANK))
@@ -243,7 +229,7 @@ async def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fre
         said = []
         async with client.conversation(SAMPLINGS[1], observer=frames) as talk:
             said += [await talk.complete(prompt) for prompt in PROMPTS]
-        assert [type(frame) for frame in frames.all].count(Open) == 1, "the session was kept"
+        assert len(frames.of(Open)) == 1, "the session was kept"
     async with serving(target) as address, edge(address, target, "none") as client:
         transcript = ()
         for prompt, turn in zip(PROMPTS, said, strict=True):

@@ -78,11 +78,8 @@ def computed(state: OnnxState, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_the_manifest_says_how_far_a_drafter_sees(windowed: OnnxDrafter) -> None:
-    assert windowed.package.reach == REACH
-
-
 def test_of_a_long_prompt_only_the_end_is_read(windowed: OnnxDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert windowed.package.reach == REACH, "as its manifest says"
     state = windowed.open(RULE)
     counts = computed(state, monkeypatch)
     state.extend(some_tokens(1, 300))

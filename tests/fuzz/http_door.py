@@ -99,7 +99,10 @@ class Transport(asyncio.Transport):
         self._closing = True
 
     def can_write_eof(self) -> bool:
-        return False
+        return True
+
+    def write_eof(self) -> None:
+        raise OSError(107, "the client is gone")
 
     def pause_reading(self) -> None:
         """Leave what comes to the caller, who sends no more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,6 +133,15 @@ class Reply:
         lines = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
+    @property
+    def named_events(self) -> list[dict[str, Any]]:
+        """The JSON of server-sent events, each of which is named by its type."""
+        assert self.headers["Content-Type"].startswith("text/event-stream")
+        blocks = [block.split("\n") for block in self.body.decode().strip().split("\n\n")]
+        read = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+        assert [name for name, _ in blocks] == [f"event: {event['type']}" for event in read]
+        return read
+
 
 class LiveDaemon:
     """A daemon on an event loop of its own, spoken to from the test's thread."""
@@ -177,6 +187,16 @@ class LiveDaemon:
     def chat(self, **fields: Any) -> Reply:
         messages = [{"role": "user", "content": "hi"}]
         return self.post("/v1/chat/completions", {"model": "tiny", "messages": messages, **fields})
+
+    @contextmanager
+    def held(self, ask: Callable[[], Any], running: int = 1) -> Iterator[list[Any]]:
+        """Ask for a text that is held meanwhile; its reply is in the list that is yielded, once it has come."""
+        self.client.hold, replies = True, []
+        asking = threading.Thread(target=lambda: replies.append(ask()))
+        asking.start()
+        self.until(lambda: self.client.running == running)
+        yield replies
+        asking.join(60)
 
     def close(self) -> None:
         self.run(self.daemon.stop())

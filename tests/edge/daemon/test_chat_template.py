@@ -6,11 +6,11 @@ import asyncio
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from loop_thread import LoopThread
 
 from outrider.edge.chat import rendering
 from outrider.edge.chat.rendering import TemplateProcess
@@ -49,11 +49,14 @@ def render(text: str, turns: list[dict[str, str]] = TURNS, **variables: object) 
     return ChatTemplate(source).render(turns, variables)
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[LoopThread]:
-    thread = LoopThread()
-    yield thread
-    thread.close()
+@asynccontextmanager
+async def process_of(source: str) -> AsyncIterator[TemplateProcess]:
+    template = await TemplateProcess.of(source)
+    assert template is not None
+    try:
+        yield template
+    finally:
+        await template.close()
 
 
 def test_it_renders_as_transformers_does() -> None:
@@ -109,45 +112,24 @@ def test_a_template_cannot_reach_into_python(hostile) -> None:
     "greedy",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999999999) %}x{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'x' * 10000000000 }}",
-        "{{ 'x' * 3000000 }}{{ 'x' * 3000000 }}",
-        "{{ [0] * 9999999999 }}",
         "{{ 9 ** (9 ** 9) }}",
         "{{ '%1000000000d' % 1 }}",
-        "{{ '%1000000000d' | format(1) }}",
-        "{{ 'x' | center(9999999999) }}",
         "{{ 'x'.ljust(9999999999) }}",
-        "{{ 'x'.zfill(width=9999999999) }}",
-        "{{ '{:>9999999999}'.format(1) }}",
         "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-        "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
         "{% set s = 'x' * 2000000 %}{{ s.replace('x', s) }}",
-        "{% set s = 'x' * 2000000 %}{{ s | replace('x', s) }}",
-        "{% set s = 'x' * 2000000 %}{{ s.join([s, s, s]) }}",
-        "{% set s = 'x' * 2000000 %}{{ [s, s, s] | join(s) }}",
-        "{% set ns = namespace(s='x') %}{% for i in range(40) %}{% set ns.s = '{0}{0}'.format(ns.s) %}{% endfor %}",
         "{% set s = 'x' * 2000000 %}{{ ('{0}' * 100000).format(s) }}",
         "{{ '{:>{}}'.format(1, 9999999999) }}",
-        "{% set ns = namespace(s='x') %}{% for i in range(40) %}{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
         "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
     ],
 )
-def test_a_template_cannot_take_all_time_or_memory(greedy, loop, monkeypatch) -> None:
+async def test_a_template_cannot_take_all_time_or_memory(greedy, monkeypatch) -> None:
     monkeypatch.setattr(rendering, "CPU_S", 0.3)
     before = resource.getrusage(resource.RUSAGE_SELF)
-
-    async def chat() -> None:
-        template = await TemplateProcess.of(greedy)
-        assert template is not None
-        try:
-            await template.render(TURNS)
-        finally:
-            await template.close()
-
     with pytest.raises(InvalidArgument, match="chat_template"):
-        loop.run(chat())
+        async with process_of(greedy) as template:
+            await template.render(TURNS)
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_utime - before.ru_utime < 20
     assert after.ru_maxrss - before.ru_maxrss < 400_000  # kilobytes
@@ -161,69 +143,44 @@ def test_a_template_cannot_take_all_time_or_memory(greedy, loop, monkeypatch) ->
         "{{ ([[0] * 1000] * (99999 + messages | length)) | sum(start=[]) | length }}",
     ],
 )
-def test_c_code_that_never_ends_or_takes_all_memory_costs_one_chat_alone(doubled, loop, monkeypatch) -> None:
+async def test_c_code_that_never_ends_or_takes_all_memory_costs_one_chat_alone(doubled, monkeypatch) -> None:
     monkeypatch.setattr(rendering, "CPU_S", 0.3)
     lists = "{% set ns = namespace(l=[1], m=[1]) %}{% for i in range(40) %}"
     lists += "{% set ns.l = [ns.l, ns.l] %}{% set ns.m = [ns.m, ns.m] %}{% endfor %}"
     source = (
         "{% if messages[0].content == 'evil' %}" + lists + doubled + "{% else %}{{ messages[0].content }}{% endif %}"
     )
-
-    async def chats() -> None:
-        template = await TemplateProcess.of(source)
-        assert template is not None
-        try:
-            chats = [template.render([{"content": what}]) for what in ("evil", "one", "two")]
-            evil, *good = await asyncio.gather(*chats, return_exceptions=True)
-            assert good == ["one", "two"]
-            assert isinstance(evil, InvalidArgument)
-            assert "more than 0.3 s" in evil.message or "memory" in evil.message
-        finally:
-            await template.close()
-
-    loop.run(chats())
+    async with process_of(source) as template:
+        chats = [template.render([{"content": what}]) for what in ("evil", "one", "two")]
+        evil, *good = await asyncio.gather(*chats, return_exceptions=True)
+        assert good == ["one", "two"]
+        assert isinstance(evil, InvalidArgument)
+        assert "more than 0.3 s" in evil.message or "memory" in evil.message
 
 
-def test_chats_share_one_process_that_has_no_keys_and_is_replaced_when_it_dies(loop, monkeypatch) -> None:
+async def test_chats_share_one_process_that_has_no_keys_and_is_replaced_when_it_dies(monkeypatch) -> None:
     monkeypatch.setenv("OUTRIDER_API_KEY", "otr_secret")
-
-    async def chats() -> None:
-        template = await TemplateProcess.of("{{ messages[0].content }}{{ effort }}")
-        assert template is not None
-        try:
-            process = template._process
-            assert process is not None
-            environment = await asyncio.to_thread(Path(f"/proc/{process.pid}/environ").read_text)
-            assert "PATH=" in environment
-            assert "otr_secret" not in environment
-            for i in range(3):
-                assert await template.render([{"content": str(i)}], effort="!") == f"{i}!"
-            assert template._process is process
-            os.kill(process.pid, 9)
-            with pytest.raises(InvalidArgument, match="status -9"):
-                await template.render([{"content": "x"}])
-            assert await template.render(
-                [{"content": "é\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")}]
-            )
-        finally:
-            await template.close()
-
-    loop.run(chats())
+    async with process_of("{{ messages[0].content }}{{ effort }}") as template:
+        process = template._process
+        assert process is not None
+        environment = await asyncio.to_thread(Path(f"/proc/{process.pid}/environ").read_text)
+        assert "PATH=" in environment
+        assert "otr_secret" not in environment
+        for i in range(3):
+            assert await template.render([{"content": str(i)}], effort="!") == f"{i}!"
+        assert template._process is process
+        os.kill(process.pid, 9)
+        with pytest.raises(InvalidArgument, match="status -9"):
+            await template.render([{"content": "x"}])
+        assert await template.render([{"content": "é\N{GRINNING FACE}"}]) == "é\N{GRINNING FACE}"
 
 
-def test_a_chat_that_is_left_does_not_give_its_prompt_to_the_next(loop) -> None:
-    async def chats() -> None:
-        template = await TemplateProcess.of("{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}")
-        assert template is not None
-        try:
-            left = asyncio.create_task(template.render([{"content": "left"}]))
-            await asyncio.sleep(0)
-            left.cancel()
-            assert await template.render([{"content": "mine"}]) == "mine"
-        finally:
-            await template.close()
-
-    loop.run(chats())
+async def test_a_chat_that_is_left_does_not_give_its_prompt_to_the_next() -> None:
+    async with process_of("{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}") as template:
+        left = asyncio.create_task(template.render([{"content": "left"}]))
+        await asyncio.sleep(0)
+        left.cancel()
+        assert await template.render([{"content": "mine"}]) == "mine"
 
 
 def test_a_prompt_is_bounded_by_its_length() -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import socket
+import ssl
 import threading
+from typing import Any
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
+from self_signed import certify
 
 from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.app import ROUTES
+from outrider.edge.daemon.cloud import LOOK_EVERY_S, LOOK_SOON_S, Cloud
 from outrider.edge.daemon.http_server import Daemon, HttpProtocol
+from outrider.edge.link.control_client import _plain
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
     DeadlineExceeded,
     InvalidArgument,
+    OutriderError,
     PromptTooLong,
     ResourceExhausted,
     TokenizerMismatch,
@@ -28,6 +33,7 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
+from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.testing import write_keys
 
 
@@ -126,15 +132,11 @@ def test_a_body_of_undeclared_length_is_measured_as_it_comes(live) -> None:
 def test_bodies_that_take_too_much_together_are_refused_for_now(start, monkeypatch) -> None:
     monkeypatch.setattr("outrider.edge.daemon.api_access.MAX_BODIES_BYTES", 100_000)
     with start() as live:
-        live.client.hold = True
-        first = threading.Thread(target=live.complete, kwargs={"user": "x" * 70_000})
-        first.start()
-        live.until(lambda: live.client.running == 1)
-        refused = live.complete(user="x" * 70_000)
-        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
-        assert int(refused.headers["Retry-After"]) >= 1
-        live.client.hold = False
-        first.join()
+        with live.held(lambda: live.complete(user="x" * 70_000)):
+            refused = live.complete(user="x" * 70_000)
+            assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+            assert int(refused.headers["Retry-After"]) >= 1
+            live.client.hold = False
         assert live.complete(user="x" * 70_000).status == 200
         live.until(lambda: live.daemon.limiter.body_bytes == 0)
 
@@ -150,18 +152,11 @@ def test_no_key_takes_more_than_its_share_of_places_and_bytes_beside_others(star
         return live.post("/v1/completions", body, X_Api_Key=secrets[name]).status
 
     with start(api_keys=keys, max_requests=2) as live:
-        live.client.hold = True
-        first = threading.Thread(target=post, args=("alice",))
-        first.start()
-        live.until(lambda: live.client.running == 1)
-        assert post("alice") == 429
-        assert post("bob", 60_000) == 429, "it has a place, and half of the bytes"
-        second = threading.Thread(target=post, args=("bob",))
-        second.start()
-        live.until(lambda: live.client.running == 2)
-        live.client.hold = False
-        first.join()
-        second.join()
+        with live.held(lambda: post("alice")):
+            assert post("alice") == 429
+            assert post("bob", 60_000) == 429, "it has a place, and half of the bytes"
+            with live.held(lambda: post("bob"), 2):
+                live.client.hold = False
         assert post("alice", 40_000) == 200
         write_keys(keys, made[0])
         assert post("alice", 60_000) == 200, "nobody else is there"
@@ -204,9 +199,9 @@ def test_a_sane_request_id_comes_back_and_another_is_replaced(live) -> None:
     ],
 )
 def test_pages_from_elsewhere_and_rebound_names_are_refused(live, headers, code) -> None:
-    reply = live.get("/v1/models", **headers)
-    assert reply.status == 403
-    assert reply.error["code"] == code
+    for path in ("/v1/models", "/drafters", "/metrics"):
+        reply = live.get(path, **headers)
+        assert (reply.status, reply.error["code"]) == (403, code)
 
 
 def test_the_daemons_own_page_and_names_of_this_machine_are_let_in(live) -> None:
@@ -291,15 +286,10 @@ def test_a_text_ends_soon_after_its_key_is_revoked_and_health_says_so(start, tmp
     secret = new_secret()
     keys = write_keys(tmp_path / "keys.toml", Key("alice", secret_sha256(secret)))
     with start(api_keys=keys) as live:
-        live.client.hold = True
-        replies = []
         body = {"model": "tiny", "prompt": "x", "stream": stream}
         bearer = f"Bearer {secret}"
-        text = threading.Thread(target=lambda: replies.append(live.post("/v1/completions", body, Authorization=bearer)))
-        text.start()
-        live.until(lambda: live.client.running == 1)
-        keys.write_text("")
-        text.join(60)
+        with live.held(lambda: live.post("/v1/completions", body, Authorization=bearer)) as replies:
+            keys.write_text("")
         error = replies[0].events[-1]["error"] if stream else replies[0].error
         assert error["code"] == "invalid_api_key"
         assert replies[0].status == (200 if stream else 401)
@@ -317,19 +307,6 @@ def test_sessions_of_a_key_count_every_choice_and_come_back(start, tmp_path) -> 
         for n, status in ((3, 429), (2, 200), (2, 200)):
             body = {"model": "tiny", "prompt": "x", "n": n}
             assert live.post("/v1/completions", body, Authorization=f"Bearer {secret}").status == status
-
-
-def test_more_requests_than_allowed_are_refused_for_now(start) -> None:
-    with start(max_requests=1) as live:
-        live.client.hold = True
-        first = threading.Thread(target=live.complete)
-        first.start()
-        live.until(lambda: live.client.running == 1)
-        refused = live.complete()
-        assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
-        live.client.hold = False
-        first.join()
-        assert live.complete().status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -367,13 +344,9 @@ def test_a_text_that_waits_for_a_lost_cloud_is_given_up(start, scripted, monkeyp
     monkeypatch.setattr("outrider.edge.daemon.cloud.WAIT_FOR_CLOUD_S", 0.2)
     client = scripted()
     with start(client) as live:
-        client.pieces, client.hold = [], True
-        replies = []
-        waiting = threading.Thread(target=lambda: replies.append(live.complete()))
-        waiting.start()
-        live.until(lambda: client.running == 1)
-        client.away = Unavailable("the verifiers are gone")
-        waiting.join(20)
+        client.pieces = []
+        with live.held(live.complete) as replies:
+            client.away = Unavailable("the verifiers are gone")
         assert replies[0].status == 503
         assert "the verifiers are gone" in replies[0].error["message"]
         assert client.running == 0
@@ -381,20 +354,23 @@ def test_a_text_that_waits_for_a_lost_cloud_is_given_up(start, scripted, monkeyp
 
 def test_at_the_daemons_end_running_streams_end_or_are_cut_with_an_error(start) -> None:
     with start(grace_s=0.3) as live:
-        live.client.hold = True
-        replies = []
-        running = threading.Thread(target=lambda: replies.append(live.complete(stream=True)))
-        running.start()
-        live.until(lambda: live.client.running == 1)
-        ending = threading.Thread(target=lambda: live.run(live.daemon.limiter.drain(0.3)))
-        ending.start()
-        live.until(lambda: live.daemon.limiter.draining)
-        refused = live.complete()
-        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
-        assert live.get("/health").status == 503
-        ending.join()
-        running.join(20)
+        with live.held(lambda: live.complete(stream=True)) as replies:
+            ending = threading.Thread(target=lambda: live.run(live.daemon.limiter.drain(0.3)))
+            ending.start()
+            live.until(lambda: live.daemon.limiter.draining)
+            refused = live.complete()
+            assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+            assert live.get("/health").status == 503
+            ending.join()
         assert "shutting down" in replies[0].events[-1]["error"]["message"]
+
+
+def test_a_taken_port_is_one_sentence(live, scripted) -> None:
+    async def start() -> None:
+        await Daemon(DaemonConfig(listen=f"127.0.0.1:{live.port}"), scripted()).start()
+
+    with pytest.raises(ConfigError, match="the port is taken"):
+        live.run(start())
 
 
 def test_plain_text_beyond_loopback_must_be_asked_for(tmp_path) -> None:
@@ -407,44 +383,172 @@ def test_plain_text_beyond_loopback_must_be_asked_for(tmp_path) -> None:
             DaemonConfig(**{field: value})
 
 
-def test_a_taken_port_is_one_sentence(live, scripted) -> None:
-    daemon = live.run(_daemon(scripted(), live.port))
-    with pytest.raises(ConfigError, match="the port is taken"):
-        live.run(daemon.start())
+# --- pages of other sites: allowed by --allow-origin, as browsers ask for it, and refused otherwise ---
+
+APP = "https://app.example.com"
+HEADERS = "authorization,x-stainless-os"
+BODY = {"model": "tiny", "prompt": "x"}
 
 
-async def _daemon(client, port) -> Daemon:
-    return Daemon(DaemonConfig(listen=f"127.0.0.1:{port}"), client)
+def preflight(live, origin: str, **more: str):
+    headers = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": HEADERS}
+    return live.request("OPTIONS", "/v1/completions", Origin=origin, **headers, **more)
 
 
-class _GoneClient(asyncio.Transport):
-    """A connection whose client reset it, which the event loop does not know yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-
-    def write(self, data) -> None:
-        self.written += data
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def write_eof(self) -> None:
-        raise OSError(107, "Transport endpoint is not connected")
-
-    def is_closing(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
+def test_a_page_of_an_allowed_origin_may_ask_and_read_answers_and_errors(start) -> None:
+    with start(allow_origin=("http://localhost:5173", APP)) as live:
+        asked = preflight(live, APP, Access_Control_Request_Private_Network="true")
+        assert (asked.status, asked.body) == (204, b"")
+        assert asked.headers["Access-Control-Allow-Origin"] == APP
+        assert asked.headers["Access-Control-Allow-Headers"] == HEADERS
+        assert "POST" in asked.headers["Access-Control-Allow-Methods"]
+        assert asked.headers["Access-Control-Allow-Private-Network"] == "true"
+        assert "Access-Control-Allow-Credentials" not in asked.headers
+        for body, status in ((BODY, 200), ({**BODY, "stream": True}, 200), ({**BODY, "n": 0}, 400)):
+            reply = live.post("/v1/completions", {**body, "odd": 1}, Origin=APP, Sec_Fetch_Site="cross-site")
+            assert reply.status == status
+            assert reply.headers["Access-Control-Allow-Origin"] == APP
+            assert "X-Outrider-Ignored" in reply.headers["Access-Control-Expose-Headers"]
+            assert reply.headers["Vary"] == "Origin"
+        assert live.get("/health").headers["Vary"] == "Origin", "a cache must not keep it for another page"
 
 
-def test_a_client_that_is_gone_when_it_is_refused_is_no_defect() -> None:
-    async def refuse() -> bytes:
-        protocol = HttpProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
-        protocol.connection_made(client := _GoneClient())
-        protocol.data_received(b"SM\r\n\r\n")
-        return client.written
+def test_a_page_of_another_origin_is_refused_and_can_read_nothing(start) -> None:
+    with start(allow_origin=(APP,)) as live:
+        for origin in ("https://evil.example", "null", f"{APP}.evil.example", "http://app.example.com", f"{APP}:444"):
+            for reply in (preflight(live, origin), live.post("/v1/completions", BODY, Origin=origin)):
+                assert (reply.status, reply.error["code"]) == (403, "origin_not_allowed"), origin
+                assert "Access-Control-Allow-Origin" not in reply.headers
+                assert "--allow-origin" in reply.error["message"]
+        assert live.client.asked == []
+        assert preflight(live, APP, Host="evil.example").error["code"] == "host_not_allowed"
 
-    assert asyncio.run(refuse()).startswith(b"HTTP/1.1 400 ")
+
+def test_every_page_may_be_allowed_where_requests_show_a_key(start, tmp_path) -> None:
+    secret = new_secret()
+    keys = tmp_path / "keys.toml"
+    keys.write_text(Key("alice", secret_sha256(secret)).toml())
+    keys.chmod(0o600)
+    with start(api_keys=keys, allow_origin=("*",)) as live:
+        assert preflight(live, "https://any.example").status == 204
+        refused = live.post("/v1/completions", BODY, Origin="https://any.example")
+        assert (refused.status, refused.error["code"]) == (401, "missing_api_key")
+        assert refused.headers["Access-Control-Allow-Origin"] == "https://any.example"
+        allowed = live.post("/v1/completions", BODY, Origin="https://any.example", Authorization=f"Bearer {secret}")
+        assert allowed.status == 200
+
+
+def test_options_without_an_allowed_page_is_an_ordinary_405(live) -> None:
+    assert live.request("OPTIONS", "/v1/completions").status == 405
+
+
+@pytest.mark.parametrize("wrong", ["", "null", "app.example.com", "https://a.example/path", "https://*.example", "*,a"])
+def test_what_is_no_origin_cannot_be_allowed(wrong) -> None:
+    with pytest.raises(ConfigError, match="no origin") as caught:
+        DaemonConfig(allow_origin=(wrong,))
+    assert caught.value.field == "allow_origin"
+
+
+def test_all_origins_cannot_be_allowed_without_keys() -> None:
+    with pytest.raises(ConfigError, match="--api-keys"):
+        DaemonConfig(allow_origin=("*",))
+    assert DaemonConfig(allow_origin=("chrome-extension://abcdef", "tauri://localhost")).allow_origin
+
+
+# --- nothing that the daemon has to say waits: no bytes held back by TCP, no pieces by the daemon ---
+
+
+@pytest.mark.parametrize(("listen", "encrypted"), [("127.0.0.1:0", True), ("[::1]:0", False)])
+def test_accepted_sockets_send_without_waiting_for_acknowledgements(
+    start, scripted, tmp_path, monkeypatch, listen, encrypted
+) -> None:
+    options = []
+
+    def connection_made(protocol, transport) -> None:
+        accepted = transport.get_extra_info("socket")
+        options.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(protocol, transport)
+
+    made = HttpProtocol.connection_made
+    monkeypatch.setattr(HttpProtocol, "connection_made", connection_made)
+    client = scripted()
+    client.away = Unavailable("not looked for")
+    cert, key = certify(tmp_path, "server", 1)
+    with start(client, listen=listen, **({"tls": ServerTls(cert, key)} if encrypted else {})) as live:
+        host = listen.rpartition(":")[0].strip("[]")
+        connection: socket.socket = socket.create_connection((host, live.port), timeout=20)
+        if encrypted:
+            connection = ssl._create_unverified_context().wrap_socket(connection)
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        connection.close()
+    assert options
+    assert all(options)
+
+
+def test_each_piece_of_a_stream_is_sent_before_the_next_is_there(live) -> None:
+    live.client.hold = True  # the text does not end before its pieces were read
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=20)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    deltas = []
+    while len(deltas) < 1 + len(live.client.pieces):
+        if line := answer.readline().strip():
+            deltas.append(json.loads(line.removeprefix(b"data: "))["choices"][0]["delta"])
+    assert deltas == [{"role": "assistant", "content": ""}, *({"content": piece} for piece in live.client.pieces)]
+    assert live.client.running == 1
+    connection.close()
+    live.until(lambda: live.client.running == 0)
+
+
+# --- it says when the cloud is away and when it is back, and is soon there itself ---
+
+SILENT = Unavailable("the coordinator at 127.0.0.1:1 does not answer", field="coordinator")
+
+
+async def looks(cloud: Cloud, *errors: OutriderError | None) -> None:
+    """Let a cloud look once for each of these, which it finds."""
+    client: Any = cloud.client
+    for client.away in errors:
+        await cloud._look()
+
+
+def test_a_cloud_that_was_away_is_as_loud_when_it_is_back(scripted, caplog) -> None:
+    caplog.set_level(logging.INFO, "outrider.edge.daemon.cloud")
+
+    async def scenario() -> None:
+        cloud = Cloud(scripted())
+        await looks(cloud, None)
+        assert [record.levelname for record in caplog.records] == ["INFO"], "nobody has heard that it was away"
+        assert cloud.found.is_set()
+        caplog.clear()
+        await looks(cloud, SILENT, SILENT, None, None)
+        await cloud.close()
+
+    asyncio.run(scenario())
+    away, back = caplog.records
+    assert (away.levelname, back.levelname) == ("WARNING", "WARNING")
+    assert "does not answer" in away.getMessage()
+    assert back.getMessage().startswith("the cloud is there, after ")
+
+
+@pytest.mark.parametrize(
+    ("error", "pause_s"),
+    [(None, LOOK_EVERY_S), (SILENT, LOOK_SOON_S), (Unavailable("no verifier"), LOOK_EVERY_S), (ConfigError("no"), 2.0)],
+    ids=["there", "nobody at the address", "nothing to give", "refused"],
+)
+def test_only_a_coordinator_that_does_not_answer_is_looked_for_more_often(error, pause_s, scripted) -> None:
+    async def scenario() -> float:
+        cloud = Cloud(scripted())
+        await looks(cloud, error)
+        await cloud.close()
+        return cloud._pause_s
+
+    assert asyncio.run(scenario()) == pause_s
+
+
+def test_a_refused_connection_is_put_plainly_and_other_words_stay() -> None:
+    grpc = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
+    assert _plain(grpc).startswith("nothing listens there")
+    assert _plain("Deadline Exceeded") == "Deadline Exceeded"

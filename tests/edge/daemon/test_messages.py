@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -18,17 +17,6 @@ def ask(live) -> Any:
     messages = [{"role": "user", "content": "hi"}]
     body = {"model": "tiny", "max_tokens": 50, "messages": messages}
     return lambda **fields: live.post("/v1/messages", {**body, **fields}, anthropic_version="2023-06-01")
-
-
-def events(reply) -> list[dict[str, Any]]:
-    """Return the events of a stream, each of which is named."""
-    assert reply.headers["Content-Type"].startswith("text/event-stream")
-    read = []
-    for block in reply.body.decode().strip().split("\n\n"):
-        name, data = block.split("\n")
-        read.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {read[-1]['type']}"
-    return read
 
 
 def text(of_block: str) -> dict[str, str]:
@@ -58,7 +46,7 @@ def test_a_message_has_anthropics_fields(ask) -> None:
 
 
 def test_events_come_in_anthropics_order_with_the_counts_at_the_end(ask) -> None:
-    start, ping, begin, *deltas, stop, delta, end = events(ask(stream=True))
+    start, ping, begin, *deltas, stop, delta, end = ask(stream=True).named_events
     assert (start["type"], start["message"]["content"], start["message"]["stop_reason"]) == ("message_start", [], None)
     assert start["message"]["usage"]["input_tokens"] > 0
     assert ping == {"type": "ping"}
@@ -77,7 +65,7 @@ def test_the_reason_of_the_end_and_the_stop_sequence_are_named(live, ask) -> Non
     live.client.reason = FinishReason.LENGTH
     assert ask().json["stop_reason"] == "max_tokens"
     live.client.reason, live.client.stop_string = FinishReason.STOP_STRING, "END"
-    for made in (ask(stop_sequences=["END"]).json, events(ask(stop_sequences=["END"], stream=True))[-2]["delta"]):
+    for made in (ask(stop_sequences=["END"]).json, ask(stop_sequences=["END"], stream=True).named_events[-2]["delta"]):
         assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", "END")
     assert live.client.asked[-1][2]["stop"] == ("END",)
 
@@ -85,7 +73,10 @@ def test_the_reason_of_the_end_and_the_stop_sequence_are_named(live, ask) -> Non
 def test_an_empty_text_is_a_block_too(live, ask) -> None:
     live.client.pieces = []
     assert ask().json["content"] == [{"type": "text", "text": ""}]
-    assert [event["type"] for event in events(ask(stream=True))][2:4] == ["content_block_start", "content_block_stop"]
+    assert [event["type"] for event in ask(stream=True).named_events][2:4] == [
+        "content_block_start",
+        "content_block_stop",
+    ]
 
 
 def test_blocks_become_the_turns_of_a_chat(live, ask) -> None:
@@ -187,6 +178,6 @@ def test_other_errors_have_anthropics_statuses_and_types(live, ask, start, tmp_p
 
 def test_an_error_in_midstream_is_the_last_event(live, ask) -> None:
     live.client.error = Unavailable("the cloud is gone")
-    *_, last = events(ask(stream=True))
+    *_, last = ask(stream=True).named_events
     assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
     assert "the cloud is gone" in last["error"]["message"]

@@ -56,11 +56,6 @@ def say(live: Any, **fields: Any) -> Any:
     return live.post("/v1/messages", {**body, **fields})
 
 
-def events(reply: Any) -> list[dict[str, Any]]:
-    data = [block.split("\ndata: ")[1] for block in reply.body.decode().strip().split("\n\n")]
-    return [json.loads(line) for line in data]
-
-
 def last_prompt(live: Any) -> tuple[int, ...]:
     return live.client.asked[-1][0]
 
@@ -79,7 +74,7 @@ def test_calls_are_items_of_a_response_each_with_its_arguments(hermes) -> None:
 
 
 def test_the_events_of_calls_come_in_openais_order(hermes) -> None:
-    streamed = events(respond(hermes, stream=True))
+    streamed = respond(hermes, stream=True).named_events
     for event in streamed:
         EVENTS.validate_python(event)
     kinds = [event["type"].removeprefix("response.") for event in streamed]
@@ -104,7 +99,7 @@ def test_the_events_of_calls_come_in_openais_order(hermes) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_successor_shows_calls_and_outputs_as_a_chat_does(hermes, stream) -> None:
     reply = respond(hermes, stream=stream)
-    first = events(reply)[-1]["response"] if stream else reply.json
+    first = reply.named_events[-1]["response"] if stream else reply.json
     said, *calls = first["output"]
     outputs = [{"type": "function_call_output", "call_id": call["call_id"], "output": "wet"} for call in calls]
     respond(hermes, previous_response_id=first["id"], input=outputs)
@@ -132,7 +127,7 @@ def test_a_successor_shows_calls_and_outputs_as_a_chat_does(hermes, stream) -> N
 
 def test_a_call_that_was_cut_is_incomplete(hermes) -> None:
     hermes.client.pieces, hermes.client.reason = PIECES[:5], FinishReason.LENGTH
-    for whole in (respond(hermes).json, events(respond(hermes, stream=True))[-1]["response"]):
+    for whole in (respond(hermes).json, respond(hermes, stream=True).named_events[-1]["response"]):
         assert whole["status"] == "incomplete"
         assert whole["output"][-1]["status"] == "incomplete"
 
@@ -164,7 +159,7 @@ def test_calls_are_blocks_of_a_message_each_with_its_input(hermes) -> None:
 
 
 def test_the_events_of_calls_come_in_anthropics_order(hermes) -> None:
-    streamed = events(say(hermes, stream=True))
+    streamed = say(hermes, stream=True).named_events
     starts = [event for event in streamed if event["type"] == "content_block_start"]
     assert [start["index"] for start in starts] == [0, 1, 2]
     assert (starts[1]["content_block"]["name"], starts[1]["content_block"]["input"]) == ("get_weather", {})
@@ -238,7 +233,7 @@ def test_a_target_without_tools_says_so_in_each_api(live) -> None:
 def test_what_follows_a_call_in_one_commit_is_no_part_of_its_arguments(hermes) -> None:
     hermes.client.pieces = ['<tool_call>\n{"name": "now", "arguments": {', "}}\n</tool_call> So."]
     for more in ({}, {"include": ["message.output_text.logprobs"]}):
-        *_, call, said = events(respond(hermes, stream=True, **more))[-1]["response"]["output"]
+        *_, call, said = respond(hermes, stream=True, **more).named_events[-1]["response"]["output"]
         assert (call["arguments"], said["content"][0]["text"]) == ("{}", " So.")
-    deltas = [e for e in events(say(hermes, stream=True)) if e["type"] == "content_block_delta"]
+    deltas = [e for e in say(hermes, stream=True).named_events if e["type"] == "content_block_delta"]
     assert [delta["index"] for delta in deltas] == [0, 0, 1]

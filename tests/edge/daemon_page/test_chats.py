@@ -288,8 +288,10 @@ def test_every_control_has_a_name_and_drawers_keep_out_of_the_way_on_phones(page
     page.set_viewport_size({"width": 375, "height": 740})
     expect(page.locator("#chats")).to_be_hidden()
     expect(page.locator("#happening")).to_be_hidden()
+    daemon.pieces = [("a-very-long-word-" * 20, True), (" end", False)]
     ask()
     answered(page)
+    expect(page.get_by_label("Message", exact=True)).to_be_in_viewport()
     page.get_by_role("button", name="What happens").click()
     expect(page.locator("#ratio")).to_have_text("2.40×")
     page.keyboard.press("Escape")

@@ -287,15 +287,6 @@ def test_text_stands_out_from_its_ground_in_light_and_dark(page, daemon, ask, sc
     assert min(contrasts) >= 4.5, contrasts
 
 
-def test_nothing_is_wider_than_a_phone(page, daemon, ask) -> None:
-    page.set_viewport_size({"width": 375, "height": 740})
-    daemon.pieces = [("a-very-long-word-" * 20, True), (" end", False)]
-    ask()
-    expect(page.locator(".message.answer .foot")).not_to_be_empty()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 375
-    expect(page.get_by_label("Message", exact=True)).to_be_in_viewport()
-
-
 # WCAG 2.2, 1.4.3: contrast of the text's colour to the nearest ground that is painted.
 CONTRASTS = """selectors => selectors.map((selector) => {
   const light = (colour) => {

@@ -109,9 +109,3 @@ def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
         page.wait_for_timeout(50)
     assert real.verifier.status().sessions == 0
     real.verifier.set_pace(0.0)
-
-
-def test_a_refusal_of_the_daemon_is_shown_in_words(page) -> None:
-    page.get_by_label("Message", exact=True).fill("word " * 4000)
-    page.get_by_label("Message", exact=True).press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("refuses", timeout=30_000)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
+from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from other_tokenizer import byte_tokenizer, with_tokenizer
 
 from outrider.drafters.packages import FAMILY, find_package
 from outrider.edge import Client, EdgeConfig, examination
-from outrider.edge.examination import Finding, Outcome, examine
+from outrider.edge.examination import Endpoint, Finding, Outcome, examine, failed_by
+from outrider.edge.link.security import Security
+from outrider.proto import errors
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
-from outrider.proto.plumbing.tls import ServerTls
+from outrider.proto.plumbing.tls import ClientTls, ServerTls
 from outrider.proto.testing import word_tokenizer, write_keys
 
 
@@ -43,6 +49,8 @@ def test_a_healthy_cluster_has_no_complaint(cloud, config) -> None:
         "verifier TLS",
     ]
     assert "16 tokens, the same both ways" in finding(examined, "text").message
+    found = outcomes(asyncio.run(examine(config(coordinator=cloud.coordinator, drafter="none"))))
+    assert (found["drafter"], found["text"]) == (Outcome.SKIPPED, Outcome.OK)
     assert "releases differ" not in finding(examined, "session opens").message
 
 
@@ -58,6 +66,8 @@ def test_what_needs_a_failed_check_is_skipped_and_names_it(config) -> None:
     examined = asyncio.run(examine(config(coordinator="127.0.0.1:1")))
     found = outcomes(examined)
     assert [check for check, outcome in found.items() if outcome is Outcome.FAILED] == ["coordinator port"]
+    assert "nothing listens" in finding(examined, "coordinator port").message
+    assert "outrider coordinator" in finding(examined, "coordinator port").remedy
     assert finding(examined, "text").message == "coordinator port failed"
     assert finding(examined, "drafter").outcome is Outcome.SKIPPED
 
@@ -115,13 +125,6 @@ def test_a_damaged_drafter_is_named_and_the_rest_is_still_looked_at(cloud, confi
     assert "--drafter ngram" in drafter.remedy
     assert finding(examined, "session opens").outcome is Outcome.OK
     assert finding(examined, "text").message == "drafter failed"
-
-
-def test_without_a_drafter_there_is_nothing_to_load_and_the_text_still_comes(cloud, config) -> None:
-    examined = asyncio.run(examine(config(coordinator=cloud.coordinator, drafter="none")))
-    found = outcomes(examined)
-    assert found["drafter"] is Outcome.SKIPPED
-    assert found["text"] is Outcome.OK
 
 
 def test_a_drafter_by_text_needs_the_targets_tokenizer_without_coordinator(
@@ -206,5 +209,150 @@ def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys,
     assert main(["doctor", "--coordinator", "no-such-host.invalid:1", *cache]) == 1
     said = capsys.readouterr().out
     assert "failed   coordinator port" in said
+    assert "no-such-host.invalid" in said.partition("failed   coordinator port")[2]
     assert "→" in said
     assert "--coordinator" in said
+
+
+# --- each check alone, on servers that are well and on others that are not ---
+
+
+def at(address: str, tls: ClientTls | None = None, service: str = "", role: str = "coordinator") -> Endpoint:
+    name = tls.server_name if tls is not None else None
+    return Endpoint(role, address, f"--{role}", service, Security(tls), name)
+
+
+def test_a_warning_or_failure_without_a_remedy_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="it broke"):
+        Finding(Outcome.FAILED, "it broke")
+
+
+def test_every_error_has_a_remedy_that_names_an_option_or_a_command() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OutriderError)
+    ]
+    assert len(kinds) > 10
+    for kind in kinds:
+        remedy = failed_by(kind("went wrong")).remedy
+        assert "--" in remedy or "`outrider" in remedy or "`pip" in remedy, kind
+    assert "retry in 2 s" in failed_by(errors.ResourceExhausted("32 sessions run", retry_after_s=2.0)).remedy
+
+
+# --- the way ---
+
+
+async def test_a_service_that_drains_is_named(small_server) -> None:
+    async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
+        draining = await examination.time_answers(at(address))
+    assert draining.outcome is Outcome.FAILED
+    assert "NOT_SERVING" in draining.message
+
+
+async def test_a_server_without_grpc_is_named() -> None:
+    async def say_html(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
+        found = await examination.time_answers(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    assert found.outcome is Outcome.FAILED
+    assert "no gRPC" in found.message
+
+
+# --- TLS ---
+
+
+def credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
+    """Credentials with any certificate, also one that a server of ours would refuse to start with."""
+    pair = [(key.read_bytes(), cert.read_bytes())]
+    if client_ca is None:
+        return grpc.ssl_server_credentials(pair)
+    return grpc.ssl_server_credentials(pair, client_ca.read_bytes(), require_client_auth=True)
+
+
+def inspected(small_server, shown: grpc.ServerCredentials | None, tls: ClientTls | None) -> Finding:
+    async def main() -> Finding:
+        async with small_server(credentials=shown) as address:
+            return await examination.inspect_tls(at(address, tls))
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("days", "outcome", "message", "remedy"),
+    [
+        ((-1, 300), Outcome.OK, r"for localhost.* by CN=ours, (299|300) days left", ""),
+        ((-20, -1), Outcome.FAILED, "is valid from.*this machine's clock says", "timedatectl"),
+        ((1, 20), Outcome.FAILED, "is valid from.*this machine's clock says", "timedatectl"),
+        ((-1, 3), Outcome.WARNING, "", "outrider certs"),
+    ],
+    ids=["good", "expired", "not yet valid", "soon expired"],
+)
+def test_a_certificate_is_looked_at_beside_the_clock(
+    small_server, authority, tmp_path, days, outcome, message, remedy
+) -> None:
+    ours = authority("ours")
+    found = inspected(small_server, credentials(*ours.sign(tmp_path, days=days)), ClientTls(ours.file))
+    assert found.outcome is outcome, found
+    assert re.search(message, found.message, re.DOTALL)
+    assert remedy in found.remedy
+
+
+def test_an_unknown_authority_and_a_wrong_name_are_distinguished(small_server, authority, tmp_path) -> None:
+    ours, theirs = authority("ours"), authority("theirs")
+    found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(theirs.file))
+    assert found.outcome is Outcome.FAILED
+    assert "does not vouch" in found.message
+    assert "--tls-ca" in found.remedy
+    elsewhere = credentials(*ours.sign(tmp_path, names=("elsewhere.test",)))
+    found = inspected(small_server, elsewhere, ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert "elsewhere.test" in found.message
+    assert "--tls-server-name" in found.remedy
+    found = inspected(small_server, elsewhere, ClientTls(ours.file, server_name="elsewhere.test"))
+    assert found.outcome is Outcome.OK
+
+
+def test_a_server_that_wants_a_clients_certificate_gets_it_or_says_so(small_server, authority, tmp_path) -> None:
+    ours = authority("ours")
+    cert, key = ours.sign(tmp_path)
+    mutual = credentials(cert, key, ours.file)
+    found = inspected(small_server, mutual, ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert "--tls-cert" in found.remedy
+    assert inspected(small_server, mutual, ClientTls(ours.file, cert, key)).outcome is Outcome.OK
+
+
+def test_tls_on_one_side_only_fails_and_plain_text_on_loopback_is_skipped(small_server, authority, tmp_path) -> None:
+    ours = authority("ours")
+    found = inspected(small_server, None, ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert "does not speak TLS" in found.message
+    found = inspected(small_server, credentials(*ours.sign(tmp_path)), None)
+    assert found.outcome is Outcome.FAILED
+    assert "--tls-ca" in found.remedy
+    assert inspected(small_server, None, None).outcome is Outcome.SKIPPED
+
+
+def test_a_file_that_holds_no_certificate_is_named(small_server, tmp_path) -> None:
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("rubbish")
+    with pytest.raises(errors.ConfigError, match=r"rubbish\.pem"):
+        inspected(small_server, None, ClientTls(rubbish))
+
+
+# --- the link ---
+
+
+def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> None:
+    monkeypatch.setattr(examination, "CALLS", 3)
+
+    async def measured(delay_s: float) -> Finding:
+        async with small_server(delay_s=delay_s) as address:
+            return await examination.time_answers(at(address))
+
+    assert asyncio.run(measured(0.0)).outcome is not Outcome.FAILED
+    long = asyncio.run(measured(0.3))
+    assert long.outcome is Outcome.WARNING
+    assert "so long that drafts gain little" in long.message
+    assert "outrider bench --rtt 3" in long.remedy

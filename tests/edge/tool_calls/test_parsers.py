@@ -6,16 +6,7 @@ import json
 import re
 from importlib import import_module
 from pkgutil import iter_modules
-from re._constants import (
-    ASSERT,
-    ASSERT_NOT,
-    BRANCH,
-    MAX_REPEAT,
-    MAXREPEAT,
-    MIN_REPEAT,
-    POSSESSIVE_REPEAT,
-    SUBPATTERN,
-)
+from re._constants import ASSERT, ASSERT_NOT, BRANCH, MAX_REPEAT, MAXREPEAT, MIN_REPEAT, POSSESSIVE_REPEAT, SUBPATTERN
 from re._parser import parse
 
 import pytest
@@ -134,35 +125,6 @@ def test_a_text_means_the_same_however_it_is_cut(case, places) -> None:
     whole = parsed(name, [text])
     assert parsed(name, cut(text, places)) == whole
     assert parsed(name, list(text)) == whole
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    name=st.sampled_from(sorted(FORMATS)),
-    tokens=st.lists(
-        st.sampled_from(
-            [
-                *(
-                    "<tool_call>",
-                    "</tool_call>",
-                    "[TOOL_CALLS]",
-                    "[ARGS]",
-                    "<|python_tag|>",
-                    "[",
-                    "]",
-                    "{",
-                    "}",
-                    ",",
-                    ";",
-                ),
-                *('{"name": "add", ', '"arguments": ', '"parameters"', ":", "{}", '"', "\\", " ", "\n", "add", "é"),
-            ]
-        ),
-        max_size=12,
-    ),
-)
-def test_any_mixture_of_marks_means_the_same_token_by_token_and_whole(name, tokens) -> None:
-    assert parsed(name, tokens) == parsed(name, ["".join(tokens)])
 
 
 def test_arguments_go_out_as_they_come() -> None:

@@ -34,10 +34,7 @@ DELTA_RULE = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-STATES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": DELTA_RULE,
-    "olmo_hybrid": DELTA_RULE | {"hidden_size": 32},
-}
+STATES: dict[str, dict[str, Any]] = {"qwen3_5_text": DELTA_RULE, "olmo_hybrid": DELTA_RULE | {"hidden_size": 32}}
 # Languages as grammars and as plain patterns. More than one byte may follow everywhere: where only one may, the product
 # spells as the tokenizer would.
 LETTERS = "(a(?<!aa)|b(?<!bb)|c(?<!cc)|d(?<!dd))+"  # none twice in a row
