@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from bad_link import Faults, FaultySimulation
+from oracle_drafters import OracleTarget, Proposer, ScriptedDrafters, hashing_oracle
 
 from outrider.proto.policy.measurements import Acceptance
 from outrider.proto.session import EdgeSession, EdgeStatistics, Selection
@@ -16,8 +18,6 @@ from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
-from research.simulator.scripted import OracleTarget, Proposer, ScriptedDrafters, hashing_oracle
-from research.simulator.simulated_faults import Faults, FaultySimulation
 from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH, VOCABULARY, PROMPT = "0" * 64, 64, (1, 2, 2)

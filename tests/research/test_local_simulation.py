@@ -7,6 +7,8 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from bad_link import Faults, FaultySimulation
+from oracle_drafters import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
 
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.policy.patience import division_of
@@ -16,8 +18,6 @@ from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
 from research.simulator.local import LocalThreads
-from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults, FaultySimulation
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.traces.recordings import HitTrace
 from research.traces.traced import Policy, replay, tokens_per_second

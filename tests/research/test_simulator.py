@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from bad_link import Faults, FaultySimulation
+from oracle_drafters import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
 
 from outrider.cloud.serving.batching import Batch, Batching, credit_of
 from outrider.proto.session import EdgeSession
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
-from research.simulator.simulated_faults import Faults, FaultySimulation
 from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH = "0" * 64
