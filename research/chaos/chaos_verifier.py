@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.cloud.serving.engine_health import VerifierHealth
 from outrider.cloud.serving.heartbeat import EngineCondition, HealthRules
@@ -130,16 +130,6 @@ class StreamCost:
             raise Violation(f"{who} goes on with {level:.1f} tokens of its key, having read {self._read}")
 
 
-class CallingEnd(Protocol):
-    """The edge's end of a call."""
-
-    def received(self, call: SimulatedCall, frame: CloudFrame) -> None:
-        """Take a frame."""
-
-    def broken(self, call: SimulatedCall, error: OutriderError) -> None:
-        """Note that the call has ended."""
-
-
 class SimulatedCall:
     """One call: frames arrive in order; an end that leaves is known to the other when the path lets it know.
 
@@ -151,7 +141,16 @@ class SimulatedCall:
         strays: whether frames still come to an edge that has left.
     """
 
-    def __init__(self, world: World, path: Path, caller: CallingEnd, server: Verifier, *, encoded: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        path: Path,
+        received: Callable[[SimulatedCall, CloudFrame], None],
+        broken: Callable[[SimulatedCall, OutriderError], None],
+        server: Verifier,
+        *,
+        encoded: bool,
+    ) -> None:
         """Call the server; `encoded` lets every frame pass through the codec."""
         self.edge_open = True
         self.served: ServedStream | None = None
@@ -159,7 +158,7 @@ class SimulatedCall:
         self.copies = 0
         self.strays = False
         self._world = world
-        self._caller = caller
+        self._received, self._broken = received, broken
         self._up, self._down = OneWay(world, path), OneWay(world, path)
         self._encoded = encoded
         self._up.send(partial(self._connect, server))
@@ -188,7 +187,7 @@ class SimulatedCall:
         """Let the edge's end find that the connection is gone."""
         if self.edge_open:
             self.leave()
-            self._caller.broken(self, error)
+            self._broken(self, error)
 
     # --- the verifier's end ---
 
@@ -235,7 +234,7 @@ class SimulatedCall:
         self.edge_open, silence_s = False, self._world.rng.uniform(*KEEPALIVE_S)
         self.strays = True
         self._world.after(silence_s, self.break_served)
-        self._caller.broken(self, Unavailable("the stream broke: no route"))
+        self._broken(self, Unavailable("the stream broke: no route"))
 
     # --- arrivals ---
 
@@ -256,12 +255,12 @@ class SimulatedCall:
 
     def _deliver(self, frame: CloudFrame) -> None:
         if not self.silent and (self.edge_open or self.strays):
-            self._caller.received(self, frame)
+            self._received(self, frame)
 
     def _end_edge(self, error: OutriderError) -> None:
         if not self.silent and self.edge_open:
             self.edge_open = False
-            self._caller.broken(self, error)
+            self._broken(self, error)
 
 
 class ServedStream(Outbox):
@@ -482,14 +481,6 @@ class Process:
     @property
     def is_frozen(self) -> bool:
         return self._world.now < self.frozen_until
-
-    def crowd(self, seconds: float) -> None:
-        """Let others take every place for true `seconds`."""
-        self.engine.sessions.max_sessions = 0
-        self._world.after(seconds, self._disperse)
-
-    def _disperse(self) -> None:
-        self.engine.sessions.max_sessions = self.max_sessions
 
     def hang(self, seconds: float) -> None:
         """Let the engine's thread stand still for true `seconds`, while the server answers."""

@@ -19,7 +19,7 @@ from outrider.proto.types import Patience, Sampling
 from research.chaos.chaos_edge import Edge, Habits, Turn
 from research.chaos.chaos_engine import Shape
 from research.chaos.chaos_verifier import Process, Verifier
-from research.chaos.coordinator import Coordinator, CoordinatorCalls
+from research.chaos.coordinator import Coordinator
 from research.chaos.faults import IMPOSSIBLE, KINDS, PAIRS, AimedFault, Injector, State, state_of
 from research.chaos.world import VOCAB, LocalClock, Path, Violation, World
 
@@ -73,7 +73,7 @@ class Schedule:
         delay_s = rng.choice((0.0005, 0.004, 0.02))
         verifiers = {v.name: (v, Path(self.world, delay_s, delay_s)) for v in self.verifiers}
         clock = LocalClock(self.world)
-        calls = CoordinatorCalls(self.world, self.coordinator, Path(self.world, delay_s, delay_s), clock)
+        control = Path(self.world, delay_s, delay_s)
         temperature, seed = rng.choice((0.0, 1.0)), rng.randrange(16)
         habits = Habits(
             f"e{number}",
@@ -83,7 +83,7 @@ class Schedule:
             patience=rng.choice((None, None, Patience(0.0), Patience(0.02, 2), Patience(math.inf, 2))),
             encoded=rng.random() < 0.1,
         )
-        return Edge(self.world, clock, habits, calls, verifiers, self._watch)
+        return Edge(self.world, clock, habits, self.coordinator, control, verifiers, self._watch)
 
     # --- faults ---
 
@@ -109,7 +109,7 @@ class Schedule:
         state = state_of(edge)
         if state is None:
             return
-        if self._injector.inject(aim.kind, edge):
+        if KINDS[aim.kind](self._injector, edge):
             self.coverage[aim.kind, state] += 1
             edge.note("meets the fault", aim.kind, "while", state)
         elif state is aim.state and tries:
