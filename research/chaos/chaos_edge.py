@@ -62,7 +62,6 @@ class Turn:
     """A turn of a conversation.
 
     Attributes:
-        prompt: new tokens.
         after_s: time that the user thinks before it, in seconds.
         forgets: tokens at the end of the transcript that it does not follow.
     """
@@ -74,12 +73,7 @@ class Turn:
 
 
 class TurnCheck:
-    """Compares what a user gets with the text of plain decoding, token by token.
-
-    Attributes:
-        emitted: tokens so far.
-        cancelled: whether the user has stopped the turn.
-    """
+    """Compares what a user gets with the text of plain decoding, token by token."""
 
     def __init__(self, turn: Turn, prompt: tuple[int, ...], target: ToyTarget) -> None:
         self.emitted: list[CommittedToken] = []
@@ -165,8 +159,6 @@ class Habits:
     """Plan of one edge for its session.
 
     Attributes:
-        session: id.
-        turns: turns that the user will ask for, one after the other.
         keep_s: time to keep the session between turns; 0: each turn has a stream of its own.
         right: chance that a draft is the target's token; None: nothing is drafted.
         encoded: whether its frames pass through the codec.

@@ -60,11 +60,7 @@ SERVER_S = 0.0002  # of the server's event loop, for one item
 
 
 class CountedBucket(Bucket):
-    """A bucket that notes what is taken out of it.
-
-    Attributes:
-        spent: tokens taken out so far.
-    """
+    """A bucket that notes how many tokens are taken out of it."""
 
     spent = 0.0
 
@@ -74,11 +70,7 @@ class CountedBucket(Bucket):
 
 
 class CountedMeters(Meters):
-    """The buckets of one process, and what its streams must have cost.
-
-    Attributes:
-        due: tokens that the streams that have ended must have cost.
-    """
+    """The buckets of one process, and the tokens that its streams that have ended must have cost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,11 +88,7 @@ class CountedMeters(Meters):
 
 
 class StreamCost:
-    """The cost of one stream: what its turns bring until they are read, then what was read, and what was generated.
-
-    Attributes:
-        tokens: cost so far.
-    """
+    """The cost of one stream: what its turns bring until they are read, then what was read, and what was generated."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -395,13 +383,9 @@ class Process:
 
     Attributes:
         number: how many processes the verifier has had before.
-        incarnation: name of this start.
         alive: whether it has not been killed or replaced.
-        meters: what keys have spent here.
         own: its own drafter; None: it has none.
-        engine: its engine.
-        health: judgement of its engine.
-        sick_since: true time since which that is bad; infinite: it is well.
+        sick_since: true time since which its health is bad; infinite: it is well.
     """
 
     def __init__(
@@ -419,7 +403,7 @@ class Process:
         self.alive = True
         self.clock = clock
         self.rules = VerifierRules(
-            f"{name}",
+            name,
             MODEL,
             TOKENIZER,
             VOCAB,
@@ -442,10 +426,11 @@ class Process:
         self._held: list[Event] = []
         self._keys = 0
         self._on_failure = on_failure
-        self.own: OwnDrafting | None = None
-        if shape.right is not None:
-            self.own = OwnDrafting(world, clock, self.serve_later, shape.right, shape.threads)
-        source = self.own.source if self.own is not None else NoSource()
+        own = (
+            OwnDrafting(world, clock, self.serve_later, shape.right, shape.threads) if shape.right is not None else None
+        )
+        self.own = own
+        source = own.source if own is not None else NoSource()
         self.engine = SimulatedEngine(
             world, clock, self.rules, shape, source, watch, self._watch_engine, self._still_until, self._engine_failed
         )
@@ -583,12 +568,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 
 class Verifier:
-    """A verifier's host: one process after the other, each without what the last one held.
-
-    Attributes:
-        process: present process.
-        former: processes that are gone, which must have left nothing behind.
-    """
+    """A verifier's host: one process after the other, each without what the last one held."""
 
     def __init__(self, world: World, name: str, clock: LocalClock, shape: Shape, watch: Watch) -> None:
         """Run a process of this size; `watch` sees each commit's session."""

@@ -18,12 +18,7 @@ POLL_S = 1.0
 
 
 class Coordinator:
-    """The control plane of a schedule.
-
-    Attributes:
-        paths: network to each verifier, by name.
-        is_up: whether a process answers.
-    """
+    """The control plane of a schedule, which has a path to each verifier."""
 
     def __init__(
         self, world: World, clock: LocalClock, verifiers: Sequence[Verifier], key: Key, lease_s: float

@@ -106,16 +106,16 @@ class Injector:
         """Let a step fail, which succeeds when it is made again, or all steps of a process."""
         verifier, failures = self._verifier(edge), self._rng.choice((1, math.inf))
         verifier.process.note("has", failures, "steps that fail")
-        verifier.process.engine.trouble.failures = failures
+        verifier.process.engine.steps.failures = failures
         self._world.disturb(5.0 if failures > 1 else 0.0)
         return verifier.is_up
 
     def fault_memory(self, edge: Edge) -> bool:
-        trouble, rows = self._verifier(edge).process.engine.trouble, self._rng.choice((1, 2, 5))
-        return self._set(trouble, "max_rows", rows, math.inf, 8.0)
+        steps, rows = self._verifier(edge).process.engine.steps, self._rng.choice((1, 2, 5))
+        return self._set(steps, "max_rows", rows, math.inf, 8.0)
 
     def fault_slow(self, edge: Edge) -> bool:
-        return self._set(self._verifier(edge).process.engine.trouble, "slow", True, False, 20.0)
+        return self._set(self._verifier(edge).process.engine.steps, "slow", True, False, 20.0)
 
     def fault_own_drafter(self, edge: Edge) -> bool:
         """Let a verifier's own drafter fail, or be stuck for some time."""
@@ -125,7 +125,7 @@ class Injector:
         if self._rng.random() < 0.5:
             own.drafter.fails = True
         else:
-            own.threads.stuck_until = self._world.now + self._lasts_s(20.0)
+            own.stuck_until = self._world.now + self._lasts_s(20.0)
         return True
 
     def fault_poison(self, edge: Edge) -> bool:

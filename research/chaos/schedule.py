@@ -214,8 +214,6 @@ class ChaosSummary:
     """Summary of schedules that were run.
 
     Attributes:
-        schedules: number of schedules.
-        counts: events, texts, tokens and streams.
         coverage: faults by kind and by the state of the session that they met.
         found: what does not hold, by seed.
         slowest_s: longest time from the last fault to the end of the last session, in virtual seconds.

@@ -136,7 +136,6 @@ class World:
         is_over: whether all edges are done, so that nobody has to look again and again.
         poisoned: sessions whose texts are too much for any target.
         disturbed_s: sum of the lengths of all faults, in seconds.
-        counts: what has happened, for the report.
         trace: lines of the schedule; None: nobody wants them.
     """
 
@@ -229,7 +228,7 @@ class LocalClock:
 
 @dataclass
 class Path:
-    """The network between two parts, through which nothing gets until `cut_until`."""
+    """The network between two parts; nothing gets through before `cut_until`."""
 
     world: World
     delay_s: float
