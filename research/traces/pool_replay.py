@@ -37,23 +37,6 @@ POOL_LEGEND = (
 Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
-    """One text with one selector.
-
-    Attributes:
-        at_s: [n] seconds that went into the text up to and with each token.
-        choices: [n] index of the drafter that was active when each token came.
-    """
-
-    at_s: np.ndarray
-    choices: np.ndarray
-
-    @property
-    def seconds(self) -> float:
-        return float(self.at_s[-1])
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A link with machines at both ends, in the simulator.
@@ -63,8 +46,6 @@ class Stage:
 
     Attributes:
         costs: [K] costs of the verifier and the events, with each drafter's own.
-        shape_at: the link.
-        policy: policy of both sides.
         seed: seed of the jitter.
     """
 
@@ -72,7 +53,7 @@ class Stage:
     shape_at: ShapeAt
     policy: Policy
     seed: int = 0
-    _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)
+    _alone: dict[tuple[object, ...], list[ReplayOutcome]] = field(init=False, default_factory=dict)
     _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by a text's tokens
 
     def cloud_s(self, text: PoolText) -> float:
@@ -80,31 +61,27 @@ class Stage:
         tokens = text.traces[0].tokens
         if tokens not in self._cloud_s:
             [outcome] = self._replayed([text], 0, replace(self.policy, drafting=False))
-            self._cloud_s[tokens] = outcome.arrivals[-1]
+            self._cloud_s[tokens] = outcome.seconds
         return self._cloud_s[tokens]
 
-    def alone(self, texts: Sequence[PoolText], arm: int) -> list[Trajectory]:
+    def alone(self, texts: Sequence[PoolText], arm: int) -> list[ReplayOutcome]:
         """Play the texts with one drafter; edge and verifier keep their measurements."""
         key = (arm, *(text.traces[arm].tokens for text in texts))
         if key not in self._alone:
             outcomes = self._replayed(texts, arm, self.policy)
-            self._alone[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
+            self._alone[key] = [replace(outcome, active=(arm,) * len(outcome.arrivals)) for outcome in outcomes]
         return self._alone[key]
 
-    def trajectories(self, texts: Sequence[PoolText], selector: Selector) -> list[Trajectory]:
+    def chosen(self, texts: Sequence[PoolText], selector: Selector) -> list[ReplayOutcome]:
         """Play the texts one after the other; edge and verifier keep their measurements."""
         if len(self.costs) == 1:
             return self.alone(texts, 0)
-        outcomes = self._replayed(
-            texts,
-            0,
-            self.policy,
-            others=[list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts],
-            selector=Aligned(selector, len(self.costs)).begin_text,
+        others = [list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts]
+        return self._replayed(
+            texts, 0, self.policy, others=others, selector=Aligned(selector, len(self.costs)).begin_text
         )
-        return [_trajectory_of(outcome, outcome.active) for outcome in outcomes]
 
-    def best(self, texts: Sequence[PoolText]) -> list[Trajectory]:
+    def best(self, texts: Sequence[PoolText]) -> list[ReplayOutcome]:
         """Play in hindsight, each text with its fastest drafter.
 
         An oracle that knew every single bit and took another drafter each round would be out of reach.
@@ -177,10 +154,6 @@ class Aligned(Selector):
         self._inner.learn(outcome)
 
 
-def _trajectory_of(outcome: ReplayOutcome, active: Sequence[int]) -> Trajectory:
-    return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))
-
-
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class Interval:
     """The 95 % confidence interval of a metric."""
@@ -244,11 +217,7 @@ def run_texts(row: str, variants: Variants, seed: int) -> list[PoolText]:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class Against:
-    """Speed over that of one drafter alone, on the same texts.
-
-    Attributes:
-        interval: interval of the ratio, over the prompts, which are resampled in pairs; None: a domain has but one.
-    """
+    """Speed over that of one drafter alone, on the same texts; no interval where a domain has but one prompt."""
 
     drafter: str
     ratio: Metric
@@ -263,7 +232,7 @@ class Cell:
         kind: one `drafter` alone, a `selector`, or the `oracle` in hindsight.
         seconds: time of all texts and seeds together.
         speed_up: seconds of cloud streaming over these.
-        interval: interval of the speed-up, over the prompts; None: a domain has but one.
+        interval: interval of the speed-up, over the prompts.
         of_oracle: seconds of the oracle over these.
         switches: changes of drafter from token to token, a thousand tokens.
         shares: [K] share of the tokens of each drafter.
@@ -286,12 +255,7 @@ class Cell:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class PoolRow:
-    """The texts of one domain, or of all, over one link.
-
-    Attributes:
-        name: the domain, or `mix`.
-        prompts: number of prompts.
-    """
+    """The texts of one domain, or of all (`mix`), over one link."""
 
     link: LinkRecord
     name: str
@@ -307,15 +271,7 @@ class PoolRow:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class PoolReplayed:
-    """All results of a pool.
-
-    Attributes:
-        window: name of the window policy.
-        seeds: runs of each row.
-        min_step_ms: the shortest step.
-        costs: recorded costs of the machines.
-        rows: rows, link by link.
-    """
+    """All results of a pool, link by link; each row was played `seeds` times."""
 
     command: str
     window: str
@@ -343,14 +299,14 @@ class CellAccumulator:
         self._seconds = np.zeros(len(prompts))
         self._chosen = np.zeros(drafters)  # tokens
 
-    def add(self, texts: Sequence[PoolText], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
-        """Add one run; `best`: the oracle's trajectories of the same texts."""
-        for text, trajectory, oracle in zip(texts, trajectories, best, strict=True):
-            self._seconds[self._prompts[text.prompt]] += trajectory.seconds
+    def add(self, texts: Sequence[PoolText], run: Sequence[ReplayOutcome], best: Sequence[ReplayOutcome]) -> None:
+        """Add one run; `best`: the oracle's of the same texts."""
+        for text, outcome, oracle in zip(texts, run, best, strict=True):
+            self._seconds[self._prompts[text.prompt]] += outcome.seconds
             self._best_s += oracle.seconds
-            self._tokens += len(trajectory.choices)
-            self._switches += int(np.count_nonzero(np.diff(trajectory.choices)))
-            self._chosen += np.bincount(trajectory.choices, minlength=len(self._chosen))
+            self._tokens += len(outcome.active)
+            self._switches += int(np.count_nonzero(np.diff(outcome.active)))
+            self._chosen += np.bincount(outcome.active, minlength=len(self._chosen))
 
     @property
     def total_s(self) -> float:
@@ -432,19 +388,19 @@ class Pool:
                 cloud_s[prompts[text.prompt]] += stage.cloud_s(text)
             best = stage.best(texts)
             for column in columns:
-                found = best if column.kind == ORACLE else self._trajectories(stage, column, texts, seed)
-                column.add(texts, found, best)
+                run = best if column.kind == ORACLE else self._run(stage, column, texts, seed)
+                column.add(texts, run, best)
         alone = [column for column in columns if column.kind == DRAFTER]
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return PoolRow(link, name, len(prompts), tuple(column.cell(cloud_s, resampled, alone) for column in columns))
 
-    def _trajectories(
+    def _run(
         self, stage: Stage, column: CellAccumulator, texts: Sequence[PoolText], seed: int
-    ) -> list[Trajectory]:
+    ) -> Sequence[ReplayOutcome]:
         drafters = list(self.recording.traces)
         if column.kind == DRAFTER:
             return stage.alone(texts, drafters.index(column.name))
-        return stage.trajectories(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
+        return stage.chosen(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
 
 
 def pool_tables(replayed: PoolReplayed) -> Group:

@@ -36,17 +36,14 @@ LEGEND = (
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class WindowResult:
-    """One drafter with one window over one link.
+    """One drafter with one window over one link; both are None for cloud streaming.
 
     Attributes:
-        drafter: name of the drafter; None: cloud streaming.
-        window: name of the window policy; None: cloud streaming.
         seconds: time from the requests to the last tokens, summed.
         ratio: speed over that of cloud streaming over the same link.
-        steps_per_token: target steps a token.
         acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
         first_token_ms: median time to the first token.
-        window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming.
+        window_mean: mean of the unverified tokens that the policy asked for.
     """
 
     link: LinkRecord
@@ -66,15 +63,7 @@ class WindowResult:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class Replayed:
-    """All results of a sweep.
-
-    Attributes:
-        goal: goal of the deployment.
-        min_step_ms: the shortest step.
-        seed: seed of the jitter.
-        costs: recorded costs of the machines.
-        results: results, link by link: cloud streaming, then every drafter with every window.
-    """
+    """All results of a sweep, link by link: of cloud streaming, then of every drafter with every window."""
 
     command: str
     goal: str
@@ -127,14 +116,7 @@ def policy_of(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Combinations to replay.
-
-    Attributes:
-        windows: names of window policies.
-        goal: goal of the deployment.
-        min_step_s: the shortest target step, in seconds.
-        seed: seed of the jitter.
-    """
+    """Combinations of drafters, links and window policies to replay; `seed` is that of the jitter."""
 
     recording: Recording
     links: Sequence[BenchLink]

@@ -76,13 +76,13 @@ def colocated(length: int) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """Result of a replayed text.
+    """Result of a replayed text, on a clock that starts with its Open.
 
     Attributes:
-        seconds: time from Open to Done.
-        arrivals: [n] seconds until each token reached the user.
+        seconds: time until the last token.
+        arrivals: [n] time at which each token reached the user, in seconds.
         uplink_bytes, downlink_bytes: bytes that the link carried.
-        active: [n] index of the active drafter when the token came; 0: the first one.
+        active: [n] index of the active drafter when the token came.
     """
 
     seconds: float
@@ -90,7 +90,7 @@ class ReplayOutcome:
     arrivals: tuple[float, ...]
     uplink_bytes: int
     downlink_bytes: int
-    active: tuple[int, ...] = ()
+    active: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +213,8 @@ class Replay(Simulation):
         """Set both sides up. The arguments are those of `replay`, for one text.
 
         `measurements` are the edge's of earlier texts; `batching` and `here` have the verifier's. Drafts may follow the
-        Open at once unless the text is the `first` of the edge.
-
-        Raises:
-            ConfigError: others on another text, or without a selector.
+        Open at once unless the text is the `first` of the edge. Raises `ConfigError` where others are on another text,
+        or without a selector.
         """
         if any((arm.trace.tokens, arm.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for arm in others):
             raise ConfigError("must be on the text of the first drafter", field="others")

@@ -199,16 +199,14 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_not
     shape_at = link_of(60).shape_at
     stage = Stage(costs, shape_at, Policy())
     outcomes = replay([text.traces[1] for text in texts], shape_at, costs[1], Policy(), warm_up_tokens=WARM_UP_TOKENS)
-    for trajectory, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
-        assert trajectory.at_s.tolist() == list(outcome.arrivals)
-        assert set(trajectory.choices.tolist()) == {1}
+    assert stage.alone(texts, 1) == [replace(outcome, active=(1,) * 90) for outcome in outcomes]
     assert 90 * 0.03 < stage.cloud_s(texts[0]) < 90 * 0.04 + 0.1
-    mixed = stage.trajectories(texts, Hedge(FixedShare(arms=2), np.random.default_rng(0)))
-    assert {int(arm) for trajectory in mixed for arm in trajectory.choices} == {0, 1}
-    assert [len(trajectory.choices) for trajectory in mixed] == [90] * 6
+    mixed = stage.chosen(texts, Hedge(FixedShare(arms=2), np.random.default_rng(0)))
+    assert {arm for outcome in mixed for arm in outcome.active} == {0, 1}
+    assert [len(outcome.active) for outcome in mixed] == [90] * 6
     best = stage.best(texts)
     for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
-        assert one.seconds == min(trajectory.seconds for trajectory in alone)
+        assert one.seconds == min(outcome.seconds for outcome in alone)
 
 
 def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
@@ -241,7 +239,7 @@ def test_silence_reaches_the_selectors_as_misses() -> None:
     [text] = texts_of({"a": [trace], "b": [mute]})
     selector = Noting(0)
     stage = rounds_of(Costs(), link_of())
-    stage.trajectories([text, text], selector)
+    stage.chosen([text, text], selector)
     [_, end] = [i for i, outcome in enumerate(heard) if not outcome.committed]
     del heard[end + 1 :]  # the second text adds nothing new
     mine, other = ([hit for outcome in heard for hit in outcome.hits[arm]] for arm in range(2))
