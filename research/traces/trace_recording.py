@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -117,43 +117,31 @@ def _projections(target: Target, drafters: Mapping[str, Drafter], verifier: Veri
     return {shape.projection: found[shape.projection] for shape in shapes.values()}
 
 
+@dataclass(frozen=True, slots=True)
 class Recorder:
-    """Records the hits of `drafters`, by the names of their traces, in texts of `target`."""
+    """Records the hits of drafters in texts of a target.
 
-    def __init__(
-        self,
-        target: Target,
-        drafters: Mapping[str, Drafter],
-        sampling: Sampling,
-        seeds: Sequence[int] = (),
-        projections: Mapping[str, Projection] | None = None,
-        age: int = 0,
-        documents: tuple[float, int] = (0.1, 4),
-    ) -> None:
-        """Take what is recorded.
+    Attributes:
+        drafters: drafters to record, by the names of their traces.
+        seeds: one for each text of a prompt; empty: one text, by the seed of `sampling`.
+        projections: projections of the drafters to steer, by id.
+        age: positions by which the vectors are older than the freshest.
+        documents: share of tokens in which the documents that drafters copy differ from the texts, and tokens of such
+            an edit.
+    """
 
-        Args:
-            target: the model that writes.
-            drafters: drafters to record.
-            sampling: sampling of the texts.
-            seeds: one for each text of a prompt; empty: one text, by the seed of `sampling`.
-            projections: projections of the drafters to steer, by id; None: none is.
-            age: positions by which the vectors are older than the freshest.
-            documents: share of tokens in which the documents that drafters copy differ from the texts, and tokens of
-                such an edit.
-        """
-        self._target = target
-        self._drafters = drafters
-        self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
-        self._projections = projections or {}
-        self._age = age
-        self._documents = documents
-        self._copiers = [drafter for drafter in drafters.values() if isinstance(drafter, RetrievalDrafter)]
+    target: Target
+    drafters: Mapping[str, Drafter]
+    sampling: Sampling
+    seeds: Sequence[int] = ()
+    projections: Mapping[str, Projection] = field(default_factory=dict)
+    age: int = 0
+    documents: tuple[float, int] = (0.1, 4)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
         """Return a trace for every prompt, seed and drafter, prompt by prompt, and the costs of the machines."""
         texts, traces = self._traces(self._requests(prompts))
-        sheet = CostSheet(target_costs(self._target, self._samplings[0], texts), self._drafter_costs(texts))
+        sheet = CostSheet(target_costs(self.target, self.sampling, texts), self._drafter_costs(texts))
         say(f"a step takes {sheet.target.step_s * 1e3:.1f} ms + {sheet.target.row_s * 1e3:.2f} ms a row")
         for name, costs in sheet.drafters.items():
             own = [trace for trace in traces if trace.drafter == name]
@@ -162,20 +150,21 @@ class Recorder:
         return traces, sheet
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
-        tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
+        tokenizer = Tokenizer.from_str(self.target.tokenizer_json)
         encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
-        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
+        samplings = [replace(self.sampling, seed=seed) for seed in self.seeds or (self.sampling.seed,)]
+        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in samplings]
 
     def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
         """Return the texts, and the traces on them, in the order of the requests."""
         found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
         with (
-            closing(HitRecorder(self._drafters, requests)) as recorder,
+            closing(HitRecorder(self.drafters, requests)) as recorder,
             stage(f"writing {len(requests)} texts, with every drafter's proposals"),
         ):
-            writer = TextWriter(self._target, self._projections)
-            for text in writer.stream(requests):
-                ended, vectors = text.tokens[-1] in self._target.eos_tokens, self._vectors(text)
+            writer = TextWriter(self.target, self.projections)
+            for text in writer.write(requests):
+                ended, vectors = text.tokens[-1] in self.target.eos_tokens, self._vectors(text)
                 self._give_document(text)
                 traces = recorder.record(
                     text.request, text.tokens, chances=chances_of(text), ended=ended, vectors=vectors
@@ -186,26 +175,24 @@ class Recorder:
 
     def _give_document(self, text: WrittenText) -> None:
         """Let drafters that copy have one document, most of which the text repeats."""
-        if not self._copiers:
-            return
-        share, run = self._documents
-        document = edited(text.tokens, share, run, seed=text.request.sampling.seed)
-        index = SuffixIndex([np.array(document, dtype=np.uint32)])
-        for copier in self._copiers:
-            copier.sources = lambda: (index,)
+        for drafter in self.drafters.values():
+            if isinstance(drafter, RetrievalDrafter):
+                document = edited(text.tokens, *self.documents, seed=text.request.sampling.seed)
+                index = SuffixIndex([np.array(document, dtype=np.uint32)])
+                drafter.sources = lambda index=index: (index,)
 
     def _vectors(self, text: WrittenText) -> dict[str, SentVectors]:
         """Return the text's vectors by the names of the drafters that they steer."""
-        shapes = {name: steering_of(drafter) for name, drafter in self._drafters.items()}
+        shapes = {name: steering_of(drafter) for name, drafter in self.drafters.items()}
         return {
-            name: SentVectors(text.vectors[shape.projection], SteeringPrecision.INT8, self._age)
+            name: SentVectors(text.vectors[shape.projection], SteeringPrecision.INT8, self.age)
             for name, shape in shapes.items()
             if shape is not None and shape.projection in text.vectors
         }
 
     def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
         """Measure each drafter after some of the prompts."""
-        probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
+        probes = {name: DrafterProbe(drafter, self.sampling) for name, drafter in self.drafters.items()}
         for text in texts[:: -(-len(texts) // DRAFTER_TEXTS)]:
             for probe in probes.values():  # all drafters a prompt, so that a slow moment meets them all
                 probe.after(text)
@@ -332,19 +319,10 @@ class HitRecorder:
         ended: bool = False,
         vectors: Mapping[str, SentVectors] | None = None,
     ) -> list[HitTrace]:
-        """Return what each drafter would have proposed in place of each token of a text, in one batched pass.
+        """Return what each drafter would have proposed in place of each of the `tokens` [n] that the target wrote.
 
-        A steered drafter reads token by token, each with the vector that is there by then.
-
-        Args:
-            request: one of the requests, each of which is recorded once.
-            tokens: [n] the text that the target wrote for it.
-            chances: the target's probabilities; None: they are not known, and the traces have no agreement.
-            ended: whether the text ended by itself.
-            vectors: steering vectors of the text, by the names of the drafters that they steer.
-
-        Raises:
-            ConfigError: the text is empty.
+        That is one batched pass; a drafter that `vectors` steer, by its name, reads token by token, each with the
+        vector that is there by then. Without the target's `chances` the traces have no agreement.
         """
         rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
         if request.prompt not in self._states:

@@ -130,12 +130,12 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
     traces, sheet = Recorder(target, drafters, sampling).record(prompts)
     tokens = [(3, 9, 4, 3, 9, 4, i + 2) for i in range(3)]
     requests = [TextRequest(ids, sampling, p.id, p.domain) for p, ids in zip(prompts, tokens, strict=True)]
-    texts = TextWriter(target).write(requests)
+    texts = {text.request: text.tokens for text in TextWriter(target).write(requests)}
     expected = [
         trace
-        for text in texts
-        for trace in HitRecorder(drafters, [text.request]).record(
-            text.request, text.tokens, ended=text.transcript[-1] in target.eos_tokens
+        for request in requests
+        for trace in HitRecorder(drafters, [request]).record(
+            request, texts[request], ended=texts[request][-1] in target.eos_tokens
         )
     ]
     assert repr([replace(trace, agreement=()) for trace in traces]) == repr(expected)  # NaN is not equal to itself
@@ -193,11 +193,11 @@ def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypat
     at_once: list[int] = []
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda batch: at_once.append(len(batch)) or forward(batch))
-    many = {each.request: each for each in TextWriter(target).stream(requests)}
+    many = {each.request: each for each in TextWriter(target).write(requests)}
     assert max(at_once) == 5
     at_once.clear()
     monkeypatch.setattr("research.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
-    few = {each.request: each for each in TextWriter(target).stream(requests)}
+    few = {each.request: each for each in TextWriter(target).write(requests)}
     assert max(at_once) == 2
     for request in requests:
         assert few[request].transcript == many[request].transcript
@@ -278,7 +278,7 @@ def test_a_probe_separates_reading_from_drafting(monkeypatch) -> None:
     probe = DrafterProbe(Clocked((5,) * 200), GREEDY)
 
     for length in (30, 50):
-        probe.after(WrittenText(TextRequest(tuple(range(length)), GREEDY, "p"), tuple(range(length + 9)), 9))
+        probe.after(WrittenText(TextRequest(tuple(range(length)), GREEDY, "p"), tuple(range(length + 9))))
     costs = probe.costs()
     assert costs.drafting_s == pytest.approx(0.002)
     assert costs.catch_up_s == pytest.approx(0.0005)
