@@ -9,11 +9,7 @@ from dataclasses import dataclass, replace
 
 
 class VirtualClock:
-    """Events in the order of their times; those of one time in the order in which they were scheduled.
-
-    Attributes:
-        now: seconds.
-    """
+    """Events in the order of their times, in seconds; those of one time in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,11 +20,7 @@ class VirtualClock:
         heapq.heappush(self._events, (time, next(self._order), event))
 
     def advance(self) -> None:
-        """Let the next event happen.
-
-        Raises:
-            RuntimeError: nothing will ever happen again.
-        """
+        """Let the next event happen; raise `RuntimeError` where nothing will ever happen again."""
         if not self._events:
             raise RuntimeError(f"nothing will ever happen again after {self.now:.3f} s")
         self.now, _, event = heapq.heappop(self._events)

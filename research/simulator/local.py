@@ -34,11 +34,7 @@ class _Work:
 
 
 class LocalThreads(NoSource):
-    """The threads of a verifier that draft, as a source of its engine.
-
-    Attributes:
-        busy_s: drafting of all threads so far, in seconds.
-    """
+    """The threads of a verifier that draft, as a source of its engine; they have been busy for `busy_s` so far."""
 
     def __init__(
         self, clock: VirtualClock, here: DraftingHere, drafter_of: Callable[[str], Propose], threads: int = 1

@@ -45,7 +45,7 @@ class Link(Protocol):
         ...
 
 
-class SimulatedStream:
+class SimulatedStream(Outbox):
     """A stream over a link, until its edge leaves it."""
 
     def __init__(
@@ -69,6 +69,15 @@ class SimulatedStream:
         for arrival, copy in self._link.down(frame, self._clock.now):
             self._clock.at(arrival, partial(self._arrive, self._received, copy))
 
+    def put(self, item: CloudFrame | OutriderError) -> None:
+        """Send a frame of the engine's down; nothing that simulated edges send is an error."""
+        if isinstance(item, OutriderError):
+            raise item
+        self._verifier.send_down(self, item)
+
+    def unread(self) -> int:
+        return 0
+
     def close(self) -> None:
         """Lose what is on its way, and free what the verifier holds for it."""
         self.is_open = False
@@ -77,22 +86,6 @@ class SimulatedStream:
     def _arrive(self, receive: Callable[[SimulatedStream, FrameT], None], frame: FrameT) -> None:
         if self.is_open:
             receive(self, frame)
-
-
-class _StreamOutbox(Outbox):
-    """Puts the engine's frames on a stream; nothing that simulated edges send is an error."""
-
-    def __init__(self, verifier: SimulatedVerifier, stream: SimulatedStream) -> None:
-        self._verifier = verifier
-        self._stream = stream
-
-    def put(self, item: CloudFrame | OutriderError) -> None:
-        if isinstance(item, OutriderError):
-            raise item
-        self._verifier.send_down(self._stream, item)
-
-    def unread(self) -> int:
-        return 0
 
 
 class _TargetRunner(TimedRunner):
@@ -152,7 +145,7 @@ class SimulatedVerifier(VirtualEngine):
             stream.send_down(Pong(frame.number, slot.session.epoch if slot is not None else 0))
         elif isinstance(frame, Open):
             self._keys[stream] = number = next(self._numbers)
-            self.post_open(number, frame, _StreamOutbox(self, stream), owner=Owner(isolation=str(number)))
+            self.post_open(number, frame, stream, owner=Owner(isolation=str(number)))
         elif (key := self._keys.get(stream, -1)) >= 0:
             self.post_frame(key, frame, lambda: None)
 
