@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -158,16 +157,16 @@ class Recorder:
     def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
         """Return the texts, and the traces on them, in the order of the requests."""
         found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
-        with (
-            closing(HitRecorder(self.drafters, requests)) as recorder,
-            stage(f"writing {len(requests)} texts, with every drafter's proposals"),
-        ):
-            writer = TextWriter(self.target, self.projections)
-            for text in writer.write(requests):
-                ended, vectors = text.tokens[-1] in self.target.eos_tokens, self._vectors(text)
+        with stage(f"writing {len(requests)} texts, with every drafter's proposals"):
+            for text in TextWriter(self.target, self.projections).write(requests):
                 self._give_document(text)
-                traces = recorder.record(
-                    text.request, text.tokens, chances=chances_of(text), ended=ended, vectors=vectors
+                traces = hits_of(
+                    self.drafters,
+                    text.request,
+                    text.tokens,
+                    chances=chances_of(text),
+                    ended=text.tokens[-1] in self.target.eos_tokens,
+                    vectors=self._vectors(text),
                 )
                 found[text.request] = replace(text, logits=None, vectors={}), traces
         texts = [found[request][0] for request in requests]
@@ -301,90 +300,66 @@ class DrafterProbe:
         return DrafterCosts(token_s, median(read) if read else 0.0)
 
 
-class HitRecorder:
-    """Records the hits of drafters, each of which reads a prompt once for all texts after it."""
+def hits_of(
+    drafters: Mapping[str, Drafter],
+    request: TextRequest,
+    tokens: Sequence[int],
+    *,
+    chances: Chances | None = None,
+    ended: bool = False,
+    vectors: Mapping[str, SentVectors] = {},
+) -> list[HitTrace]:
+    """Return what each drafter would have proposed in place of each of the `tokens` [n] that the target wrote.
 
-    def __init__(self, drafters: Mapping[str, Drafter], requests: Sequence[TextRequest]) -> None:
-        """Take the drafters, by the names of their traces, and the requests of all texts to come."""
-        self._drafters = drafters
-        self._to_come = Counter(request.prompt for request in requests)
-        self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
-
-    def record(
-        self,
-        request: TextRequest,
-        tokens: Sequence[int],
-        *,
-        chances: Chances | None = None,
-        ended: bool = False,
-        vectors: Mapping[str, SentVectors] | None = None,
-    ) -> list[HitTrace]:
-        """Return what each drafter would have proposed in place of each of the `tokens` [n] that the target wrote.
-
-        That is one batched pass; a drafter that `vectors` steer, by its name, reads token by token, each with the
-        vector that is there by then. Without the target's `chances` the traces have no agreement.
-        """
-        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
-        if request.prompt not in self._states:
-            self._states[request.prompt] = {n: _read(d.open(rule), request.prompt) for n, d in self._drafters.items()}
-        traces = []
-        for name, (prompt_log_q, state) in self._states[request.prompt].items():
-            state.follow(rule)
-            state.truncate(len(request.prompt))
-            sent = (vectors or {}).get(name)
+    That is one batched pass; a drafter that `vectors` steer, by its name, reads token by token, each with the vector
+    that is there by then. Without the target's `chances` the traces have no agreement.
+    """
+    rule = ProposalRule(request.sampling, prompt_length=len(request.prompt), runners_up=RUNNERS_UP)
+    traces = []
+    for name, drafter in drafters.items():
+        with closing(drafter.open(rule)) as state:
+            prompt_log_q = _read(state, request.prompt)
+            sent = vectors.get(name)
             forced = state.propose_forced(tokens) if sent is None else _propose_steered(state, tokens, sent)
-            silent = tuple(draft.id < 0 for draft in forced)
-            traces.append(
-                HitTrace(
-                    id=request.id,
-                    domain=request.domain,
-                    drafter=name,
-                    drafter_version=self._drafters[name].version,
-                    temperature=request.sampling.temperature,
-                    prompt_tokens=len(request.prompt),
-                    tokens=tuple(tokens),
-                    hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
-                    confidence=_rounded(draft.confidence for draft in forced),
-                    ended=ended,
-                    silent=silent if any(silent) else (),
-                    perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
-                    agreement=_rounded(_agreement(forced, chances)) if chances else (),
-                    runner_up=_ranks(forced, tokens),
-                    seed=request.sampling.seed,
-                    prompt_log_q=prompt_log_q,
-                )
+        silent = tuple(draft.id < 0 for draft in forced)
+        traces.append(
+            HitTrace(
+                id=request.id,
+                domain=request.domain,
+                drafter=name,
+                drafter_version=drafter.version,
+                temperature=request.sampling.temperature,
+                prompt_tokens=len(request.prompt),
+                tokens=tuple(tokens),
+                hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
+                confidence=_rounded(draft.confidence for draft in forced),
+                ended=ended,
+                silent=silent if any(silent) else (),
+                perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
+                agreement=_rounded(_agreement(forced, chances)) if chances else (),
+                runner_up=_ranks(forced, tokens),
+                seed=request.sampling.seed,
+                prompt_log_q=prompt_log_q,
             )
-        self._to_come[request.prompt] -= 1
-        if not self._to_come[request.prompt]:
-            _close(self._states.pop(request.prompt))
-        return traces
-
-    def close(self) -> None:
-        while self._states:
-            _close(self._states.popitem()[1])
+        )
+    return traces
 
 
-def _read(state: DraftState, prompt: tuple[int, ...]) -> tuple[float, DraftState]:
+def _read(state: DraftState, prompt: tuple[int, ...]) -> float:
     """Let an empty state read the prompt; return the log q of its end, in nats a token; NaN: it is one token."""
     first = max(1, len(prompt) - PROMPT_TOKENS)
     state.extend(prompt[:first])
     end = prompt[first:]
-    return round(float(state.score(end).mean()), 4) if end else math.nan, state
+    return round(float(state.score(end).mean()), 4) if end else math.nan
 
 
 def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: SentVectors) -> tuple[DraftToken, ...]:
-    """Return the proposals in place of each token after a prompt, and leave the state unsteered."""
+    """Return the proposals in place of each token after a prompt."""
     prompt, proposed = state.length, list[DraftToken]()
     for token in tokens:
         state.steer(vectors.after(state.length), prompt)
         proposed += state.propose_forced((token,))
-    state.steer(None, prompt)
     return tuple(proposed)
-
-
-def _close(states: Mapping[str, tuple[float, DraftState]]) -> None:
-    for _, state in states.values():
-        state.close()
 
 
 def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float]:

@@ -35,13 +35,12 @@ from research.traces.recordings import (
     save_traces,
 )
 from research.traces.sweep import Sweep
-from research.traces.trace_recording import DrafterProbe, HitRecorder, Recorder
+from research.traces.trace_recording import DrafterProbe, Recorder, hits_of
 from research.traces.traced import Policy, synchronous, tokens_per_second
 from research.traces.traced import replay as replay_texts
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"
-PROMPTS = (("p", (3, 9)), ("q", (4, 5, 6)))
 SHEET = CostSheet(
     TargetCosts(0.010, 0.001, 0.0005), {"good": DrafterCosts(0.001, 0.0001), "bad": DrafterCosts(0.002, 0.0)}
 )
@@ -134,9 +133,7 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
     expected = [
         trace
         for request in requests
-        for trace in HitRecorder(drafters, [request]).record(
-            request, texts[request], ended=texts[request][-1] in target.eos_tokens
-        )
+        for trace in hits_of(drafters, request, texts[request], ended=texts[request][-1] in target.eos_tokens)
     ]
     assert repr([replace(trace, agreement=()) for trace in traces]) == repr(expected)  # NaN is not equal to itself
     assert set(sheet.drafters) == {"seven", "mine"}
@@ -205,7 +202,7 @@ def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypat
         assert many[request].logits.argmax(dim=-1).tolist() == list(many[request].tokens)
 
 
-def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed() -> None:
+def test_every_drafter_is_closed_and_says_how_well_it_fits_the_prompt() -> None:
     opened: list[str] = []
     closed: list[str] = []
 
@@ -216,19 +213,12 @@ def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed(
             state.close = lambda: closed.append(self.name)
             return state
 
-    requests = [TextRequest(tokens, replace(GREEDY, seed=s), p, p) for p, tokens in PROMPTS for s in (1, 2)]
     drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
-    recorder = HitRecorder(drafters, requests)
-    for request in requests:
-        _, trace = recorder.record(request, (5, 6))
-        log_q = math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2
+    for prompt, log_q in (((3, 9), math.log(0.1)), ((4, 5, 6), math.log(0.9 * 0.1) / 2)):
+        _, trace = hits_of(drafters, TextRequest(prompt, GREEDY), (5, 6))
         assert trace.prompt_log_q == pytest.approx(log_q, abs=1e-4)
         assert (trace.drafter, trace.hits, trace.silent) == ("b", (True, False), ())
     assert opened == closed == ["a", "b"] * 2
-    left = HitRecorder(drafters, requests)
-    left.record(requests[0], (5,))
-    left.close()
-    assert opened == closed
 
 
 def test_costs_are_of_this_target_and_these_drafters(target) -> None:
