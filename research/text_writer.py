@@ -38,31 +38,18 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextVectors:
-    """The steering vectors of one text: `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
-
-    first: int
-    rows: np.ndarray
-
-    def at(self, position: int) -> np.ndarray | None:
-        """Return the vector [rank] of `position`; None: it has none."""
-        index = position - self.first
-        return self.rows[index] if 0 <= index < len(self.rows) else None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class WrittenText:
     """A prompt and the target's text after it.
 
     Attributes:
         transcript: [p + n] prompt and text.
-        vectors: steering vectors from the last position of the prompt on, by projection.
+        vectors: [n, rank] float32 steering vectors from the last position of the prompt on, by projection.
         logits: [n, vocab] float32, the target's for each token.
     """
 
     request: TextRequest
     transcript: tuple[int, ...]
-    vectors: Mapping[str, TextVectors] = field(default_factory=dict)
+    vectors: Mapping[str, np.ndarray] = field(default_factory=dict)
     logits: torch.Tensor | None = None  # None: no longer kept
 
     @property
@@ -90,8 +77,7 @@ class _Sheet:
         return self.session.prompt_length + self.session.sampling.max_tokens
 
     def text(self) -> WrittenText:
-        first = self.session.prompt_length - 1
-        vectors = {name: TextVectors(first, np.stack(rows)) for name, rows in self.vectors.items()}
+        vectors = {name: np.stack(rows) for name, rows in self.vectors.items()}
         return WrittenText(self.request, tuple(self.session.transcript), vectors, torch.stack(self.logits))
 
     def row(self, *, tapped: bool) -> StepRow:

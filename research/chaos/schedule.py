@@ -58,7 +58,6 @@ class Schedule:
         self._lease_s = lease_s = rng.choice((0.4, 2.0, 10.0, LONG_LEASE_S))
         self.coordinator = Coordinator(world, LocalClock(world), self.verifiers, key, lease_s)
         self.edges = [self._edge(number, rng) for number in range(num_edges)]
-        self._by_session = {edge.habits.session: edge for edge in self.edges}
         pairs = [(kind, state) for kind, state in PAIRS if kind in kinds or not kinds]
         self._aims = [aim for _ in range(rng.choice((1, 1, 2, 3))) for aim in _aims(rng, pairs, num_edges)]
         self._injector = Injector(world, self.coordinator)
@@ -88,7 +87,7 @@ class Schedule:
     # --- faults ---
 
     def _watch_session(self, session: str) -> None:
-        self._watch(self._by_session[session])
+        self._watch(next(edge for edge in self.edges if edge.habits.session == session))
 
     def _watch(self, edge: Edge) -> None:
         """Let the faults happen that wait for the state that an edge's session is in."""

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from outrider.cloud.serving.batching import Batch, Batching
+from outrider.cloud.serving.local_source import NoSource
 from outrider.cloud.serving.slots import Outbox, Owner, Slot
 from outrider.proto.errors import OutriderError
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, Open, Ping, Pong, token_ids
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
 from research.simulator.pages import CountedPages, toy_facts
 from research.simulator.virtual_engine import TimedRunner, VirtualEngine
 
@@ -43,6 +43,13 @@ class Link(Protocol):
     def down(self, frame: CloudFrame, now: float) -> Iterable[tuple[float, CloudFrame]]:
         """Return the arrivals at the edge of a frame that is sent now."""
         ...
+
+
+class SimulatedSource(NoSource):
+    """A drafter beside the target on a virtual clock; this one drafts nothing."""
+
+    def recall(self) -> None:
+        """End the drafting that a step has made useless."""
 
 
 class SimulatedStream(Outbox):
@@ -118,7 +125,7 @@ class SimulatedVerifier(VirtualEngine):
         target: SimulatedTarget,
         costs: Costs,
         batching: Batching | None = None,
-        local: LocalThreads | None = None,
+        local: SimulatedSource | None = None,
     ) -> None:
         facts = toy_facts(rules.tokenizer_sha256, rules.vocab_size, rules.context_length, rules.eos_tokens)
         pages = CountedPages(MANY, facts)
@@ -133,7 +140,7 @@ class SimulatedVerifier(VirtualEngine):
             lambda seconds, event: clock.at(clock.now + seconds, event),
             commit_s=costs.commit_s,
         )
-        self._local = local
+        self._local = local or SimulatedSource()
         self._keys: dict[SimulatedStream, int] = {}
         self._numbers = itertools.count()
         self._stepping = False
@@ -168,5 +175,4 @@ class SimulatedVerifier(VirtualEngine):
         self._stepping = True
         super().step(batch)
         self._stepping = False
-        if self._local is not None:
-            self._local.recall()
+        self._local.recall()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic.dataclasses import dataclass as record_dataclass
@@ -18,7 +18,7 @@ from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.table import UNKNOWN, Block, Grid, draw
 from outrider.edge.selectors import selector_named
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selector import RoundOutcome, SelectionView, Selector
+from outrider.proto.policy.selector import RoundOutcome, Selector
 from research.simulator.clock import Costs
 from research.simulator.wire import ShapeAt
 from research.traces.recordings import PoolText, Recording
@@ -110,7 +110,7 @@ class Stage:
         )
 
 
-class Aligned(Selector):
+class Aligned:
     """One selector for many sessions: at a text's end it has heard of as many tokens of every drafter.
 
     Otherwise it would wait for those that idle drafters have not read, and take the next text's for them.
@@ -121,32 +121,19 @@ class Aligned(Selector):
         self._heard = [0] * arms  # tokens of this text
         self._last: RoundOutcome | None = None
 
-    @property
-    def catches_up(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
-        return self._inner.catches_up
-
-    @property
-    def stride(self) -> int:  # type: ignore[override]  # elsewhere a field
-        return self._inner.stride
+    def __getattr__(self, name: str) -> Any:
+        """Return what the selector itself has: but for what it learns, nothing changes."""
+        return getattr(self._inner, name)
 
     def begin_text(self) -> Selector:
         """End the text before, and begin the next."""
-        if self._last is not None and self.catches_up:
+        if self._last is not None and self._inner.catches_up:
             unread = [max(self._heard) - heard for heard in self._heard]
             nothing = self._last._replace(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
             hits = tuple((None,) * tokens for tokens in unread)
             self._inner.learn(nothing._replace(hits=hits))
         self._heard = [0] * len(self._heard)
-        return self
-
-    def choose(self, view: SelectionView) -> int:
-        return self._inner.choose(view)
-
-    def read_prompt(self, log_q: Sequence[float]) -> None:
-        self._inner.read_prompt(log_q)
-
-    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
-        return self._inner.score(view, chosen, unread)
+        return cast("Selector", self)
 
     def learn(self, outcome: RoundOutcome) -> None:
         self._last = outcome

@@ -46,7 +46,7 @@ from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
 from research.research_settings import RecordSettings
 from research.simulator.clock import Costs
-from research.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
+from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.traces.recordings import CostSheet, DrafterCosts, HitTrace, TargetCosts, costs_path, save_traces
 
 # The target is timed after a few prompts, in steps that verify these numbers of drafts.
@@ -59,6 +59,7 @@ BLOCK = 8  # tokens a job
 BLOCKS = 4
 # The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
 Chances = Callable[[Sequence[int]], Sequence[float]]
+Vector = np.ndarray | None  # [rank]
 _WITHOUT_PACKAGE = {NGRAM: NgramDrafter, RETRIEVAL: RetrievalDrafter}
 Packages = Mapping[str, DrafterPackage | None]  # by name, in the order of the command; None: it needs none
 
@@ -180,11 +181,11 @@ class Recorder:
                 index = SuffixIndex([np.array(document, dtype=np.uint32)])
                 drafter.sources = lambda index=index: (index,)
 
-    def _vectors(self, text: WrittenText) -> dict[str, SentVectors]:
+    def _vectors(self, text: WrittenText) -> dict[str, list[Vector]]:
         """Return the text's vectors by the names of the drafters that they steer."""
         shapes = {name: steering_of(drafter) for name, drafter in self.drafters.items()}
         return {
-            name: SentVectors(text.vectors[shape.projection], SteeringPrecision.INT8, self.age)
+            name: sent_vectors(text.vectors[shape.projection], self.age)
             for name, shape in shapes.items()
             if shape is not None and shape.projection in text.vectors
         }
@@ -307,7 +308,7 @@ def hits_of(
     *,
     chances: Chances | None = None,
     ended: bool = False,
-    vectors: Mapping[str, SentVectors] = {},
+    vectors: Mapping[str, Sequence[Vector]] = {},
 ) -> list[HitTrace]:
     """Return what each drafter would have proposed in place of each of the `tokens` [n] that the target wrote.
 
@@ -353,11 +354,11 @@ def _read(state: DraftState, prompt: tuple[int, ...]) -> float:
     return round(float(state.score(end).mean()), 4) if end else math.nan
 
 
-def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: SentVectors) -> tuple[DraftToken, ...]:
+def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: Sequence[Vector]) -> tuple[DraftToken, ...]:
     """Return the proposals in place of each token after a prompt."""
     prompt, proposed = state.length, list[DraftToken]()
-    for token in tokens:
-        state.steer(vectors.after(state.length), prompt)
+    for token, vector in zip(tokens, vectors, strict=False):
+        state.steer(vector, prompt)
         proposed += state.propose_forced((token,))
     return tuple(proposed)
 
@@ -399,21 +400,14 @@ def edited(tokens: Sequence[int], share: float, run: int, *, seed: int) -> list[
     return document
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SentVectors:
-    """Steering vectors that reach an edge: rounded to what travels, and `age` positions older than the freshest."""
+def sent_vectors(vectors: np.ndarray, age: int) -> list[Vector]:
+    """Return the steering vectors that reach an edge in time for each token of a text, as what travels is rounded.
 
-    vectors: TextVectors
-    precision: SteeringPrecision
-    age: int
-
-    def after(self, length: int) -> np.ndarray | None:
-        """Return [rank] float32 for drafts after a transcript of `length` tokens; None: no vector has that age.
-
-        The freshest belongs to position `length` - 2: the last token is committed, but not processed yet.
-        """
-        vector = self.vectors.at(length - 2 - self.age)
-        return None if vector is None else decode(encode(vector, self.precision), len(vector))
+    They are `age` positions older than the freshest of `vectors` [n, rank], which belongs to the last position but
+    one: the last token is committed, but not processed yet.
+    """
+    travelled = [decode(encode(vector, SteeringPrecision.INT8), len(vector)) for vector in vectors]
+    return [None] * (1 + age) + travelled[: max(0, len(vectors) - 1 - age)]
 
 
 def find_packages(names: Sequence[str]) -> Packages:

@@ -24,16 +24,15 @@ from outrider.proto.session import (
     Selection,
     TeacherForced,
 )
-from outrider.proto.session.both_ends import DraftingHere
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
-from research.simulator.simulated_verifier import SimulatedVerifier
+from research.simulator.simulated_verifier import SimulatedSource, SimulatedVerifier
 from research.simulator.simulation import Simulation
 from research.simulator.wire import ShapeAt, WireLink
 from research.traces.recordings import HitTrace
 
+Beside = Callable[[VirtualClock, HitTrace, Costs], SimulatedSource]
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
 
@@ -48,8 +47,8 @@ class Policy:
         max_drafts: most drafts that a step verifies.
         drafting: whether the edge drafts; False: cloud streaming.
         logprobs: whether the edge asks for log probabilities, 4 bytes a token.
-        here: whether the verifier has a drafter of its own, the edge's.
-        drafts_here: drafts that it makes before every step, none during one; None: as it prices them.
+        drafts_here: drafts that the verifier's own drafter makes before every step, none during one; None: as it prices
+            them.
         trees: whether steps verify branches beside the chain.
     """
 
@@ -59,7 +58,6 @@ class Policy:
     max_drafts: int = 16
     drafting: bool = True
     logprobs: bool = True
-    here: bool = False
     drafts_here: int | None = None
     trees: bool = False
 
@@ -67,11 +65,6 @@ class Policy:
 def synchronous(length: int) -> Policy:
     """Return classical speculative decoding: draft, wait for the verdict, begin again (Leviathan et al. 2023)."""
     return Policy(window=Window(length), patience=Patience(math.inf, length))
-
-
-def colocated(length: int) -> Policy:
-    """Return drafting beside the target: so many drafts before every step, none during one, and none at the edge."""
-    return Policy(drafting=False, here=True, drafts_here=length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +200,12 @@ class Replay(Simulation):
         seed: int = 0,
         others: Sequence[DrafterArm] = (),
         selector: Selector | None = None,
-        here: DraftingHere | None = None,
+        beside: Beside | None = None,
         first: bool = True,
     ) -> None:
         """Set both sides up. The arguments are those of `replay`, for one text.
 
-        `measurements` are the edge's of earlier texts; `batching` and `here` have the verifier's. Drafts may follow the
+        `measurements` are the edge's of earlier texts; `batching` has the verifier's. Drafts may follow the
         Open at once unless the text is the `first` of the edge. Raises `ConfigError` where others are on another text,
         or without a selector.
         """
@@ -236,10 +229,7 @@ class Replay(Simulation):
             send_q=bool(others),
             selection=Selection(selector, names) if selector is not None else None,
         )
-        local = None
-        if here is not None:
-            beside = TracedText((DrafterArm(trace, costs.here),))
-            local = LocalThreads(clock, here, lambda _: beside.draft)
+        local = beside(clock, trace, costs) if beside is not None else None
         verifier = SimulatedVerifier(clock, rules, text, costs, batching, local)
         opened = None if first else VerifierSession(frame, rules, 0.0).opened()
         self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
@@ -302,6 +292,7 @@ def replay(
     seed: int = 0,
     others: Sequence[Sequence[DrafterArm]] = (),
     selector: Callable[[], Selector] | None = None,
+    beside: Beside | None = None,
 ) -> list[ReplayOutcome]:
     """Replay texts one after the other, by one edge on one verifier, which keep their measurements.
 
@@ -314,6 +305,7 @@ def replay(
         seed: seed of the jitter.
         others: [texts] the other drafters of each text, always in the same order; empty: there are none.
         selector: factory of the selector among all of them, called once for each text; None: there are no others.
+        beside: factory of the verifier's own drafter, called once for each text; None: it has none.
     """
     session = partial(
         Replay,
@@ -323,7 +315,7 @@ def replay(
         measurements=Measurements(),
         batching=Batching(),
         seed=seed,
-        here=DraftingHere("here") if policy.here else None,
+        beside=beside,
     )
 
     def one(trace: HitTrace, others: Sequence[DrafterArm], *, first: bool) -> ReplayOutcome:

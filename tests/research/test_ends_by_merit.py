@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from bad_link import Faults, FaultySimulation
+from local_threads import LocalThreads
 from oracle_drafters import OracleTarget, Proposer, ScriptedDrafters, hashing_oracle
 
 from outrider.proto.policy.measurements import Acceptance
@@ -17,7 +18,6 @@ from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.verifier import VerifierRules, VerifierSession
 from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Open, Report, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 
 HASH, VOCABULARY, PROMPT = "0" * 64, 64, (1, 2, 2)

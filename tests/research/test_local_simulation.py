@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 from bad_link import Faults, FaultySimulation
+from local_threads import LocalThreads, colocated, drafting_beside
 from oracle_drafters import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
 
 from outrider.deploy.link.shape import LinkShape
@@ -17,10 +17,9 @@ from outrider.proto.session.both_ends import BothEnds, DraftingHere
 from outrider.proto.session.verifier import VerifierRules
 from outrider.proto.types import Open, Sampling
 from research.simulator.clock import Costs, VirtualClock
-from research.simulator.local import LocalThreads
 from research.simulator.simulated_verifier import SimulatedVerifier
 from research.traces.recordings import HitTrace
-from research.traces.traced import Policy, replay, tokens_per_second
+from research.traces.traced import Beside, Policy, replay, tokens_per_second
 
 HASH = "0" * 64
 TOKENS = 60
@@ -180,30 +179,27 @@ def traces(acceptance: float = 0.8, texts: int = 2, tokens: int = 160) -> list[H
     return found
 
 
-def speed(policy: Policy, round_trip_s: float, costs: Costs = COSTS) -> float:
+def speed(policy: Policy, round_trip_s: float, beside: Beside | None = None) -> float:
     shape = LinkShape(rtt_s=round_trip_s)
-    return tokens_per_second(replay(traces(), lambda _: shape, costs, policy, warm_up_tokens=24))
+    return tokens_per_second(replay(traces(), lambda _: shape, COSTS, policy, warm_up_tokens=24, beside=beside))
 
 
 @pytest.mark.parametrize("round_trip_s", [0.002, 0.06])
 @pytest.mark.parametrize("here_s", [0.0005, 0.004])
 def test_both_ends_are_hardly_slower_than_a_drafter_beside_the_target(round_trip_s, here_s) -> None:
-    costs = replace(COSTS, drafting_here_s=here_s)
-    beside = max(
-        speed(Policy(drafting=False, here=True, drafts_here=n), round_trip_s, costs) for n in (2, 3, 4, 6, 8, 12)
-    )
-    assert speed(Policy(here=True), round_trip_s, costs) > 0.94 * beside
+    beside = max(speed(colocated(n), round_trip_s, drafting_beside(here_s)) for n in (2, 3, 4, 6, 8, 12))
+    assert speed(Policy(), round_trip_s, drafting_beside(here_s)) > 0.94 * beside
 
 
 def test_a_near_edge_takes_work_from_the_verifier() -> None:
     shape = LinkShape(rtt_s=0.002)
 
     def drafted_here(policy: Policy) -> float:
-        outcomes = replay(traces(), lambda _: shape, replace(COSTS, drafting_here_s=0.004), policy)
+        outcomes = replay(traces(), lambda _: shape, COSTS, policy, beside=drafting_beside(0.004))
         return sum(outcome.statistics.drafting_here_s for outcome in outcomes)
 
-    assert drafted_here(Policy(here=True)) < 0.3 * drafted_here(Policy(here=True, drafting=False))
+    assert drafted_here(Policy()) < 0.3 * drafted_here(Policy(drafting=False))
 
 
 def test_without_a_drafter_at_the_verifier_nothing_changes() -> None:
-    assert speed(Policy(), 0.03) == speed(Policy(here=True, drafts_here=0), 0.03)
+    assert speed(Policy(), 0.03) == speed(Policy(drafts_here=0), 0.03, drafting_beside())
