@@ -114,11 +114,7 @@ class TurnCheck:
 
 
 class ToyDrafter:
-    """Keeps the prefix that it was given, and fails where a job does not follow it.
-
-    Attributes:
-        fails: whether it is broken from the next job on.
-    """
+    """Keeps the prefix that it was given; a job that does not follow it is a violation."""
 
     def __init__(self, choose: Callable[[tuple[int, ...]], int], right: float, rng: random.Random) -> None:
         """Propose the token that `choose` gives after a prefix, with chance `right`."""
@@ -238,9 +234,6 @@ class Edge:
 
     def note(self, *what: object) -> None:
         self._world.note(self.habits.session, *what)
-
-    def session_has_ended(self) -> bool:
-        return self.call is not None and self.call.served is not None and self.call.served.has_ended
 
     # --- the user ---
 

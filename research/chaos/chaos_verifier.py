@@ -122,7 +122,6 @@ class SimulatedCall:
     """One call: frames arrive in order; an end that leaves is known to the other when the path lets it know.
 
     Attributes:
-        edge_open: whether the edge's end is open.
         served: the verifier's end; None: it is not or no longer there.
         silent: whether the connection drops everything without a word (half-open).
         copies: frames in each direction that will still come twice.

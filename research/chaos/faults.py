@@ -37,7 +37,7 @@ def state_of(edge: Edge) -> State | None:
     if not machine.connected:
         begun = len(machine.transcript) > machine.prompt_length
         return State.RESUMING if begun or machine.statistics.resumes else State.OPENING
-    if edge.session_has_ended():
+    if edge.call is not None and edge.call.served is not None and edge.call.served.has_ended:
         return State.FINISHING
     if len(machine.transcript) == machine.prompt_length:
         return State.PREFILLING

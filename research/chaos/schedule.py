@@ -216,7 +216,6 @@ class ChaosSummary:
         coverage: faults by kind and by the state of the session that they met.
         found: what does not hold, by seed.
         slowest_s: longest time from the last fault to the end of the last session, in virtual seconds.
-        slowest: seed of that schedule.
         seconds: processor time.
     """
 

@@ -133,7 +133,7 @@ class World:
 
     Attributes:
         faults_until: time at which the last fault or wait so far is over, in seconds.
-        is_over: whether all edges are done, so that nobody has to look again and again.
+        is_over: whether all edges are done, so that nobody has to look once more.
         poisoned: sessions whose texts are too much for any target.
         disturbed_s: sum of the lengths of all faults, in seconds.
         trace: lines of the schedule; None: nobody wants them.
@@ -181,12 +181,7 @@ class World:
 
 
 class LocalClock:
-    """The clocks of one part: a monotonic one that drifts, and a wall clock that may jump.
-
-    Attributes:
-        rate: seconds that the monotonic clock counts in a true second.
-        wall_error_s: error of the wall clock, in seconds.
-    """
+    """The clocks of one part: a monotonic one that counts `rate` seconds a true second, and a wall clock that jumps."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -51,13 +51,10 @@ class System:
     """One way to serve the model.
 
     Attributes:
-        name: the system.
         drafting: how it drafts; `plain`: not at all.
         command: its server, with `{port}` for the port, and `{link}` where it has a link of its own.
-        model: name of the model in requests.
         edge: command on the device, with `{port}` and the server's port as `{cloud}`. Empty: the client alone is the
             device, and the link is in front of the server.
-        environment: variables of the server.
     """
 
     name: str

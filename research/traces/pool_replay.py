@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -268,10 +269,6 @@ class PoolReplayed:
     costs: Mapping[str, Any]
     rows: tuple[PoolRow, ...]
 
-    @property
-    def by_link(self) -> Mapping[LinkRecord, Sequence[PoolRow]]:
-        return grouped(self.rows, lambda row: row.link)
-
 
 class CellAccumulator:
     """Adds up the runs of one way of choosing among K drafters on the texts of one row."""
@@ -393,7 +390,7 @@ class Pool:
 def pool_tables(replayed: PoolReplayed) -> Group:
     """Return a table a link: a line for each drafter, selector and the oracle, a column for each row of texts."""
     grids = []
-    for link, rows in replayed.by_link.items():
+    for link, rows in grouped(replayed.rows, lambda row: row.link).items():
         headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches")
         blocks = [block for kind in (DRAFTER, SELECTOR, ORACLE) if (block := _columns(rows, kind))]
         title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs, window {replayed.window}"
@@ -405,7 +402,8 @@ def pool_tables(replayed: PoolReplayed) -> Group:
 
 
 def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
-    best = [max((cell for cell in row.cells if cell.kind != ORACLE), key=_speed_up, default=None) for row in rows]
+    chosen = [[cell for cell in row.cells if cell.kind != ORACLE] for row in rows]
+    best = [max(cells, key=attrgetter("speed_up"), default=None) for cells in chosen]
     lines = []
     for cells in zip(*(row.of_kind(kind) for row in rows), strict=True):
         last = cells[-1]
@@ -428,17 +426,12 @@ def _against(rows: Sequence[PoolRow]) -> list[Grid]:
 
 
 def _ratio(against: Against | None) -> str:
-    return UNKNOWN if against is None else f"{against.ratio:.3f}{_spread(against.interval)}"
-
-
-def _spread(interval: Interval | None) -> str:
-    return f"±{(interval.high - interval.low) / 2:.3f}".replace("0.", ".") if interval else ""
+    return UNKNOWN if against is None else f"{against.ratio:.3f}{_spread(against.interval, 3)}"
 
 
 def _cell(cell: Cell, is_best: bool) -> str:
-    spread = f"±{(cell.interval.high - cell.interval.low) / 2:.2f}".replace("0.", ".") if cell.interval else ""
-    return f"{BEST if is_best else ''}{cell.speed_up:.2f}{spread}"
+    return f"{BEST if is_best else ''}{cell.speed_up:.2f}{_spread(cell.interval, 2)}"
 
 
-def _speed_up(cell: Cell) -> float:
-    return cell.speed_up
+def _spread(interval: Interval | None, digits: int) -> str:
+    return f"±{(interval.high - interval.low) / 2:.{digits}f}".replace("0.", ".") if interval else ""

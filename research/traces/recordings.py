@@ -145,10 +145,6 @@ class PoolText:
     traces: tuple[HitTrace, ...]
 
     @property
-    def tokens(self) -> int:
-        return len(self.traces[0].tokens)
-
-    @property
     def prompt(self) -> tuple[str, str]:
         return self.traces[0].domain, self.traces[0].id
 

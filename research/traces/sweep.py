@@ -72,15 +72,6 @@ class Replayed:
     costs: Mapping[str, Any]
     results: tuple[WindowResult, ...]
 
-    @property
-    def by_link(self) -> Mapping[LinkRecord, Sequence[WindowResult]]:
-        return grouped(self.results, lambda result: result.link)
-
-
-def fastest(results: Sequence[WindowResult]) -> WindowResult:
-    """Return the result with most tokens a second, the first of several."""
-    return max(results, key=lambda result: result.tokens_per_second)
-
 
 @dataclass(frozen=True, slots=True)
 class NotedWindow(Window):
@@ -100,11 +91,7 @@ class NotedWindow(Window):
 
 
 def policy_of(name: str) -> Policy:
-    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, or rounds of `syncN`.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, or rounds of `syncN`."""
     if name == ADAPTIVE:
         return Policy(window=Window())
     length = name.removeprefix(SYNCHRONOUS)
@@ -167,12 +154,13 @@ class Sweep:
 
 def sweep_tables(replayed: Replayed) -> Group:
     """Return every result, a block for each link."""
-    blocks = [_block(link, results) for link, results in replayed.by_link.items()]
+    by_link = grouped(replayed.results, lambda result: result.link)
+    blocks = [_block(link, results) for link, results in by_link.items()]
     return draw([Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)], LEGEND)
 
 
 def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
-    best = fastest(results)
+    best = max(results, key=lambda result: result.tokens_per_second)
     return [
         (
             link_name(link) if result is results[0] else "",

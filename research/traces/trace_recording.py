@@ -423,11 +423,7 @@ def find_packages(names: Sequence[str]) -> Packages:
 
 
 def load_drafters(packages: Packages, tokenizer_json: str) -> dict[str, Drafter]:
-    """Load the drafters of `packages`, on one thread each; those with another tokenizer than the target draft by text.
-
-    Raises:
-        ModelRefused: see `OnnxDrafter` and `TextDrafter`.
-    """
+    """Load the drafters, on one thread each; those with another tokenizer than the target's draft by text."""
     try:
         return {
             name: _load(package, tokenizer_json) if package is not None else _WITHOUT_PACKAGE[name]()

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from outrider.cloud.serving.batching import Batching
 from outrider.proto.errors import ConfigError
@@ -307,36 +306,34 @@ def replay(
         selector: factory of the selector among all of them, called once for each text; None: there are no others.
         beside: factory of the verifier's own drafter, called once for each text; None: it has none.
     """
-    session = partial(
-        Replay,
-        shape_at=shape_at,
-        costs=costs,
-        policy=policy,
-        measurements=Measurements(),
-        batching=Batching(),
-        seed=seed,
-        beside=beside,
-    )
-
-    def one(trace: HitTrace, others: Sequence[DrafterArm], *, first: bool) -> ReplayOutcome:
-        return session(trace, others=others, selector=selector() if selector else None, first=first).outcome()
-
-    all_others = others or [()] * len(traces)
-    if warm_up_tokens and traces:
-        few = [DrafterArm(arm.trace.first(warm_up_tokens), arm.costs) for arm in all_others[0]]
-        one(traces[0].first(warm_up_tokens), few, first=True)
-    return [
-        one(trace, others, first=not (i or warm_up_tokens))
-        for i, (trace, others) in enumerate(zip(traces, all_others, strict=True))
+    measurements, batching = Measurements(), Batching()
+    texts = list(zip(traces, others or [()] * len(traces), strict=True))
+    warms_up = bool(warm_up_tokens and texts)
+    if warms_up:
+        trace, arms = texts[0]
+        few = [DrafterArm(arm.trace.first(warm_up_tokens), arm.costs) for arm in arms]
+        texts.insert(0, (trace.first(warm_up_tokens), few))
+    outcomes = [
+        Replay(
+            trace,
+            shape_at,
+            costs,
+            policy,
+            measurements=measurements,
+            batching=batching,
+            seed=seed,
+            others=arms,
+            selector=selector() if selector else None,
+            beside=beside,
+            first=not i,
+        ).outcome()
+        for i, (trace, arms) in enumerate(texts)
     ]
+    return outcomes[warms_up:]
 
 
 def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
-    """Return tokens a second over all texts, from the request to the last token.
-
-    Raises:
-        ConfigError: there is no text.
-    """
+    """Return tokens a second over all texts, from the request to the last token."""
     if not outcomes:
         raise ConfigError("are none; record some with a drafter first", field="traces")
     return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)
