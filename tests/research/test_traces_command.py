@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import link_of, run_command, written
 from scripted_drafters import ScriptedDrafter
 
 from outrider.bench.bench_settings import WARM_UP_TOKENS
-from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.record import save
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.built_in_prompts import Prompt
-from outrider.deploy.link.shape import LinkShape
 from outrider.drafters import NgramDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Window
 from outrider.proto.types import Goal, Sampling
-from research.commands import main
 from research.simulator.clock import Costs
 from research.text_writer import TextRequest, TextWriter, WrittenText
 from research.traces.recordings import (
@@ -32,7 +29,6 @@ from research.traces.recordings import (
     TargetCosts,
     costs_path,
     load_recording,
-    save_traces,
 )
 from research.traces.sweep import Sweep
 from research.traces.trace_recording import DrafterProbe, Recorder, hits_of
@@ -96,26 +92,6 @@ def recording_of(texts: int = 2, tokens: int = 40) -> Recording:
         },
         SHEET,
     )
-
-
-def written(recording: Recording, folder: Path) -> Path:
-    path = folder / "t.jsonl"
-    save_traces([trace for own in recording.traces.values() for trace in own], path)
-    save(recording.costs, costs_path(path, "output"))
-    return path
-
-
-def link_of(rtt_ms: float) -> BenchLink:
-    return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
-
-
-def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    try:
-        status = main(["traces", *arguments])
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    out, err = capfd.readouterr()
-    return status, out, err
 
 
 # --- recording ---
