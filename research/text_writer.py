@@ -116,10 +116,9 @@ class TextWriter:
         Raises:
             ConfigError: a prompt is empty or too long; raised before anything is written.
         """
-        sheets = [self._sheet(request) for request in requests]
-        longest = max((sheet.request.sampling.max_tokens for sheet in sheets), default=1)
+        waiting, writing = deque(map(self._sheet, requests)), list[_Sheet]()
+        longest = max((sheet.request.sampling.max_tokens for sheet in waiting), default=1)
         at_once = min(self._at_once, max(1, LOGITS_BYTES // (4 * longest * self._rules.vocab_size)))
-        waiting, writing = deque(sheets), list[_Sheet]()
         while waiting or writing:
             writing += self._admit(waiting, writing, at_once - len(writing))
             self._step(writing)
