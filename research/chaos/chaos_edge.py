@@ -430,7 +430,7 @@ class Edge:
 
     def _find_another(self, watch: SilenceWatch, word: Silent) -> None:
         """Leave the stream for a verifier that answers in time, or look again some time later."""
-        settle = once(partial(self._settle, watch))
+        settle: Callable[[Lease | None], None] = once(partial(self._settle, watch))
 
         def granted(result: Lease | OutriderError) -> None:
             if isinstance(result, OutriderError):

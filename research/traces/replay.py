@@ -20,6 +20,8 @@ from research.traces.pool_replay import STATIC, Pool, PoolReplayed, Stage, pool_
 from research.traces.recordings import Recording, load_recording
 from research.traces.sweep import Replayed, Sweep, policy_of, sweep_tables
 
+Made = tuple[RenderableType, Replayed | PoolReplayed]  # the tables of a result, and it
+
 
 def replay(given: Given) -> int:
     """Run `python -m research traces replay`."""
@@ -32,9 +34,7 @@ def replay(given: Given) -> int:
     return 0
 
 
-def _replay_windows(
-    options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]
-) -> tuple[RenderableType, Replayed]:
+def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> Made:
     windows = _windows(options.window)
     sweep = Sweep(recording, links, windows, options.goal, options.min_step / 1e3, options.seed)
     _check_output(options)
@@ -51,9 +51,7 @@ def _replay_windows(
     return sweep_tables(made), made
 
 
-def _replay_pool(
-    options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]
-) -> tuple[RenderableType, PoolReplayed]:
+def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> Made:
     for name in options.selector:
         if name != STATIC:
             selector_named(name)

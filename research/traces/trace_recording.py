@@ -407,7 +407,7 @@ def sent_vectors(vectors: np.ndarray, age: int) -> list[Vector]:
     one: the last token is committed, but not processed yet.
     """
     travelled = [decode(encode(vector, SteeringPrecision.INT8), len(vector)) for vector in vectors]
-    return [None] * (1 + age) + travelled[: max(0, len(vectors) - 1 - age)]
+    return [*[None] * (1 + age), *travelled[: max(0, len(vectors) - 1 - age)]]
 
 
 def find_packages(names: Sequence[str]) -> Packages:
