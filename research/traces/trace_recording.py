@@ -175,11 +175,11 @@ class Recorder:
 
     def _give_document(self, text: WrittenText) -> None:
         """Let drafters that copy have one document, most of which the text repeats."""
+        document = edited(text.tokens, *self.documents, seed=text.request.sampling.seed)
+        index = SuffixIndex([np.array(document, dtype=np.uint32)])
         for drafter in self.drafters.values():
             if isinstance(drafter, RetrievalDrafter):
-                document = edited(text.tokens, *self.documents, seed=text.request.sampling.seed)
-                index = SuffixIndex([np.array(document, dtype=np.uint32)])
-                drafter.sources = lambda index=index: (index,)
+                drafter.sources = lambda: (index,)
 
     def _vectors(self, text: WrittenText) -> dict[str, list[Vector]]:
         """Return the text's vectors by the names of the drafters that they steer."""
